@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from launch.credentials import credential_problems
-from launch.forecast import Disk, state_bytes_per_rank
+from launch.forecast import Disk, planned_consumption, state_bytes_per_rank
 from launch.plan import Job, Options
-from launch.slurm.scheduler import NodeKind
+from launch.slurm.scheduler import NodeKind, Scheduler
 from launch.slurm.submit.options import option_problems
 from pipeline.config.checks import place_problems, problems, rank_problems
 from pipeline.config.launching import minutes
@@ -77,38 +77,61 @@ def _refuse_all(what: str, found: list[str]) -> None:
         raise UserError(f"{what}:\n{listed(found)}" if len(found) > 1 else found[0])
 
 
+def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Mapping[str, str], *,
+                showing: bool = False) -> None:
+    """Refuse what this box or the cluster would refuse or break on later, all at once.
+
+    environment: of the shell that submits. showing: jobs are only shown, perhaps on another machine than the one that
+    submits.
+    """
+    found = credential_problems(run.config, environment)  # the configuration is written into the run folder
+    if options.cluster == "slurm":
+        running = [job for job in jobs if job.to_run]
+        found += cluster_problems(run.config, running, environment, [] if showing else Scheduler().node_kinds())
+        if not showing and disk.needed > disk.free:
+            parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
+            found.append(f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free "
+                         f"where {run.folder} goes: free some, set runs_dir, or keep fewer checkpoints "
+                         f"(train.checkpoint.keep).")
+    _refuse_all("This cannot be started", found)
+    refuse_unsound(run, jobs, options, showing=showing)
+
+
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
     """Refuse, before anything starts, what a stage would refuse later: absent inputs and stale stages.
 
     Where jobs are only shown, inputs may still be absent.
     """
-    asked = list(dict.fromkeys(job.stage for job in jobs))
-    running = list(dict.fromkeys(job.stage for job in jobs if job.to_run))
-    needed = {need for stage in running for need in STAGES[stage].needs}.difference(asked)
-    if not showing and (absent := [stage for stage in STAGES if stage in needed and run.manifest(stage) is None]):
-        wanted = [stage for stage in STAGES if stage in asked or stage in absent]
+    asked = {job.stage for job in jobs}
+    running = [stage for stage in STAGES if any(job.stage == stage and job.to_run for job in jobs)]
+    needed = {need for stage in running for need in STAGES[stage].needs} - asked
+    absent = [stage for stage in STAGES if stage in needed and not showing and run.manifest(stage) is None]
+    if absent:
         are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
         raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} {are} not done, and "
-                        f"not asked for. Ask for {them} too (--stage {','.join(wanted)}, or --stage all), "
-                        f"or take finished stages from another run with reuse=<folder>.")
-    _refuse_absent_files(run.config, jobs)
-    if run.config.train.init_from is not None and "train" in running:
-        _refuse_other_weights(run, run.config.train.init_from)
+                        f"not asked for. Ask for {them} too ({_named(asked.union(absent))}, or --stage all), or take "
+                        f"finished stages from another run with reuse=<folder>.")
+    _refuse_absent_files(run.config, running)
     if "train" in running:
+        if run.config.train.init_from is not None:
+            _refuse_other_weights(run, run.config.train.init_from)
         _refuse_plan(run, forced=options.force)
     for job in jobs:
         refuse_stale(run, job, options)
-    for stage in before(asked):
+    for stage in before([*asked]):
         if stage not in asked and (changed := run.changed(stage)):
-            refusal, wanted = run.refusal(stage, State("stale", changed)), [stage, *asked]
-            raise UserError(f"{refusal}\n{stage} was not asked for, but what was asked for is made of it: name it as "
-                            f"well (--stage {','.join(name for name in STAGES if name in wanted)}).")
+            raise UserError(f"{run.refusal(stage, State('stale', changed))}\n{stage} was not asked for, but what was "
+                            f"asked for is made of it: name it as well ({_named(asked | {stage})}).")
+
+
+def _named(stages: set[str]) -> str:
+    return f"--stage {','.join(stage for stage in STAGES if stage in stages)}"
 
 
 def say_absent(run: Run, jobs: list[Job]) -> None:
     """Say, once, which files that stages were made of are not there any more: that is not refused."""
-    asked = list(dict.fromkeys(job.stage for job in jobs))
-    for text in run.absences([stage for stage in STAGES if stage in asked or stage in before(asked)]):
+    asked = [job.stage for job in jobs]
+    for text in run.absences([stage for stage in STAGES if stage in {*asked, *before(asked)}]):
         print(f"note      {text}", flush=True)
 
 
@@ -118,95 +141,82 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
         return
     # Two settings must not meet in one stage's outputs.
     mixed = job.state.begun_only and not STAGES[job.stage].checkpoints
-    if options.accept_drift and not run.is_reused(job.stage) and not mixed:
-        return
     refusal = run.refusal(job.stage, job.state)
+    later = {stage for stage in STAGES if stage == job.stage or job.stage in before([stage])}
     if options.accept_drift and mixed:
-        raise UserError(f"{refusal}\n--accept-drift does not help here: {job.stage} was only begun, and outputs of "
-                        f"two settings must not be mixed in one stage.")
-    later = [stage for stage in STAGES if stage == job.stage or job.stage in before([stage])]
-    raise UserError(f"{refusal}\n--force rebuilds every stage that is asked for; --stage {','.join(later)} --force "
-                    f"rebuilds {job.stage} and what is made of it.") if len(later) > 1 else refusal
+        refusal = UserError(f"{refusal}\n--accept-drift does not help here: {job.stage} was only begun, and outputs of "
+                            f"two settings must not be mixed in one stage.")
+    elif options.accept_drift and not run.is_reused(job.stage):
+        return
+    elif len(later) > 1:
+        refusal = UserError(f"{refusal}\n--force rebuilds every stage that is asked for; {_named(later)} --force "
+                            f"rebuilds {job.stage} and what is made of it.")
+    raise refusal
 
 
-def cluster_problems(config: Config, jobs: list[Job], disk: Disk | None, environment: Mapping[str, str],
-                     nodes: Sequence[NodeKind] = ()) -> None:
-    """Refuse what the cluster would refuse or break on later, all at once.
+MORE = {"nodes": "ask for fewer (--nodes)", "min": "ask for less (launch.<stage>.time): training goes on by itself",
+        "elements": "ask for fewer (launch.<stage>.array)"}
+"""What to do about a job that asks for more than the site gives."""
 
-    disk: None where jobs are only shown: this may be another machine than the one that submits.
-    environment: of the shell that submits.
-    nodes: what the cluster has; nothing where it is not known.
-    """
+
+def cluster_problems(config: Config, jobs: list[Job], environment: Mapping[str, str], nodes: Sequence[NodeKind]
+                     ) -> Iterator[str]:
+    """What the cluster would refuse, or a job there break on. nodes: what the cluster has; () where it is not known."""
     launch, site = config.launch, config.launch.limits
-    jobs = [job for job in jobs if job.to_run]
-    found = [f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
-             for name in launch.secrets if not environment.get(name)]
-    found += credential_problems(config, environment)
+    for name in launch.secrets:
+        if not environment.get(name):
+            yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
     if "PYTHONPATH" in launch.environment:
-        found.append("launch.environment holds PYTHONPATH, which the jobs set to their copy of the code. Add folders "
-                     "to it in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
-    found += option_problems(launch, jobs)
-    found += node_problems(jobs, nodes)
+        yield ("launch.environment holds PYTHONPATH, which the jobs set to their copy of the code. Add folders to it "
+               "in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
+    yield from option_problems(launch, jobs)
+    yield from node_problems(jobs, nodes)
     longest = None if site.time is None else minutes(site.time)
     for job in jobs:
-        if site.nodes is not None and job.nodes > site.nodes:
-            found.append(f"{job.key} asks for {job.nodes} nodes; the site gives a job {site.nodes} (launch.limits).")
-        if longest is not None and job.asked.minutes > longest:
-            found.append(f"{job.key} asks for {job.asked.minutes} min; the site gives a job {longest} (launch.limits): "
-                         f"training goes on by itself after a time limit, so ask for less (launch.{job.stage}.time).")
-        if site.array is not None and job.elements and max(job.elements) >= site.array:
-            found.append(f"{job.key} has {job.parts} elements; the site allows {site.array} (launch.limits): set "
-                         f"launch.{job.stage}.array.")
-        if job.stage == "train" and job.asked.minutes * 60 <= 2 * launch.signal_s:
-            found.append(f"launch.train.time is {job.asked.minutes} min, but the warning comes {launch.signal_s} s "
-                         f"before its end (launch.signal_s): nothing would be left to train in.")
+        for asked, most, what in ((job.nodes, site.nodes, "nodes"), (job.minutes, longest, "min"),
+                                  (max(job.elements, default=-1) + 1, site.array, "elements")):
+            if most is not None and asked > most:
+                yield f"{job.key} asks for {asked} {what}; the site gives a job {most} (launch.limits): {MORE[what]}."
+        if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
+            yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before "
+                   f"its end (launch.signal_s): nothing would be left to train in.")
+        state = state_bytes_per_rank(config, job.ranks) if job.key == "train" and site.gpu_memory_gb else None
+        if state is not None and state > (site.gpu_memory_gb or 0) * 1e9:
+            yield (f"weights, gradients and moments alone take {readable(state)} a rank, but a GPU here has "
+                   f"{site.gpu_memory_gb:g} GB (launch.limits): take more nodes, a smaller parallel.dp_replicate, or "
+                   f"parallel.engine=deepspeed with offload.")
     count = sum(len(job.elements) or 1 for job in jobs)
     if site.jobs is not None and count > site.jobs:
-        found.append(f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits).")
-    train = next((job for job in jobs if job.key == "train"), None)
-    state = state_bytes_per_rank(config, train.ranks) if train else None
-    if state is not None and site.gpu_memory_gb is not None and state > site.gpu_memory_gb * 1e9:
-        found.append(f"weights, gradients and moments alone take {readable(state)} a rank, but a GPU here has "
-                     f"{site.gpu_memory_gb:g} GB (launch.limits): take more nodes, a smaller parallel.dp_replicate, or "
-                     f"parallel.engine=deepspeed with offload.")
-    if disk is not None and disk.needed > disk.free:
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
-        found.append(f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free where "
-                     f"{config.folder} goes: free some, set runs_dir, or keep fewer checkpoints "
-                     f"(train.checkpoint.keep).")
-    _refuse_all("This cannot be submitted", found)
+        yield f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits)."
 
 
 def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:
     """Which jobs no nodes of their partition fit, and what those have."""
-    found = dict[str, list[str]]()
-    partitions = {kind.partition for kind in nodes}
+    found: dict[str, list[str]] = {}
     for job in jobs if nodes else ():
-        names = set((job.asked.partition or "").split(",")) - {""}
-        if absent := sorted(names - partitions):
-            found.setdefault(f"there is no partition {', '.join(absent)} here (launch.partition); there are "
-                             f"{', '.join(sorted(partitions))}", []).append(job.key)
-            continue
-        there = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
-        memory = memory_mb(job.asked.mem)
-        wanted = {"cores": (job.tasks_per_node * job.cpus_per_task, "cpus"), "GPUs": (job.gpus_per_node, "gpus"),
-                  "MB of memory": (memory, "memory_mb")}
-        fit = sum(kind.nodes for kind in there if all(getattr(kind, name) >= count for count, name in wanted.values()))
-        if there and fit < job.nodes:
-            asks = ", ".join(f"{count:,} {what}" for what, (count, _) in wanted.items() if count)
-            has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB"
-                            for kind in there)
-            found.setdefault(f"asks for {job.nodes} node{'s' * (job.nodes > 1)} with {asks} each, but the partition "
-                             f"{'/'.join(sorted({kind.partition for kind in there}))} has {has}. A rank, or a job "
-                             f"without ranks, gets launch.cpus cores; a node gets launch.gpus_per_node or "
-                             f"launch.processes ranks", []).append(job.key)
+        if text := _misfit(job, nodes):
+            found.setdefault(text, []).append(job.key)
     return [f"{', '.join(keys)}: {text}." for text, keys in found.items()]
 
 
-def memory_mb(text: str | None) -> int:
-    """Megabytes of a node that `launch.mem` asks for; 0 where it does not say."""
-    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", text or "0").groups()  # type: ignore[union-attr]
-    return int(number) * {"K": 1, "": 1 << 10, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}[unit] >> 10
+def _misfit(job: Job, nodes: Sequence[NodeKind]) -> str:
+    """Why nodes do not fit a job; "" where enough of them do."""
+    partitions, names = {kind.partition for kind in nodes}, set(filter(None, (job.asked.partition or "").split(",")))
+    if absent := sorted(names - partitions):
+        return (f"there is no partition {', '.join(absent)} here (launch.partition); there are "
+                f"{', '.join(sorted(partitions))}")
+    there = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
+    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", job.asked.mem or "0").groups()  # type: ignore[union-attr]
+    cores, memory = job.tasks_per_node * job.cpus_per_task, int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
+    fit = sum(kind.nodes for kind in there
+              if kind.cpus >= cores and kind.gpus >= job.gpus_per_node and kind.memory_mb >= memory)
+    if fit >= job.nodes or not there:
+        return ""
+    has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
+    return (f"asks for {job.nodes} node{'s' * (job.nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
+            f"{memory:,} MB each, but the partition {'/'.join(sorted({kind.partition for kind in there}))} has {has}. "
+            f"A rank, or a job without ranks, gets launch.cpus cores; a node gets launch.gpus_per_node or "
+            f"launch.processes ranks")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping[str, str], *, here: bool) -> None:
@@ -217,9 +227,9 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping
     """
     wanted = {"train": ("train.checkpoint.copy_to", config.train.checkpoint.copy_to),
               "convert": ("convert.copy_to", config.convert.copy_to)}
-    running, found = {job.stage for job in jobs if job.to_run}, []
+    found = []
     for stage, (key, url) in wanted.items():
-        if url is None or stage not in running:
+        if url is None or not any(job.stage == stage and job.to_run for job in jobs):
             continue
         if not here and not any(name.startswith(CREDENTIALS.get(url.partition(":")[0], ("",))) for name in environment):
             print(f"note      {key} {url} is not tried from here, where there are no credentials for it", flush=True)
@@ -231,11 +241,6 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping
     _refuse_all("What is to be copied to an object store has no place", found)
 
 
-def refuse_secrets(config: Config, environment: Mapping[str, str]) -> None:
-    """Refuse settings that look like secrets: the configuration is written into the run folder."""
-    _refuse_all("The configuration holds secrets", credential_problems(config, environment))
-
-
 def refuse_wrong_packages() -> None:
     """Refuse packages of other versions than Drover asks for, or absent ones: jobs would fail hours later.
 
@@ -244,30 +249,27 @@ def refuse_wrong_packages() -> None:
     """
     from packaging.requirements import Requirement
 
+    found = []
     try:
-        wanted = [Requirement(text) for text in metadata.requires("drover") or []]
+        wanted = map(Requirement, metadata.requires("drover") or [])
     except metadata.PackageNotFoundError:
         return  # not installed but run from a checkout; what is missing shows at import
-    found = []
     for requirement in wanted:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            found.append(f"{requirement.name} is not installed")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement.name} is {version}, but {requirement.specifier} is needed")
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            versions = [one.version for one in metadata.distributions(name=requirement.name)][:1]
+            if not versions:
+                found.append(f"{requirement.name} is not installed")
+            elif not requirement.specifier.contains(versions[0], prereleases=True):
+                found.append(f"{requirement.name} is {versions[0]}, but {requirement.specifier} is needed")
     if found:
         raise UserError(f"The Python environment does not fit:\n{listed(found)}\n"
                         f"`pip install --editable .` in the checkout mends it.")
 
 
-def _refuse_absent_files(config: Config, jobs: list[Job]) -> None:
+def _refuse_absent_files(config: Config, stages: list[str]) -> None:
     """A corpus or tokenizer file that is not there is found before the stages ahead of it have run."""
     found = []
-    for stage in dict.fromkeys(job.stage for job in jobs if job.to_run):
+    for stage in stages:
         try:
             files = STAGES[stage].all_input_files(config)
         except UserError as error:
@@ -290,12 +292,10 @@ def _refuse_other_weights(run: Run, path: str) -> None:
 def _refuse_plan(run: Run, *, forced: bool) -> None:
     """Phases that change what is trained already, and sources that would be read too often, are found before the job
     waits in a queue; the latter once encode has counted the tokens."""
-    train, made = run.config.train, run.manifest("encode")
-    said = train.phases or train.mixture is not None or train.max_epochs is not None
-    # What a packing makes of the tokens is known once training has planned it, which then refuses.
-    if said and train.packing == "concatenate" and made is not None and "splits" in made.counts:
-        from pipeline.data.sampling.consumption import excesses, planned, train_tokens
-        if beyond := excesses(train, planned(run.config, train_tokens(run.config, made.counts))):
+    train = run.config.train
+    if (consumption := planned_consumption(run)) is not None:
+        from pipeline.data.sampling.consumption import excesses
+        if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))
     checkpoints = complete_checkpoints(run.own_folder("train"))
     if train.phases and checkpoints and not forced:

@@ -61,9 +61,11 @@ LEAST_SHARED = 8
 """Characters of a secret of the shell by which it is recognised elsewhere."""
 LARGEST = 1 << 20
 """Bytes of a file that is looked at; configurations and code are smaller."""
-WAY = ("Set {name} in the shell that submits (`export {name}=...`) and put the name alone into launch.secrets; or "
-       "write it into a file that only you can read (chmod 600) and let launch.setup source that file")
-NO_SECRET = "; if it is no secret, say so: launch.not_secrets=[{name}]"
+HOLDS = ("{place} holds what looks like a secret{what}{named}: it would be written to files. Set {name} in the shell "
+         "that submits (`export {name}=...`) and put the name alone into launch.secrets; or write it into a file that "
+         "only you can read (chmod 600) and let launch.setup source that file{rest}.")
+_OF_JOBS = re.compile(r"launch\.(environment|setup|wrap|(\w+\.)?extra)\b")
+"""Settings that are judged by the names in them as well."""
 
 
 def credential_problems(config: Config, environment: Mapping[str, str]) -> list[str]:
@@ -72,31 +74,26 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
     environment: of the shell that submits.
     """
     launch, found = config.launch, []
-    for name, value in launch.environment.items():
-        what = known_form(value)
-        if what or (name not in launch.not_secrets and is_secret(name, value)):
-            kind, rest = (f" ({what})", "") if what else ("", NO_SECRET.format(name=name))
-            found.append(f"launch.environment holds {name}, which looks like a secret{kind}: it would be written to "
-                         f"files. {WAY.format(name=name)}{rest}.")
-    for where, text in _commands(config):
-        if what := known_form(text):
-            found.append(f"{where} holds what looks like a secret ({what}): it would be written to files. "
-                         f"{WAY.format(name='NAME')}.")
-        for name, value in assigned(text):
+    for place, variable, text in _texts(config):
+        if kind := known_form(text):
+            found.append(HOLDS.format(place=place, what=f" ({kind})", named=f", {variable}" if variable else "",
+                                      name=variable or "NAME", rest=""))
+        for name, value in [(variable, text)] if variable else [*_ASSIGNED.findall(text), *_GIVEN.findall(text)]:
             if name not in launch.not_secrets and is_secret(name, value) and not known_form(f"{name}={value}"):
-                found.append(f"{where} holds what looks like a secret, {name}: it would be written to files. "
-                             f"{WAY.format(name=name.replace('-', '_').upper())}{NO_SECRET.format(name=name)}.")
-    said = re.compile(r"launch\.(environment|setup|wrap|(\w+\.)?extra)\b")
-    settings = {key: str(value) for key, value in flatten(config.model_dump(mode="json")).items()
-                if value is not None and not isinstance(value, bool)}
-    found += [f"{key} holds what looks like a secret ({what}): it would be written to the run's configuration. Take it "
-              f"out; give it to the job in a variable (launch.secrets), or in a file that only you can read."
-              for key, value in settings.items() if not said.match(key) and (what := known_form(value))]
-    for name, secret in environment.items():
-        if len(secret) >= LEAST_SHARED and (name in launch.secrets or known_form(secret)
-                                            or (words_of(name) & TOKENS and is_random(secret))):
-            found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and "
-                      f"put {name} into launch.secrets." for key, value in settings.items() if secret in value]
+                found.append(HOLDS.format(
+                    place=place, what="", named=f", {name}", name=name.replace("-", "_"),
+                    rest=f"; if it is no secret, say so: launch.not_secrets=[{name}]"))
+    shell = {name: secret for name, secret in environment.items() if len(secret) >= LEAST_SHARED and (
+        name in launch.secrets or known_form(secret) or (words_of(name) & TOKENS and is_random(secret)))}
+    for key, value in flatten(config.model_dump(mode="json")).items():
+        if isinstance(value, bool) or value is None:
+            continue
+        if not _OF_JOBS.match(key) and (kind := known_form(str(value))):
+            found.append(f"{key} holds what looks like a secret ({kind}): it would be written to the run's "
+                         f"configuration. Take it out; give it to the job in a variable (launch.secrets), or in a file "
+                         f"that only you can read.")
+        found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and put "
+                  f"{name} into launch.secrets." for name, secret in shell.items() if secret in str(value)]
     return found
 
 
@@ -133,12 +130,6 @@ def words_of(name: str) -> set[str]:
     return {*words, *("APIKEY" for pair in pairwise(words) if pair == ("API", "KEY"))}
 
 
-def assigned(command: str) -> Iterator[tuple[str, str]]:
-    """Names and values in a command: `NAME=value`, `--name value`."""
-    yield from _ASSIGNED.findall(command)
-    yield from _GIVEN.findall(command)
-
-
 def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
     """Files, relative to `folder`, that hold a secret of a known form, and its kind."""
     found = {}
@@ -149,10 +140,11 @@ def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
     return found
 
 
-def _commands(config: Config) -> Iterator[tuple[str, str]]:
+def _texts(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Where in the section `launch` jobs are given something: the place, the variable if it is one, the text."""
     launch = config.launch
-    yield from (("launch.setup", line) for line in launch.setup)
-    yield "launch.wrap", " ".join(launch.wrap)
-    for where, extra in extras(launch):
-        for key, value in extra.items():
-            yield where, f"{key}={value}" if key != "export" else str(value)
+    yield from (("launch.environment", name, value) for name, value in launch.environment.items())
+    yield from (("launch.setup", "", line) for line in launch.setup)
+    yield "launch.wrap", "", " ".join(launch.wrap)
+    for place, extra in extras(launch):
+        yield from ((place, "", f"{key}={value}" if key != "export" else str(value)) for key, value in extra.items())

@@ -5,9 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 
-from launch.estimate import Estimate
-from launch.forecast import Disk, gathered_bytes_per_layer, parameters, shape_of, state_bytes_per_rank
-from launch.plan import Job, Options
+from launch.forecast import (
+    Disk,
+    estimate,
+    gathered_bytes_per_layer,
+    matrix_rate,
+    planned_consumption,
+    says_consumption,
+    shape_of,
+    state_bytes_per_rank,
+)
+from launch.plan import Job, Options, code_path
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import rank_problems
@@ -15,6 +23,7 @@ from pipeline.config.phases import PhasePlan
 from pipeline.config.tree import Config
 from pipeline.console import duration, readable
 from pipeline.contract.run import Run
+from pipeline.contract.stages import REPOSITORY
 from pipeline.parallel.stages import stage_layers
 
 WIDTH = 140
@@ -22,34 +31,35 @@ SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "ti
 """Cores, GPUs and memory are a node's."""
 
 
-def print_plan(config: Config, run: Run, jobs: list[Job], options: Options, where: str,
-               disk: Disk | None = None, estimate: Estimate | None = None) -> None:
+def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, a row per job, and what follows from the settings of train."""
     from rich.console import Console
     from rich.table import Table
 
+    config, machine = run.config, options.machine
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    headings, row = (SLURM_COLUMNS, slurm_row) if options.cluster == "slurm" else (
-        ("stage", "state", "resources"),
-        lambda job: (job.stage, state_text(job),
-                     work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus) if job.to_run else "-"))
-    for heading in headings:
+    slurm = options.cluster == "slurm"
+    for heading in SLURM_COLUMNS if slurm else ("stage", "state", "resources"):
         table.add_column(heading, overflow="fold")
     for job in jobs:
-        table.add_row(*row(job))
+        table.add_row(*row(job, options))
     with console.capture() as captured:
         console.print(table)
     print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
     if train := next((job for job in jobs if job.stage == "train"), None):
-        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(config, run)))
-    if disk is not None and disk.needed:
+        print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
+    if disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
-    if estimate is not None:
-        print(f"time      {estimate}")
+    # How long it will take, where this box's cores train; of GPUs the launcher knows too little.
+    if options.cluster == "local" and train and train.to_run and not machine.gpus and (
+            seconds := estimate(config, jobs, matrix_rate(machine.cores))):
+        low, high, *training = map(duration, seconds)
+        print(f"time      about {low} to {high} if this machine is idle; training "
+              f"{' to '.join(training)}")
     print(flush=True)
 
 
@@ -61,66 +71,64 @@ def state_text(job: Job) -> str:
 def work(job: Job) -> str:
     """How many processes do the job, with how many threads."""
     if job.ranks:
-        return f"{_count(job.ranks, 'rank')} x {_count(job.cpus_per_task, 'thread')}"
-    return _count(job.processes, "process")
+        return f"{job.ranks} rank{'s' * (job.ranks > 1)} x {job.cpus_per_task} thread{'s' * (job.cpus_per_task > 1)}"
+    return f"{job.processes} process{'es' * (job.processes > 1)}"
 
 
-def slurm_row(job: Job) -> tuple[str, ...]:
-    """A job in the table of what Slurm would get."""
-    state = state_text(job) if job.state.kind != "waiting" else "waiting"  # for what, the last column says
+def row(job: Job, options: Options) -> tuple[str, ...]:
+    """A job in the table: on one box its processes, on Slurm what it asks for as well."""
+    waits = options.cluster == "slurm" and job.state.kind == "waiting"  # for what, the last column says
+    state = "waiting" if waits and not job.forced else state_text(job)
     if not job.to_run:
-        return (job.key, state)
-    asked, nodes = job.asked, str(job.nodes)
-    if job.kind == "array":
-        nodes = f"{len(job.elements)} of {job.parts} parts"
-    where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" if job.links > 1 else None]
-    cores, gpus = str(job.tasks_per_node * job.cpus_per_task), str(job.gpus_per_node or "")
-    return (job.key, state, nodes, work(job), cores, gpus, "all" if asked.mem == "0" else asked.mem or "",
-            duration(60 * asked.minutes), ", ".join(word for word in where if word) or "-", ", ".join(job.dependencies))
+        return job.key, state, "" if options.cluster == "slurm" else "-"
+    if options.cluster == "local":
+        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
+    asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)
+    where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" * (job.links > 1)]
+    return (job.key, state, nodes, work(job), str(job.tasks_per_node * job.cpus_per_task),
+            str(job.gpus_per_node or ""), "all" if asked.mem == "0" else asked.mem or "", duration(60 * job.minutes),
+            ", ".join(filter(None, where)) or "-", ", ".join(job.dependencies))
 
 
 def training_facts(config: Config, job: Job) -> list[str]:
     """What the settings of train amount to: tokens, sequences, accumulation, parameters, memory, disk."""
-    train, model, ranks = config.train, config.model, job.ranks
+    train, model, parallel, ranks = config.train, config.model, config.parallel, job.ranks
     # What is done is shown too, and need not fit the ranks that there are now.
-    fits = not rank_problems(config, ranks)
-    plan = PhasePlan.of(train)
-    lines = [f"batch     {BatchPlan.of(phase.train, config.parallel, ranks)}"
+    fits, known, plan = not rank_problems(config, ranks), shape_of(config), PhasePlan.of(train)
+    lines = [f"batch     {BatchPlan.of(phase.train, parallel, ranks)}"
              f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
-    lines.append(f"length    {train.steps:,} steps = {plan.tokens:,} tokens")
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
-    count = parameters(config)
-    if count is None:
-        return [*lines, f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
-    lines += [f"model     {count:,} parameters: {shape}", *_departures(model)]
-    if fits and config.parallel.pp > 1:
+    lines += [f"length    {train.steps:,} steps = {plan.tokens:,} tokens",
+              f"model     {known.parameter_count:,} parameters: {shape}" if known else
+              f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]
+    if not known or not fits:
+        return lines
+    if parallel.pp > 1:
         lines.append(f"pipeline  {stages_text(config)}")
-    if fits and config.parallel.cp > 1:
+    if parallel.cp > 1:
         longest = with_largest(config, ranks).train.sequence_length
         gathered = readable(gathered_bytes_per_layer(config, ranks))
-        lines.append(f"context   {longest // config.parallel.cp:,} tokens of each sequence on a rank; "
+        lines.append(f"context   {longest // parallel.cp:,} tokens of each sequence on a rank; "
                      f"keys and values of all are gathered, {gathered} a layer")
-    if fits and (state := state_bytes_per_rank(config, ranks)):
+    if state := state_bytes_per_rank(config, ranks):
         lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
     return lines
 
 
-def consumption_lines(config: Config, run: Run) -> list[str]:
+def consumption_lines(run: Run) -> list[str]:
     """What training will consume of each source in each phase, where there are phases, a mixture or a limit: tokens
-    and epochs, once encode has counted them; before, the phases. Of packed sequences only training can tell."""
-    train = config.train
-    if not train.phases and train.mixture is None and train.max_epochs is None:
+    and epochs, once they are known; before, the phases."""
+    train, found = run.config.train, planned_consumption(run)
+    if not says_consumption(train):
         return []
-    made, packed = run.manifest("encode"), train.packing != "concatenate"
-    if packed or made is None or "splits" not in made.counts:
-        told = [str(phase) for phase in PhasePlan.of(train).phases if phase.said is not None]
-        when = "training has planned the packing" if packed else "encode is done"
-        return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(
-            [*told, f"tokens and epochs of each source are known once {when}"])]
-    from pipeline.data.sampling.consumption import plan_lines, planned, train_tokens
-
-    found = planned(config, train_tokens(config, made.counts))
-    return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(plan_lines(train, found))]
+    if found is not None:
+        from pipeline.data.sampling.consumption import plan_lines
+        lines = plan_lines(train, found)
+    else:
+        when = "encode is done" if train.packing == "concatenate" else "training has planned the packing"
+        lines = [*(str(phase) for phase in PhasePlan.of(train).phases if phase.said is not None),
+                 f"tokens and epochs of each source are known once {when}"]
+    return [f"{'data' if not number else '':<9} {text}" for number, text in enumerate(lines)]
 
 
 def stages_text(config: Config) -> str:
@@ -135,28 +143,17 @@ def stages_text(config: Config) -> str:
 
 def _departures(model: ModelConfig) -> list[str]:
     """What the network has otherwise than a Llama, a line each."""
-    found = ["biases of queries, keys and values"] if model.qkv_bias else []
-    found += [f"heads {model.head_dim} wide"] if model.head_dim and model.heads * model.head_dim != model.dim else []
-    found += ["queries and keys normed (QK-norm)"] if model.qk_norm else []
-    if model.sliding_window is not None:
-        full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""
-        found.append(f"a sliding window of {model.sliding_window:,} tokens{full}")
-    if model.no_rope_layer_interval is not None:
-        found.append(f"no rotary embedding in one layer of {model.no_rope_layer_interval}")
-    return [f"           with {what}" for what in found]
-
-
-def print_commands(texts: list[str]) -> int:
-    """Print what a dry run shows of each job that has something to do; the exit status."""
-    print(*texts or ["nothing to do: all asked stages are done"], sep="\n")
-    return 0
+    wide = model.head_dim and model.heads * model.head_dim != model.dim
+    full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""
+    found = {"biases of queries, keys and values": model.qkv_bias, f"heads {model.head_dim} wide": wide,
+             "queries and keys normed (QK-norm)": model.qk_norm,
+             f"a sliding window of {model.sliding_window or 0:,} tokens{full}": model.sliding_window is not None,
+             f"no rotary embedding in one layer of {model.no_rope_layer_interval}": model.no_rope_layer_interval}
+    return [f"           with {what}" for what, holds in found.items() if holds]
 
 
 def by_hand(job: Job) -> str:
     """The job's command as a line for a shell."""
-    settings = [f"{key}={shlex.quote(value)}" for key, value in job.environment.items()]
+    environment = {**job.environment, "PYTHONPATH": code_path(job.code or str(REPOSITORY))}
+    settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*settings, shlex.join(job.command)])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"

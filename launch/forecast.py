@@ -1,24 +1,33 @@
-"""How much disk and GPU memory a run will take: known before it starts, so refused before it queues."""
+"""How much disk, GPU memory and time a run will take, and how much of each source: known before it starts, so what
+cannot be is refused before it queues."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.plan import Job
 from model.config import ModelConfig
 from pipeline.config.batch import BatchPlan, with_largest
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.optimizers import optimizer_kind
+from pipeline.config.phases import PhasePlan
+from pipeline.config.training import TrainConfig
 from pipeline.config.tree import Config
+from pipeline.contract.run import Run
 from pipeline.contract.stages import STAGES
 from pipeline.errors import UserError
 from pipeline.parallel.stages import largest_share
 from pipeline.stores.object_files import InputFile, ObjectFile
+
+if TYPE_CHECKING:
+    from pipeline.data.sampling.consumption import Consumption
 
 WEIGHT_BYTES = 4
 """Of a parameter in a checkpoint and in training: its fp32 value; as much again for its gradient. What the optimizer
@@ -26,6 +35,20 @@ keeps comes on top."""
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 TOKENS_PER_BYTE = 0.3
 """Of text, at most, for a trained vocabulary: what token shards take is this times the bytes of a token."""
+
+SIZE = 1024
+"""Rows and columns of the matrices that are multiplied: 2 GFLOP, some 10 ms on two cores."""
+LOOK_S = 0.1
+"""The look is over after so long, however slow the machine is."""
+EFFICIENCY = (1.0, 0.4)
+"""Training's share of that speed on CPUs: at best (bfloat16, a faster library than NumPy's), and with small matrices,
+two ranks or a slow memory. Measured on the demo: 1.0 in bfloat16, 0.7 in float32 under AVX2 (benchmarks/RESULTS.md)."""
+STAGE_S = {"shard": (1.5, 0.1), "tokenizer": (3.0, 0.4), "encode": (1.5, 0.1), "train": (6.0, 0.0),
+           "convert": (5.0, 0.0), "evaluate": (10.0, 0.0), "report": (3.0, 0.0)}
+OTHER_S = (2.0, 0.0)
+"""Seconds that a stage takes beside training's steps, and seconds per MB of the corpus, on a fast core."""
+SLOWER = 2.0
+"""How much longer that may take on another."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +61,36 @@ class Disk:
 
 
 def shape_of(config: Config) -> ModelConfig | None:
-    """The network with its vocabulary, or None as long as that is not known."""
+    """The network with its vocabulary, or None as long as that is not known, or the network cannot be."""
     vocabulary = config.model.vocab_size or vocabulary_size(config)
-    return None if vocabulary is None else config.model.model_copy(update={"vocab_size": vocabulary})
-
-
-def parameters(config: Config) -> int | None:
-    """Parameters of the model, or None as long as the vocabulary is not known."""
-    shape = shape_of(config)
-    return None if shape is None or config.model.problems() else shape.parameter_count
+    if vocabulary is None or config.model.problems():
+        return None
+    return config.model.model_copy(update={"vocab_size": vocabulary})
 
 
 def optimizer_bytes(config: Config) -> float | None:
     """Bytes of the optimizer's state over all parameters, or None as long as the vocabulary is not known."""
-    count, shape = parameters(config), shape_of(config)
-    if count is None or shape is None or shape.vocab_size is None:
+    shape = shape_of(config)
+    if shape is None:
         return None
-    matrices = shape.matmul_parameter_count - shape.vocab_size * shape.dim  # those of the blocks
-    return optimizer_kind(config.train.optimizer).state_bytes(matrices, count - matrices)
+    matrices = shape.matmul_parameter_count - (shape.vocab_size or 0) * shape.dim  # those of the blocks
+    return optimizer_kind(config.train.optimizer).state_bytes(matrices, shape.parameter_count - matrices)
+
+
+def planned_consumption(run: Run) -> Consumption | None:
+    """What training will consume of each source, where its settings say so and encode has counted the tokens. What a
+    packing makes of the tokens is known once training has planned it."""
+    train, made = run.config.train, run.manifest("encode")
+    if not says_consumption(train) or train.packing != "concatenate" or made is None or "splits" not in made.counts:
+        return None
+    from pipeline.data.sampling.consumption import planned, train_tokens
+
+    return planned(run.config, train_tokens(run.config, made.counts))
+
+
+def says_consumption(train: TrainConfig) -> bool:
+    """Whether there are phases, a mixture or a limit, so that a user wants to know what each source gives."""
+    return bool(train.phases) or train.mixture is not None or train.max_epochs is not None
 
 
 def kept_checkpoints(config: Config) -> int:
@@ -77,12 +112,11 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
     if "encode" in running:
         bytes_per_token = 4 if (vocabulary_size(config) or 0) > 65536 or config.encode.dtype == "uint32" else 2
         parts["token shards"] = int(corpus_bytes(config) * TOKENS_PER_BYTE * bytes_per_token)
-    count, states = parameters(config), optimizer_bytes(config)
-    if count is not None and states is not None and "train" in running:
-        parts[f"up to {kept_checkpoints(config)} checkpoints"] = kept_checkpoints(config) * math.ceil(
-            count * WEIGHT_BYTES + states)
-    if count is not None and "convert" in running:
-        parts["the export"] = count * EXPORT_BYTES[config.convert.dtype]
+    shape, states, kept = shape_of(config), optimizer_bytes(config), kept_checkpoints(config)
+    if shape is not None and states is not None and "train" in running:
+        parts[f"up to {kept} checkpoints"] = kept * math.ceil(shape.parameter_count * WEIGHT_BYTES + states)
+    if shape is not None and "convert" in running:
+        parts["the export"] = shape.parameter_count * EXPORT_BYTES[config.convert.dtype]
     folder = config.folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     written = sum(_size(folder / stage) for stage in running)
@@ -99,14 +133,14 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
     Under ZeRO the fp32 master and state are split over all ranks (on the GPU unless offloaded), gradients from stage 2
     on, weights from stage 3 on; those are in bf16.
     """
-    count, states, parallel = parameters(config), optimizer_bytes(config), config.parallel
-    if count is None or states is None:
+    shape, states, parallel = shape_of(config), optimizer_bytes(config), config.parallel
+    if shape is None or states is None:
         return None
+    count = shape.parameter_count
     if parallel.engine == "fsdp2":
         sharers, width = ranks // (parallel.sizes(ranks).replicate * parallel.pp), _width(config)
         spread = (2 * WEIGHT_BYTES * count + states) / sharers
-        shape = shape_of(config)
-        if parallel.pp == 1 or shape is None:
+        if parallel.pp == 1:
             gathered = width if parallel.reshard == "never" and sharers > parallel.tp else 0
             whole = gathered + (WEIGHT_BYTES if parallel.reduce == "last" else 0)
             return math.ceil(spread + whole * count / parallel.tp)
@@ -156,3 +190,46 @@ def _size(path: InputFile) -> int:
         with suppress(OSError):  # gone meanwhile, or never there: another check says so
             total += file.stat().st_size
     return total
+
+
+def matrix_rate(cores: int, look_s: float = LOOK_S) -> float:
+    """FLOP/s of `cores` cores in float32 products, without importing torch.
+
+    By processor time, which other programs on the machine change little: what it can do, not what is left of it now.
+    """
+    import numpy as np
+
+    left = np.full((SIZE, SIZE), 0.5, dtype=np.float32)
+    best, began = 0.0, time.perf_counter()
+    while not best or time.perf_counter() - began < look_s:
+        start = time.process_time()  # of all threads together
+        left @ left
+        best = max(best, 2 * SIZE**3 / max(1e-9, time.process_time() - start))
+    return best * cores
+
+
+def training_flops(config: Config) -> float | None:
+    """Floating-point operations of the whole training, or None as long as the vocabulary is not known."""
+    shape = shape_of(config)
+    return None if shape is None else sum(
+        phase.tokens * shape.flops_per_token(phase.train.sequence_length, causal=False)
+        for phase in PhasePlan.of(config.train).phases)
+
+
+def estimate(config: Config, jobs: list[Job], rate: float) -> tuple[float, float, float, float] | None:
+    """Seconds from..to of all that is to run, and from..to of the training in it, where matrices are multiplied at
+    `rate` FLOP/s.
+
+    None where nothing is to be trained from its beginning, or not enough is known of it. A range is wide on purpose: a
+    factor of two between its ends is what shapes, ranks and memory make of equal matrix speeds. Once training runs, its
+    progress line knows better.
+    """
+    running = [job for job in jobs if job.to_run]
+    begins = any(job.stage == "train" and (job.forced or job.state.kind not in ("partial", "stale")) for job in running)
+    flops = training_flops(config)
+    if not begins or flops is None:
+        return None
+    low, high = (flops / (rate * share) for share in EFFICIENCY)
+    megabytes = corpus_bytes(config) / 1e6
+    others = sum(fixed + each * megabytes for fixed, each in (STAGE_S.get(job.stage, OTHER_S) for job in running))
+    return low + others, high + SLOWER * others, low, high

@@ -122,16 +122,17 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
 def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     """What the user's environment says goes before what was planned. A stage that is forced begins afresh once: what is
     started again after a crash goes on."""
-    arguments = [f"--force-id={chain}" if word == "--force" else word for word in job.arguments]
+    command = job.command
+    if options.force:
+        command = tuple(f"--force-id={chain}" if word == "--force" else word for word in command)
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # Children import this checkout and nothing from the folder they run in, and hide no output.
     environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1",
                    "DROVER_LAUNCHED": "1"}
-    return JobSpec(run=str(config.folder), name=job.name, stage=job.stage, chain=chain, ranks=job.ranks,
-                   command=(options.python, "-m", STAGES[job.stage].module, *arguments), environment=environment,
-                   tasks_per_node=job.tasks_per_node, requeue=False,
-                   # Somebody watches: a stage that can lose nothing is for him to start again.
-                   max_restarts=config.launch.max_restarts if STAGES[job.stage].checkpoints else 0)
+    # Somebody watches: a stage that can lose nothing is for him to start again.
+    restarts = config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
+    return replace(job, run=str(config.folder), chain=chain, command=command, environment=environment, requeue=False,
+                   max_restarts=restarts)
 
 
 def _how(status: int) -> str:

@@ -7,15 +7,17 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from launch.resources import Asked, asked_of
+from launch.slurm.jobspec import JobSpec
+from pipeline.config.launching import LaunchConfig, Resources, minutes
 from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
 from pipeline.contract.run import Run, State, done_parts
 from pipeline.contract.stages import REPOSITORY, STAGES, before
+from pipeline.records.pending_evaluations import evaluation_folder
 
 MOST_PARTS = 64
 """Parts of a stage that are planned where nothing is said; more are a matter of the site."""
-Kind = Literal["job", "array", "finalise", "link"]
+Kind = Literal["job", "array", "finalise", "link", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class Machine:
 class Options:
     """The request, apart from the stages.
 
-    config_path, overrides: what each stage is given on its command line.
+    config_path, overrides: as the user gave them.
     machine: only a local run is fitted to it.
+    frozen: the configuration that jobs on Slurm are given in place of the user's file and overrides.
     chain: id of a submission to Slurm; what is forced is forced once for it.
-    code: where the jobs' code is.
+    code, code_sha256: where the jobs' code is, and the hash that it must have.
+    exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
     """
 
     cluster: Literal["local", "slurm"]
@@ -42,57 +46,39 @@ class Options:
     force: bool = False
     accept_drift: bool = False
     machine: Machine = Machine(1)
-    python: str = sys.executable
+    frozen: str = ""
     chain: str = ""
     code: str = str(REPOSITORY)
+    code_sha256: str = ""
+    exclude: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a job does, as it is planned and as the job itself knows it.
-
-    name: Slurm's name of the job.
-    ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
-    parts: elements into which an array cuts the `phase` of the stage, whose units they share; 0: the job is no array.
-    link, links: which of how many jobs that go on with the same stage, from 1.
-    """
-
-    name: str
-    stage: str
-    command: tuple[str, ...]
-    environment: dict[str, str] = field(default_factory=dict)
-    ranks: int = 0
-    nodes: int = 1
-    tasks_per_node: int = 1
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
-    parts: int = 0
-    phase: str = ""
-    link: int = 1
-    links: int = 1
+def asked_of(launch: LaunchConfig, stage: str) -> Resources:
+    """What the jobs of one stage ask of Slurm: its own wishes over those for all stages. None: the site's default."""
+    own = launch.of(stage)
+    general = {name: value for name, value in vars(launch).items() if getattr(own, name, "") is None}
+    return own.model_copy(update={**general, "extra": {**launch.extra, **(own.extra or {})}})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Work):
+class Job(JobSpec):
     """One stage to be run, or found done, or on Slurm a part of the work on one.
 
     key: what other jobs depend on it by: the stage, or what precedes the job that ends it (`encode-parts`,
         `shard-read`, `train-1`).
-    command: what does it by hand, in the user's folder with `environment` set.
-    arguments: what the stage's own command line gets.
-    asked: partition, time and the like, for Slurm. cpus_per_task, tasks_per_node, gpus_per_node as well.
+    state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
+    asked: partition, memory and the like, for Slurm; minutes: the time limit.
     elements: of an array, those that are still to do.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
-    state: the state of the stage's folder now. `forced`: it is rebuilt whatever its state.
     """
 
     key: str
     state: State
-    forced: bool
-    arguments: tuple[str, ...]
+    forced: bool = False
     kind: Kind = "job"
     processes: int = 1
-    asked: Asked = field(default_factory=Asked)
+    asked: Resources = field(default_factory=Resources)
+    minutes: int = 0
     elements: tuple[int, ...] = ()
     dependencies: tuple[str, ...] = ()
 
@@ -113,7 +99,9 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
     for stage in stages:
         if states[stage].kind == "waiting" and (nearest := _dependencies(stage, running)):
             states[stage] = State("waiting", reasons=[f"for {', '.join(nearest)}"])
-    return [job for stage in stages for job in _jobs(config, run, stage, states[stage], running, options)]
+    return [part for stage in stages
+            for part in _parts_of(run, replace(_job(config, stage, options), state=states[stage], forced=options.force,
+                                               dependencies=_dependencies(stage, running)), options)]
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
@@ -122,65 +110,86 @@ def local_ranks(config: Config, machine: Machine) -> int:
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1
 
 
-def _jobs(config: Config, run: Run, stage: str, state: State, running: list[str], options: Options) -> list[Job]:
-    """One job; on Slurm also arrays and the job that ends them, or links that follow each other."""
-    job = _job(config, stage, state, running, options)
+def evaluation(config: Config, options: Options, step: int) -> Job:
+    """The job on Slurm that converts and evaluates the checkpoint after `step` beside training.
+
+    It works in a run folder of its own, so it neither waits for the chain's own evaluation nor is taken for it.
+    """
+    job, run = _job(config, "evaluate", options), config.folder.absolute()
+    name = f"{config.name}-evaluate-step-{step:08d}"  # by which one that is queued already is known
+    plugins = (word for plugin in config.plugins for word in ("--plugin", plugin))
+    return replace(job, key=name, name=name, kind="evaluation", run=str(evaluation_folder(run, step)), ranks=0,
+                   processes=job.tasks_per_node, nodes=1, tasks_per_node=1,
+                   cpus_per_task=job.tasks_per_node * job.cpus_per_task,
+                   command=(job.command[0], "-m", "launch.slurm.evaluations", "--run", str(run), "--step", str(step),
+                            *plugins))
+
+
+def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:
+    """The job; on Slurm arrays and the job that ends them, or links that follow each other."""
+    launch, stage = run.config.launch, job.stage
     if options.cluster == "local" or not job.to_run:
         return [job]
-    if STAGES[stage].phases and (parts := _parts(config, stage)) > 1:
-        return _in_parts(run, job, parts)
-    links = config.launch.train.links if stage == "train" else 1
+    phases, arrays, after = STAGES[stage].phases, list[Job](), job.dependencies
+    parts = getattr(launch.of(stage), "array", None) or min(launch.train.nodes, MOST_PARTS)
+    if phases and parts > 1:
+        # An array for each phase that is not done, one after the other, and the job that brings all together.
+        for phase in phases:
+            done = set() if job.forced or job.state.kind != "partial" else done_parts(run, stage, parts, phase)
+            if elements := tuple(index for index in range(parts) if index not in done):
+                word = phase if len(phases) > 1 else "parts"
+                arrays.append(replace(job, key=f"{stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
+                                      phase=phase, elements=elements, dependencies=after))
+                after = (arrays[-1].key,)
+        return [*arrays, replace(job, kind="finalise", dependencies=after)]
+    links = launch.train.links if stage == "train" else 1
     # The last one carries the stage's own key: what comes after training waits for it.
     return [replace(job, key=stage if link == links else f"{stage}-{link}", kind="link" if links > 1 else "job",
                     link=link, links=links) for link in range(1, links + 1)]
 
 
-def _in_parts(run: Run, job: Job, parts: int) -> list[Job]:
-    """An array for each phase that is not done, an element a part, one after the other, and the job that brings all
-    together and commits."""
-    phases, arrays, after = STAGES[job.stage].phases, list[Job](), job.dependencies
-    for phase in phases:
-        done = set() if job.forced or job.state.kind != "partial" else done_parts(run, job.stage, parts, phase)
-        if elements := tuple(index for index in range(parts) if index not in done):
-            word = phase if len(phases) > 1 else "parts"
-            arrays.append(replace(job, key=f"{job.stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
-                                  phase=phase, elements=elements, dependencies=after))
-            after = (arrays[-1].key,)
-    return [*arrays, replace(job, kind="finalise", dependencies=after)]
-
-
-def _parts(config: Config, stage: str) -> int:
-    asked = getattr(config.launch.of(stage), "array", None)
-    return int(asked or min(config.launch.train.nodes, MOST_PARTS))
-
-
-def _job(config: Config, stage: str, state: State, running: list[str], options: Options) -> Job:
+def _job(config: Config, stage: str, options: Options) -> Job:
+    """The whole work on a stage, as one job that is still to do."""
     launch, spec, asked = config.launch, STAGES[stage], asked_of(config.launch, stage)
+    slurm = options.cluster == "slurm"
+    exclude = ",".join(filter(None, (asked.exclude, *options.exclude))) or None
     force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
-    arguments = ("--config", options.config_path, *force,
-                 *(("--accept-drift",) if options.accept_drift else ()), *options.overrides)
-    nodes, tasks, threads, gpus = 1, 1, asked.cpus, 0
-    environment = {**launch.environment} if options.cluster == "slurm" else {}
-    environment["PYTHONPATH"] = os.pathsep.join([options.code, *plugin_folders()])
-    if spec.ranks and options.cluster == "local":
+    given = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
+    nodes, tasks, threads, gpus = 1, 1, asked.cpus or 1, 0
+    environment = {**launch.environment} if slurm else {}
+    if spec.ranks and slurm:
+        nodes, gpus = getattr(asked, "nodes", 1), getattr(asked, "gpus_per_node", launch.gpus_per_node)
+        tasks = gpus or launch.processes or 1
+    elif spec.ranks:
         tasks = local_ranks(config, options.machine)
         threads = max(1, options.machine.cores // tasks)
-    elif spec.ranks:
-        nodes, gpus = getattr(launch.of(stage), "nodes", 1), asked.gpus_per_node
-        tasks = gpus or launch.processes or 1
     elif spec.workers:
         threads = max(threads, launch.processes or 0)
     if spec.ranks:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tasks)) \
-        if spec.ranks and options.cluster == "local" else ()
-    workers = launch.processes or (threads if options.cluster == "slurm" else options.machine.cores)
-    return Job(
-        key=stage, name=f"{config.name}-{stage}", stage=stage, state=state, forced=options.force,
-        command=(options.python, *agent, "-m", spec.module, *arguments), arguments=arguments, environment=environment,
-        ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1,
-        nodes=nodes, tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus, asked=asked,
-        dependencies=_dependencies(stage, running))
+    if launch.wrap:  # else the job's script says where its node has the code
+        environment["PYTHONPATH"] = code_path(options.code)
+    workers = launch.processes or (threads if slurm else options.machine.cores)
+    job = Job(
+        key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain,
+        name=f"{config.name}-{stage}", stage=stage, environment=environment,
+        asked=asked.model_copy(update={"exclude": exclude}), minutes=minutes(asked.time or 0),
+        command=((slurm and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
+                 *["--accept-drift"] * options.accept_drift, *given[1:]),
+        ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
+        tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus)
+    if not slurm:
+        return job
+    trains, same = stage == "train", ("requeue", "signal_s", "max_restarts", "preflight_factor", "preflight_s",
+                                      "trusted_group", "check_owners")
+    return replace(job, **{name: getattr(launch, name) for name in same}, wrap=tuple(launch.wrap), code=options.code,
+                   code_sha256=options.code_sha256, preflight=launch.preflight and trains,
+                   every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0)
+
+
+def code_path(code: str) -> str:
+    """PYTHONPATH of a stage: the code, and the plugins that this process has imported."""
+    return os.pathsep.join([code, *plugin_folders()])
 
 
 def _dependencies(stage: str, running: list[str]) -> tuple[str, ...]:

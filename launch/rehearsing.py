@@ -17,6 +17,7 @@ from launch.processes import answer_of
 from pipeline.config.checks import vocabulary_size
 from pipeline.config.plugins import plugin_folders
 from pipeline.config.tree import Config
+from pipeline.contract.run import Run
 from pipeline.contract.stages import REPOSITORY
 from pipeline.errors import UserError
 
@@ -30,21 +31,20 @@ def worth_rehearsing(config: Config, jobs: list[Job]) -> bool:
     return train is not None and train.gpus_per_node > 0 and train.nodes > 1 and config.parallel.engine == "fsdp2"
 
 
-def rehearse_training(config: Config, jobs: list[Job], given: Options, vocabulary: int | None = None) -> None:
+def rehearse_training(run: Run, jobs: list[Job], given: Options) -> None:
     """Rehearse the step that is to be submitted, and say what it takes.
-
-    given: as the user gave it; the plan's names files that are not written yet. vocabulary: words of the tokenizer, if
-    it is there.
 
     Raises:
         UserError: it does not fit the GPUs' memory (`launch.limits.gpu_memory_gb`), or cannot run.
     """
-    train = _training(jobs)
+    config, train = run.config, _training(jobs)
     if train is None:
         return _say("not done: no training is to be submitted")
     if importlib.util.find_spec("torch") is None:
         return _say("not done: torch is not installed here")
-    words = config.model.vocab_size or vocabulary_size(config) or vocabulary
+    words, made = config.model.vocab_size or vocabulary_size(config), run.manifest("tokenizer")
+    if words is None and made is not None:
+        words = made.counts["vocab_size"]
     if words is None:
         return _say("not done: the vocabulary's size is known once the tokenizer is (or by model.vocab_size)")
     print("rehearsal  a step of training, without GPUs (--no-rehearse leaves it out) ...", flush=True)

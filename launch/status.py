@@ -29,7 +29,7 @@ examples:
   python launch/status.py --run demo                     one run, its stages
   python launch/status.py --run runs/demo --watch        redrawn every 5 seconds, to the end of the chain
 
-What the run's own files say counts first, then squeue, sacct and scontrol. Nothing is written.
+What the run's own files say counts first, then squeue and sacct. Nothing is written.
 Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing goes on any more and not all is done,
 2 there is no such run, 130 stopped by Ctrl-C.
 """

@@ -129,14 +129,12 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     stages = parse_stages(options.stage)
     from launch.checks import (
         configuration_problems,
-        refuse_secrets,
-        refuse_unsound,
+        refuse_jobs,
         refuse_unusable_places,
         refuse_unusable_stores,
         say_absent,
     )
-    from launch.describe import by_hand, print_commands, print_plan
-    from launch.estimate import estimate, matrix_rate
+    from launch.describe import by_hand, print_plan
     from launch.forecast import disk
     from launch.local import find_machine, run_jobs
     from launch.plan import Options, plan
@@ -145,33 +143,41 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     from pipeline.contract.state import STOP
 
     cluster, where = _cluster(options)
-    machine = find_machine()
-    if cluster == "local":
-        where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
-    request = Options(cluster="slurm" if cluster == "slurm" else "local", force=options.force,
-                      accept_drift=options.accept_drift, config_path=options.config,
-                      overrides=tuple(_overrides(options)), machine=machine)
+    here, showing, machine = cluster == "local", options.dry_run, find_machine()
+    request = Options("local" if here else "slurm", options.config, tuple(_overrides(options)), options.force,
+                      options.accept_drift, machine)
     refuse_unusable_places(config, options.config)
     run = Run(config)
-    if cluster == "slurm":
-        from launch.slurm.submit.request import run_on_slurm
-        return run_on_slurm(run, stages, request, where, dry_run=options.dry_run, rehearse=options.rehearse)
-    if options.rehearse:
+    if here and options.rehearse:
         raise UserError("--rehearse is for jobs on Slurm, but this runs here. Leave it out, or look at a layout with "
                         "python -m tools.rehearse (--cpu for ranks without GPUs).")
-    jobs = plan(config, run, stages, request)
-    configuration_problems(config, jobs, options.config)
-    # How long it will take, where this box's cores train; of GPUs the launcher knows too little.
-    trains = not machine.gpus and any(job.stage == "train" and job.to_run for job in jobs)
-    print_plan(config, run, jobs, request, where, disk(config, jobs),
-               estimate(config, jobs, matrix_rate(machine.cores)) if trains else None)
-    refuse_secrets(config, os.environ)
-    refuse_unsound(run, jobs, request, showing=options.dry_run)
+    if here:
+        where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
+    else:
+        from launch.slurm.submit.request import for_slurm, submit_chain
+        from launch.slurm.submit.sbatch import scripts
+        request = for_slurm(run, request, dry_run=showing)
+    jobs, environment = plan(config, run, stages, request), os.environ
+    configuration_problems(config, jobs, options.config, here=here or not showing)
+    space = disk(config, jobs)
+    print_plan(run, jobs, request, where, space)
+    refuse_jobs(run, jobs, request, space, environment, showing=showing)
     say_absent(run, jobs)
-    if options.dry_run:
-        return print_commands([f"# {job.stage}\n{by_hand(job)}\n" for job in jobs if job.to_run])
-    refuse_unusable_stores(config, jobs, os.environ, here=True)
-    if any(job.to_run for job in jobs):
+    running = [job for job in jobs if job.to_run]
+    if showing:
+        if options.rehearse:
+            from launch.rehearsing import rehearse_training
+            rehearse_training(run, jobs, request)
+        shown = [f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n"
+                 for job in running] if here else [
+            f"# ---- {job.key}: sbatch would get this, and the job would do\n#      {by_hand(job)}\n{text}"
+            for job, text in scripts(config, running)]
+        print(*shown or ["nothing to do: all asked stages are done"], sep="\n")
+        return 0
+    refuse_unusable_stores(config, jobs, environment, here=here)
+    if not here:
+        return submit_chain(run, jobs, request, rehearse=options.rehearse)
+    if running:
         make_folder(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     return run_jobs(config, jobs, request)
@@ -179,24 +185,21 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
 
 def _cluster(options: argparse.Namespace) -> tuple[str, str]:
     """Where to run, and why there."""
-    explicit = options.nodes is not None or options.gpus_per_node is not None
-    if options.cluster == "local":
-        if explicit:
-            raise UserError("--nodes and --gpus-per-node are asked of Slurm, but --cluster local runs on this box. "
-                            "Leave them out (launch.processes=N sets the ranks here), or use --cluster slurm.")
-        return "local", "as asked"
-    if options.cluster == "slurm":
+    asked, explicit = options.cluster, options.nodes is not None or options.gpus_per_node is not None
+    if asked not in ("auto", "slurm", "local"):
+        return "slurm", f"profile {asked}"
+    if asked == "slurm":
         return "slurm", "as asked"
-    if options.cluster != "auto":
-        return "slurm", f"profile {options.cluster}"
-    if shutil.which("sbatch"):
+    if asked == "auto" and shutil.which("sbatch"):
         return "slurm", "sbatch is on PATH"
-    if explicit and options.dry_run:
+    why = "as asked" if asked == "local" else "no sbatch on PATH"
+    if explicit and asked == "auto" and options.dry_run:
         return "slurm", "no sbatch here: only shown"
     if explicit:
-        raise UserError("--nodes and --gpus-per-node are asked of Slurm, but there is no sbatch on PATH. Leave them "
-                        "out to run on this box, or add --dry-run to see what Slurm would get.")
-    return "local", "no sbatch on PATH"
+        raise UserError(f"--nodes and --gpus-per-node are asked of Slurm, but this runs here ({why}). Leave them out "
+                        f"(launch.processes=N sets the ranks here), use --cluster slurm where Slurm is, or add "
+                        f"--dry-run to see what it would get.")
+    return "local", why
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -211,7 +214,7 @@ def _control(options: argparse.Namespace) -> int:
     from launch.status import find_run
 
     if options.stop:
-        return stop(find_run(options.stop), "submit.py --stop")
+        return stop(find_run(options.stop))
     if options.cancel:
         return cancel(find_run(options.cancel))
     run, stage = options.logs
@@ -223,14 +226,11 @@ def _explain(options: argparse.Namespace) -> int:
     from pipeline.config.loading import load_config
     from pipeline.config.tree import Config
 
-    overrides = _overrides(options)
-    if "=" in options.explain:  # `--explain train.lr=5`: the override was meant as one
-        overrides.insert(0, options.explain)
-        options.explain = options.explain.partition("=")[0]
+    key, overridden, _ = options.explain.partition("=")  # `--explain train.lr=5`: the override was meant as one
+    overrides = [*[options.explain] * bool(overridden), *_overrides(options)]
     if options.config is None and overrides:
         raise UserError(f"The override {overrides[0]} is laid over a file, but none is given. Add --config FILE.")
-    config = Config() if options.config is None else load_config(options.config, overrides, check=False)
-    print(explain(config, options.explain))
+    print(explain(Config() if options.config is None else load_config(options.config, overrides, check=False), key))
     return 0
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, get_args
 
 from launch.run_status.run_files import RunFiles, when
-from launch.slurm.chain import ChainJob
-from launch.slurm.scheduler import ENDED, UNKNOWN, JobInfo
+from launch.slurm.scheduler import ENDED, LAST, RANKS, UNKNOWN, JobInfo
 from launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
 from pipeline.console import duration
 from pipeline.contract.state import Progress
@@ -21,6 +21,7 @@ Jobs = Mapping[str, JobInfo] | None
 """What Slurm says by job id; None: it does not answer."""
 State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reused"]
 """docs/slurm.md says what each means. Of a run, the stage whose state comes first here tells most."""
+Outcome = Literal["done", "failed"] | None
 FINISHED = ("done", "reused")
 SILENT = "Slurm does not answer: the states are what the files say, and may be old"
 RESTART_S = 120.0
@@ -57,7 +58,7 @@ class RunStatus:
     rows: list[Row]
     current: Row
     remarks: list[str]
-    outcome: Literal["done", "failed"] | None
+    outcome: Outcome
 
 
 def wanted_ids(run: RunFiles) -> list[str]:
@@ -65,8 +66,8 @@ def wanted_ids(run: RunFiles) -> list[str]:
     ids = [entry.job.id for entry in run.evaluations if entry.job and not entry.result]
     for stage, files in run.stages.items():
         if _is_due(run, stage):
-            for job in run.jobs(stage):
-                ids += [job.id, *(f"{job.id}_{element}" for element in job.elements or ())]
+            ids += [id for job in run.jobs(stage)
+                    for id in (job.id, *(f"{job.id}_{element}" for element in job.elements or ()))]
             ids += [files.state.job] if files.state and files.state.job else []
     return ids
 
@@ -82,14 +83,10 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
     evaluations, beside = _evaluations(run, jobs)
     states = {row.state for row in rows}
-    outcome: Literal["done", "failed"] | None = None
     # What waits for something that failed waits in vain.
-    if asked and not beside and "running" not in states and ("waiting" not in states or "failed" in states):
-        outcome = "done" if current.state in FINISHED else "failed"
-    remarks = [SILENT] * (jobs is None)
-    remarks += [remark for row in rows for remark in row.remarks] + evaluations
-    remarks += [f"the evaluation of step {entry.step} failed: {entry.failed}" for entry in run.evaluations
-                if entry.failed]
+    goes_on = beside or not asked or "running" in states or ("waiting" in states and "failed" not in states)
+    outcome: Outcome = None if goes_on else "done" if current.state in FINISHED else "failed"
+    remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + evaluations
     for node, strike in {str(strike.get("node")): strike for strike in run.strikes}.items():
         left_out = "; it is left out of the next submission" * (node in run.excluded)
         remarks.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
@@ -108,14 +105,17 @@ def go_on(run: RunFiles) -> str:
 def _evaluations(run: RunFiles, jobs: Jobs) -> tuple[list[str], bool]:
     """Evaluations beside training, as remarks, and whether some are in the queue."""
     groups: dict[str, list[int]] = {}
+    queued, result, failed = False, "", list[str]()
     for entry in run.evaluations:
-        info = (jobs or {}).get(entry.job.id if entry.job else "", JobInfo(""))
-        word = "done" if entry.result else info.state.lower() if info.queued else "failed" if entry.failed else "owed"
+        word = "done" if entry.result else "failed" if entry.failed else "owed"
+        info = (jobs or {}).get(entry.job.id) if entry.job and not entry.result else None
+        if info and info.queued:
+            queued, word = True, info.state.lower()
         groups.setdefault(word, []).append(entry.step)
-    counts = [f"{len(steps)} {word} (newest: step {steps[-1]})" for word, steps in groups.items()]
-    counts += [f"step {entry.step} has {entry.result}" for entry in run.evaluations if entry.result][-1:]
-    return ([f"evaluations of checkpoints: {', '.join(counts)}"] if counts else [],
-            not {"done", "failed", "owed"}.issuperset(groups))
+        result = f", step {entry.step} has {entry.result}" if entry.result else result
+        failed += [f"the evaluation of step {entry.step} failed: {entry.failed}"] if entry.failed else []
+    counts = ", ".join(f"{len(steps)} {word} (newest: step {steps[-1]})" for word, steps in groups.items())
+    return [f"evaluations of checkpoints: {counts}{result}"] * bool(counts) + failed, queued
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:
@@ -130,57 +130,60 @@ class _Stage:
 
     Attributes:
         said: the stage's last word, if it still counts.
-        info: what Slurm says of the job that matters now. array: that job, or one that is done, if it is one.
+        job: that of the submission that matters now: the one that runs, then the next in the queue, then the first that
+            failed, then the last. info: what Slurm says of it.
         failed: elements of arrays that ended without their share done, as (job, element, state). Unknown ones may have
             been cancelled.
     """
 
     def __init__(self, run: RunFiles, stage: str, jobs: Jobs, now: float) -> None:
-        self.run, self.stage, self.jobs, self.now = run, stage, jobs, now
+        self.run, self.stage, self.silent, self.now = run, stage, jobs is None, now
         self.files, self.own, chain = run.stages[stage], run.jobs(stage), run.chain
+        known = jobs or {}
         self.said = said = self.files.state
         if said and (said.status == "done" or (chain and self.own and said.at < chain.submitted)):
             self.said = None  # its manifest was withdrawn, or it is of an earlier submission
-        self.job = min(self.own, key=self._rank, default=None)
-        self.info = self._info(self.job.id if self.job else self.said.job if self.said else "")
-        self.failed = [(job, element, state) for job in self.own for element in job.elements or ()
-                       if element not in self.files.shares[job.id].done
-                       and (state := self._info(f"{job.id}_{element}").state) in ENDED - {UNKNOWN, "CANCELLED"}]
-
-    def _info(self, id: str) -> JobInfo:
-        return (self.jobs or {}).get(id, JobInfo(id))
-
-    def _rank(self, job: ChainJob) -> tuple[int, int]:
-        """The job that runs comes first, then the next in the queue, then the first that failed, then the last."""
-        state = self._info(job.id).state
-        rank = {"PENDING": 1, UNKNOWN: 3, "COMPLETED": 3}.get(state, 2 if state in ENDED else 0)
-        return rank, -self.own.index(job) * (rank == 3)
+        ranked = [(RANKS.get(known[job.id].state, 3) if job.id in known else LAST, job) for job in self.own]
+        self.job = min(ranked, key=itemgetter(0))[1] if ranked else None
+        if {rank for rank, _ in ranked} == {LAST}:
+            self.job = self.own[-1]
+        id = self.job.id if self.job else self.said.job if self.said else ""
+        self.info = known.get(id, JobInfo(id))
+        self.failed = [(job, element, info.state) for job in self.own for element in job.elements or ()
+                       if element not in self.files.shares[job.id] and (info := known.get(f"{job.id}_{element}"))
+                       and info.state in ENDED - {UNKNOWN, "CANCELLED"}]
 
     def row(self, broken: bool) -> Row:
         """How the stage stands. broken: a stage before it has failed or was stopped."""
-        stage, info, last = self.stage, self.info, self.files.state
+        stage, info, said, manifest = self.stage, self.info, self.said, self.files.manifest
         state, remark = self._verdict(broken)
-        remarks, figures = [remark] if remark else [], []
+        remarks, elapsed = [remark] if remark else [], ""
         if state in ("running", "waiting"):
             if (ended := self.files.ended).get("status") in ("crashed", "hung"):
                 remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
             if stage == "train" and self.run.stop is not None:
-                why = self.run.stop or "no reason given"
-                remarks.append(f"training was asked to stop ({why}); it saves and leaves")
-        if info.nodes:
-            figures.append(f"nodes {info.nodes}")
-        found = self._progress(state)
-        if found and found.loss is not None:
-            figures += [f"loss {found.loss:.4f}", f"tokens/s {found.tokens_per_s or 0:,.0f}",
-                        f"goodput {found.goodput or 0:.1%}"]
-        if restarts := max(last.attempt if last else 0, info.restarts):
+                remarks.append(f"training was asked to stop ({self.run.stop or 'no reason given'}); it saves and "
+                               f"leaves")
+        if state == "done" and manifest:  # over all starts of the submission that finished it
+            elapsed = _time(max(manifest.wall_s, when(manifest.finished) - when(manifest.started)))
+        elif state == "running":
+            elapsed = _time(info.elapsed_s or (self.now - when(said.at) if said else 0.0))
+        found, work, left = self._progress(state), "", ""
+        figures = [f"nodes {info.nodes}"] if info.nodes else []
+        if found:
+            phase = f"{found.phase} " * (found.phase not in ("", stage))
+            failed = ", failed: " * bool(self.failed) + ", ".join(str(element) for _, element, _ in self.failed)
+            work = f"{phase}{found.done}/{found.total} {found.unit} {found.done / max(1, found.total):.0%}{failed}"
+            if found.loss is not None:
+                figures += [f"loss {found.loss:.4f}", f"tokens/s {found.tokens_per_s or 0:,.0f}",
+                            f"goodput {found.goodput or 0:.1%}"]
+            if found.left_s and state == "running" and said and found.at > said.at:  # written by this start
+                left = _time(found.left_s)
+        if restarts := max(self.files.state.attempt if self.files.state else 0, info.restarts):
             figures.append(f"restarts {restarts}")
         links = [job.id for job in self.own if job.kind == "link"]
         link = f" ({links.index(info.id) + 1}/{len(links)})" if info.id in links else ""
-        fresh = state == "running" and found and self.said and found.at > self.said.at  # written by this start
-        left = _time(found.left_s) if found and found.left_s and fresh else ""
-        return Row(stage, state, info.id + link, self._elapsed(state), self._work(found), left, ", ".join(figures),
-                   remarks)
+        return Row(stage, state, info.id + link, elapsed, work, left, ", ".join(figures), remarks)
 
     def _verdict(self, broken: bool) -> tuple[State, str]:
         """The state, and what is to be said of it."""
@@ -202,60 +205,42 @@ class _Stage:
             step = "" if said.step is None else f" after step {said.step}"
             return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{self._logs()}"
         if said.job if said else info.id:  # not where it was begun by hand since
-            return self._ended(broken) if self.jobs is not None else ("running" if said else "waiting", "")
+            if self.silent:
+                return "running" if said else "waiting", ""
+            if broken and not said and info.state in (UNKNOWN, "CANCELLED"):
+                return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
+            why = "; ".join(f"element {element} of {job.phase} ended {state}" for job, element, state in self.failed)
+            why = why or f"job {info.id} " + (
+                "is not known to Slurm any more: it crashed, or was cancelled" if info.state == UNKNOWN else
+                f"ended {info.state} ({info.reason or 'no reason given'})")
+            return "failed", f"{name} failed: {why}{self._logs()}"
         if not files.begun:
             return "to do", ""
         if files.alive is None:
             last = files.progress or said
             age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
             return "running", f"{name} runs on {said.host if said else 'another machine'}, unseen from here{age}"
-        if files.alive:
-            return "running", ""
-        if files.ended.get("next") == "restart" and self.now - when(str(files.ended["at"])) < RESTART_S:
+        restarted = files.ended.get("next") == "restart" and self.now - when(str(files.ended["at"])) < RESTART_S
+        if files.alive or restarted:
             return "running", ""
         if said:
             return "failed", f"{name} failed: its process on {said.host} is gone; it was killed{self._logs()}"
         return "stopped", f"{name} is not done, and nobody works on it"
 
-    def _ended(self, broken: bool) -> tuple[State, str]:
-        """Of a stage whose jobs have left the queue, and that left no word of its end."""
-        info, name = self.info, self.stage
-        if broken and not self.said and info.state in (UNKNOWN, "CANCELLED"):
-            return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
-        why = "is not known to Slurm any more: it crashed, or was cancelled" if info.state == UNKNOWN else \
-            f"ended {info.state} ({info.reason or 'no reason given'})"
-        text = "; ".join(f"element {element} of {job.phase} ended {state}" for job, element, state in self.failed)
-        return "failed", f"{name} failed: {text or f'job {info.id} {why}'}{self._logs()}"
-
-    def _elapsed(self, state: State) -> str:
-        """Of a stage that is done, over all starts of the submission that finished it; of one that runs, this start."""
-        manifest, began = self.files.manifest, self.now - when(self.said.at) if self.said else 0.0
-        if state == "done" and manifest:
-            return _time(max(manifest.wall_s, when(manifest.finished) - when(manifest.started)))
-        return _time(self.info.elapsed_s or began) if state == "running" else ""
-
     def _progress(self, state: State) -> Progress | None:
         """How far it is: of arrays the elements, else what the stage recorded."""
-        found, shares = self.files.progress, self.files.shares
+        found = self.files.progress
         for job in self.own:
-            if job.elements and (job == self.job or (shares[job.id].done and not self.files.progress)):
-                found = Progress(len(shares[job.id].done), shares[job.id].of, "parts", job.phase)
+            done = self.files.shares.get(job.id)
+            if done is not None and (job == self.job or (done and not self.files.progress)):
+                found = Progress(len(done), job.parts, "parts", job.phase)
         return None if found and found.phase and state in FINISHED else found
-
-    def _work(self, found: Progress | None) -> str:
-        """The progress in words."""
-        if found is None:
-            return ""
-        phase = f"{found.phase} " * (found.phase not in ("", self.stage))
-        failed = f", failed: {', '.join(str(element) for _, element, _ in self.failed)}" if self.failed else ""
-        return f"{phase}{found.done}/{found.total} {found.unit} {found.done / max(1, found.total):.0%}{failed}"
 
     def _logs(self) -> str:
         """Where to read more: the stage's own log, and that of its job."""
-        id, logs = self.info.id, f"{self.run.folder}/logs"
-        for job, element, _ in self.failed[:1]:
-            id = f"{job.id}_{element}"
-        return f". Logs: {logs}/{self.stage}" + (f"/{id}.*, {logs}/slurm/{id}.log" if id else "/latest")
+        ids = [f"{job.id}_{element}" for job, element, _ in self.failed] or [self.info.id]
+        logs = f"{self.run.folder}/logs"
+        return f". Logs: {logs}/{self.stage}" + (f"/{ids[0]}.*, {logs}/slurm/{ids[0]}.log" if ids[0] else "/latest")
 
 
 def _time(seconds: float) -> str:

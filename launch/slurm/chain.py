@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.scheduler import JobInfo
+from launch.slurm.scheduler import JobInfo, Scheduler
 from pipeline.files import read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
@@ -29,8 +29,8 @@ class ChainJob:
 
     kind: `job`; `array` and `finalise` of a stage in parts; `link` of several that go on with one stage;
         `evaluation` of a checkpoint beside training.
-    elements: indices of the array that were submitted; None for a job that is no array. phase: what it does of the
-        stage, for an array.
+    elements: indices of the array that were submitted; None for a job that is no array. phase, parts: what it does of
+        the stage, for an array, and into how many parts that is cut.
     log: what the job itself says (stages write elsewhere). spec: its JobSpec.
     """
 
@@ -43,6 +43,7 @@ class ChainJob:
     log: str = ""
     spec: str = ""
     phase: str = ""
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,7 @@ class Chain:
     command: tuple[str, ...]
     git: dict[str, Any]
     config: str
-    config_sha256: str
     code: str
-    cluster: str | None = None
     jobs: tuple[ChainJob, ...] = ()
 
     def write(self, run_folder: Path) -> None:
@@ -74,16 +73,26 @@ def read_chain(run_folder: Path) -> Chain | None:
 
 def read_chains(run_folder: Path) -> list[Chain]:
     """All submissions of a run, oldest first."""
-    found = (read_record(path, Chain, MEND) for path in sorted((run_folder / EARLIER).glob("*.json")))
-    earlier = [chain for chain in found if chain]
-    newest = read_chain(run_folder)
-    return sorted(earlier, key=lambda chain: chain.submitted) + ([newest] if newest else [])
+    paths = [*sorted((run_folder / EARLIER).glob("*.json")), run_folder / CHAIN]  # an id begins with its time
+    return [chain for path in paths if (chain := read_record(path, Chain, MEND))]
 
 
-def unrecorded(chains: Sequence[Chain], queued: Iterable[JobInfo]) -> list[JobInfo]:
-    """Jobs in the queue that these submissions made and could not record."""
-    known, tokens = {job.id for chain in chains for job in chain.jobs}, tuple(token(chain.id) for chain in chains)
-    return [job for job in queued if job.comment.startswith(tokens) and job.id not in known] if tokens else []
+def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], list[JobInfo] | None]:
+    """The run's jobs in the queue, the newest first, and all of this user's. Of the run's all that were ever submitted,
+    and None for the user's, where Slurm does not say.
+
+    A submission that was killed between sbatch and its record made jobs that it could not record: these are known by
+    their tokens, and come first.
+    """
+    chains, mine = read_chains(run_folder), scheduler.mine()
+    jobs = [job for chain in reversed(chains) for job in reversed(chain.jobs)]
+    if mine is None:
+        return jobs, None
+    known, tokens = {job.id for job in jobs}, tuple(token(chain.id) for chain in chains)
+    queued = {job.id for job in mine if job.queued}
+    lost = [ChainJob(job.name, "", "evaluation" if "-evaluate-step-" in job.name else "job", job.id)
+            for job in mine if tokens and job.comment.startswith(tokens) and job.id not in known]
+    return [*lost, *(job for job in jobs if job.id in queued)], mine
 
 
 @contextmanager
@@ -98,9 +107,8 @@ def guarded(path: Path) -> Iterator[None]:
 def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:
     """Add a job to the submission that it belongs to, from whichever process."""
     with guarded((run_folder / CHAIN).with_name("chain.lock")):  # without locks it must be recorded all the more
-        newest, earlier = run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"
-        chain = read_chain(run_folder)
-        path = newest if chain is not None and chain.id == chain_id else earlier
-        chain = read_record(path, Chain, MEND)
-        assert chain is not None, f"{path} is not there"
-        write_json(path, asdict(replace(chain, jobs=(*chain.jobs, job))))
+        for path in (run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"):
+            chain = read_record(path, Chain, MEND)
+            if chain is not None and chain.id == chain_id:
+                return write_json(path, asdict(replace(chain, jobs=(*chain.jobs, job))))
+        raise AssertionError(f"the submission {chain_id} of {run_folder} is not recorded")

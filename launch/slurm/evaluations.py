@@ -4,38 +4,37 @@ their own beside training.
     python -m launch.slurm.evaluations --run RUN --step STEP [--keep]
 
 is such a job. `evaluations/step-<step>/` is a run folder of its own that reuses the run's data stages and whose train
-stage is the checkpoint, hard-linked, so that training may remove its own name for it. The manifest of its stage
-evaluate is the record that nothing is owed any more; the weights are cleared then.
+stage is a link to the checkpoint, which training keeps while it is owed a result. The manifest of its stage evaluate
+is the record that nothing is owed any more; the weights are cleared then.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
-from launch.plan import local_ranks
+from launch.plan import Job, Options, evaluation, local_ranks
 from launch.processes import Processes
 from launch.slurm.chain import read_chain
 from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import Scheduler, of_another_job
-from pipeline.config.loading import config_hash, read_without_plugins, save_config
+from launch.slurm.scheduler import Scheduler
+from pipeline.config.loading import config_hash, load_config, save_config
 from pipeline.config.plugins import add_run_options
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run, run_in
 from pipeline.contract.state import now
 from pipeline.errors import UserError
-from pipeline.files import output_record
+from pipeline.files import output_record, sha256_file
 from pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
@@ -49,18 +48,36 @@ from pipeline.records.pending_evaluations import evaluation_folder, evaluation_r
 TRIES = 2
 """Jobs for one checkpoint in one submission."""
 EVERY_S = 20.0
-PATIENCE_S = 120
-Found = TypeVar("Found")
 
 
-def owed(run_folder: Path, every_steps: int, final_step: int | None = None) -> list[int]:
-    """Complete checkpoints at multiples of `every_steps` without a result, oldest first. That of the last step is
-    evaluated by the chain itself."""
+def owed(run_folder: Path, config: Config) -> list[int]:
+    """Steps of complete checkpoints that `launch.evaluate.every_checkpoints` asks a result for and that have none,
+    oldest first. That of the last step is evaluated by the chain itself."""
+    every = (config.launch.evaluate.every_checkpoints or 0) * config.train.checkpoint.every_steps
+    if not every:
+        return []
     finished = read_manifest(run_folder / "train")
-    last = {final_step, finished.counts["steps"] if finished else None}
+    last = {config.train.steps, finished.counts["steps"] if finished else None}
     steps = map(step_of, complete_checkpoints(run_folder / "train"))
-    return sorted(step for step in steps if step > 0 and step % every_steps == 0 and step not in last
+    return sorted(step for step in steps if step > 0 and step % every == 0 and step not in last
                   and not evaluation_record(run_folder, step).exists())
+
+
+def pending(config: Config, options: Options, tried: Sequence[str] = ()) -> list[Job]:
+    """The jobs for what is owed, but for those in the queue and those that were tried too often.
+
+    tried: names of jobs of this submission.
+
+    Raises:
+        UserError: Slurm does not say what is in the queue.
+    """
+    jobs = [evaluation(config, options, step) for step in owed(config.folder, config)]
+    queued = Scheduler().mine() if jobs else []
+    if queued is None:
+        raise UserError("Slurm does not say which jobs are in the queue, so it is not known which checkpoints still "
+                        "have to be evaluated. Try again when squeue answers.")
+    unfit = {job.name for job in queued} | {name for name in tried if tried.count(name) >= TRIES}
+    return [job for job in jobs if job.name not in unfit]
 
 
 # ---- the job
@@ -77,8 +94,11 @@ def prepare(run: Run, step: int) -> Path:
         "name": folder.name, "runs_dir": str(folder.parent), "reuse": str(run.folder.absolute()),
         "convert": run.config.convert.model_copy(update={"copy_to": None})})
     source, target = run.folder.absolute() / "train" / name, folder / "train" / name
-    if not (target / MARKER).exists():
-        _link(source, target)
+    if not (source / MARKER).exists():
+        raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.is_symlink():
+        target.symlink_to(source, target_is_directory=True)
     marker, sub = read_marker(target), Run(config)
     save_config(config, folder / "config.yaml")
     # What the stages after train read of a finished one, for the checkpoint as it is.
@@ -94,27 +114,6 @@ def prepare(run: Run, step: int) -> Path:
                 "precision": progress["precision"], "ranks": marker["world_size"]},
         drift=run.begun_drift("train"), started=now(), finished=now()).write(folder / "train")
     return folder / "config.yaml"
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give the checkpoint's files a second name, the marker last; where that cannot be, the folder a symbolic one."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_symlink():
-        target.unlink()
-    try:
-        for file in sorted(source.rglob("*"), key=lambda path: path.name == MARKER):
-            if file.is_file():
-                place = target / file.relative_to(source)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                os.link(file, place)
-    except FileNotFoundError:  # it is being removed
-        pass
-    except OSError:  # another file system, or one without hard links
-        shutil.rmtree(target, ignore_errors=True)
-        target.symlink_to(source, target_is_directory=True)
-    if not (target / MARKER).exists():
-        raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
 
 
 def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
@@ -147,9 +146,6 @@ def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
 def clear(run_folder: Path, step: int) -> None:
     """Remove the weights of a checkpoint that has its result; the results stay."""
     folder = evaluation_folder(run_folder, step)
-    checkpoint = folder / "train" / CHECKPOINTS / folder.name
-    if checkpoint.is_symlink():
-        checkpoint.unlink()
     for path in (folder / "train" / CHECKPOINTS, folder / "convert" / "hf"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -162,97 +158,80 @@ class Evaluations:
     and what goes wrong is said once."""
 
     def __init__(self, spec: JobSpec, say: Callable[[str], None]) -> None:
-        self.spec, self.run_folder, self._say = spec, Path(spec.run), say
-        self._thread: threading.Thread | None = None
+        self.spec, self._say = spec, say
+        self._thread = threading.Thread()
         self._next = 0.0
         self._said: set[str] = set()
 
     def look(self) -> None:
         """See to what is owed, now and then."""
-        if time.monotonic() < self._next or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._next = time.monotonic() + EVERY_S
-        self._thread = threading.Thread(target=self._submit_owed, name="evaluations", daemon=True)
-        self._thread.start()
+        if time.monotonic() >= self._next and not self._thread.is_alive():
+            self._next = time.monotonic() + EVERY_S
+            self._thread = threading.Thread(target=self._submit_owed, name="evaluations", daemon=True)
+            self._thread.start()
 
     def finish(self, patience_s: float = 60.0) -> None:
         """See to it a last time, for a while at most."""
         until = time.monotonic() + patience_s
-        for again in (True, True, False):
-            if self._thread is not None:
+        for _ in range(2):  # the look that goes on may have begun before the last checkpoint was there
+            if self._thread.is_alive():
                 self._thread.join(max(0.0, until - time.monotonic()))
-            if again:
-                self._next = 0.0
-                self.look()
+            self._next = 0.0
+            self.look()
+        self._thread.join(max(0.0, until - time.monotonic()))
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration of the submission, whose commands go into the scripts of jobs; with its plugins."""
+        if changed := [path for path, sha256 in self.spec.files.items() if sha256_file(Path(path)) != sha256]:
+            raise UserError(f"{', '.join(changed)} is not what was submitted.")
+        return load_config(next(iter(self.spec.files)), check=False)
+
+    def to_submit(self) -> list[Job]:
+        """Jobs for what is owed, with the code and the configuration of the submission."""
+        spec, chain = self.spec, read_chain(Path(self.spec.run))
+        options = Options("slurm", "", chain=spec.chain, code=spec.code, code_sha256=spec.code_sha256)
+        jobs = pending(self.config, options, [job.name for job in chain.jobs]) if chain else []
+        return [replace(job, command=(spec.command[0], *job.command[1:]), files=spec.files) for job in jobs]
+
+    def submit(self, job: Job) -> str:
+        """Submit one job; its id."""
+        from launch.slurm.submit.sbatch import submit_job
+
+        return submit_job(self.config, job, {}).id
 
     def _submit_owed(self) -> None:
-        for step in self._tried("checkpoints are not evaluated for now", self.to_submit) or []:
-            job = self._tried(f"the checkpoint of step {step} is not evaluated for now",
-                              partial(submit_apart, self.spec, step))
-            if job is not None:
-                self._say(f"the checkpoint of step {step} is evaluated by job {job}")
+        jobs: list[Job] = []
+        with self._training_goes_on("checkpoints are"):
+            jobs = self.to_submit()
+        for job in jobs:
+            what = f"the checkpoint of step {int(job.name.rpartition('-')[2])} is"
+            with self._training_goes_on(what):
+                self._say(f"{what} evaluated by job {self.submit(job)}")
 
-    def _tried(self, what: str, work: Callable[[], Found]) -> Found | None:
+    @contextmanager
+    def _training_goes_on(self, what: str) -> Iterator[None]:
         try:
-            return work()
-        except (UserError, OSError, subprocess.SubprocessError, ValueError) as error:
-            text = f"{what}, training goes on: {str(error).strip()}"
+            yield
+        except (UserError, OSError, ValueError) as error:
+            text = f"{what} not evaluated for now, training goes on: {str(error).strip()}"
             if text not in self._said:
                 self._said.add(text)
                 self._say(text)
-            return None
-
-    def to_submit(self) -> list[int]:
-        """Steps that are owed and have no job in the queue and tries left."""
-        if not (self.run_folder / "config.yaml").exists():
-            return []
-        from launch.slurm.submit.sbatch import evaluation_name
-
-        config = read_without_plugins(self.run_folder / "config.yaml")
-        every = self.spec.every_checkpoints * config.train.checkpoint.every_steps
-        steps = owed(self.run_folder, every, config.train.steps)
-        chain = read_chain(self.run_folder)
-        if not steps or chain is None:
-            return []
-        tried = [job.name for job in chain.jobs if job.kind == "evaluation"]
-        queued = Scheduler().mine()
-        if queued is None:
-            raise OSError("Slurm does not say which jobs are in the queue")
-        unfit = {name for name in tried if tried.count(name) >= TRIES} | {job.name for job in queued}
-        return [step for step in steps if evaluation_name(config.name, step) not in unfit]
-
-
-def submit_apart(spec: JobSpec, step: int) -> str:
-    """Submit the job of a checkpoint from a process that has nothing of this job in its environment; the job's id."""
-    foreign = of_another_job(os.environ)
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in foreign and not name.startswith(("MASTER_", "DROVER_"))}
-    given = [spec.command[0], spec.environment, spec.files, spec.code_sha256]
-    answer = subprocess.run([sys.executable, "-m", "launch.slurm.evaluations", "--run", spec.run, "--step", str(step),
-                             "--submit"], input=json.dumps(given), env=environment, capture_output=True, text=True,
-                            timeout=PATIENCE_S, check=False)
-    if answer.returncode:
-        raise OSError((answer.stderr.strip().splitlines() or ["the submission failed"])[-1])
-    return answer.stdout.split()[-1]
 
 
 def main(arguments: list[str]) -> int:
-    """Evaluate a checkpoint here, or submit the job that does."""
+    """Evaluate a checkpoint here."""
     parser = argparse.ArgumentParser(prog="python -m launch.slurm.evaluations")
     add_run_options(parser)
     parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
     parser.add_argument("--keep", action="store_true", help="keep the exported model")
-    parser.add_argument("--submit", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
-        if not options.submit:
-            return evaluate(options.run, options.step, keep=options.keep)
-        from launch.slurm.submit.sbatch import submit_evaluation
-        print(submit_evaluation(options.run, options.step, *json.load(sys.stdin)).id)
+        return evaluate(options.run, options.step, keep=options.keep)
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return UserError.exit_status
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from launch.plan import Work
 from launch.slurm.trust import content_of
 from pipeline.errors import UserError
 from pipeline.files import read_record, write_json
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobSpec(Work):
-    """One job.
+@dataclass(frozen=True)
+class JobSpec:
+    """What a job does. A planned job (`launch.plan.Job`) is one that also knows where it stands in its plan.
 
     Attributes:
         run: absolute path of the run folder.
-        command: of the stage, without what only the job knows (its part, its rank).
         chain: id of the submission; `--force` counts once for it.
+        name: Slurm's name of the job.
+        command: of the stage, without what only the job knows (its part, its rank).
+        ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
+        parts: elements into which an array cuts the `phase` of the stage, whose units they share; 0: no array.
+        link, links: which of how many jobs that go on with the same stage, from 1.
         wrap: a command that the stage is started with, such as a container's.
         requeue: whether the job may queue itself again.
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
         every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
         code, code_sha256: folder of the copy of the code, and the hash that it must have; empty: not known.
-        files: hashes of other files that the job reads and that decide what it does: the frozen configuration.
+        files: hashes of other files that the job reads and that decide what it does: the frozen configuration first,
+            then its plugins.
         trusted_group, check_owners: who may write what is executed from the run folder (`launch.slurm.trust`).
     """
 
+    name: str
+    stage: str
+    command: tuple[str, ...]
     run: str
     chain: str
+    environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    parts: int = 0
+    phase: str = ""
+    link: int = 1
+    links: int = 1
     wrap: tuple[str, ...] = ()
     requeue: bool = True
     signal_s: int = 120
@@ -51,6 +69,11 @@ class JobSpec(Work):
         return Path(self.run) / self.stage
 
     @property
+    def content(self) -> dict[str, Any]:
+        """What is written: of a planned job no more than what it does."""
+        return {field.name: getattr(self, field.name) for field in fields(JobSpec)}
+
+    @property
     def later_links(self) -> bool:
         """Whether another job of the chain waits to go on with the same stage."""
         return self.link < self.links
@@ -58,11 +81,11 @@ class JobSpec(Work):
     @property
     def sha256(self) -> str:
         """Hash of the content, however it is written."""
-        return content_of(asdict(self))
+        return content_of(self.content)
 
     def save(self, path: Path) -> None:
         """Write the file."""
-        write_json(path, asdict(self))
+        write_json(path, self.content)
 
     @classmethod
     def load(cls, path: Path, sha256: str = "") -> JobSpec:

@@ -12,7 +12,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from launch.processes import answer_of
@@ -22,8 +22,11 @@ UNKNOWN = "unknown"
 ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                    "PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN))
 """States in which a job will do nothing any more. Any other is taken for one in the queue."""
-RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 3, "COMPLETED": 6}
-"""An array is in the state of its elements that comes first here; other states of the queue are 4."""
+LAST = 6
+RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": LAST,
+         UNKNOWN: LAST}
+"""Of the elements of an array, or the jobs of a stage, the one whose state comes first here tells how the whole stands;
+other states of the queue are 3."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200))
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
@@ -39,8 +42,7 @@ class JobInfo:
     """A job, an element of an array, or a whole array.
 
     state: Slurm's word in capitals (RUNNING, PENDING, COMPLETED ...), or `unknown`.
-    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start; elements: the state of each
-    known element of an array, by its index.
+    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start.
     """
 
     id: str
@@ -50,7 +52,6 @@ class JobInfo:
     elapsed_s: int = 0
     restarts: int = 0
     name: str = ""
-    elements: Mapping[str, str] = field(default_factory=dict)
     comment: str = ""
 
     @property
@@ -115,9 +116,9 @@ class Scheduler:
 
     def __init__(self, environment: Mapping[str, str] | None = None, timeout_s: float = 10) -> None:
         own = os.environ if environment is None else environment
-        # A user's own formats would change what is read here.
-        self._environment = {name: value for name, value in own.items()
-                             if not name.startswith(("SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SLURM_TIME_FORMAT"))}
+        # A user's own formats, or another cluster, would change what is read here.
+        self._environment = {name: value for name, value in own.items() if name in OWN or not name.startswith(
+            ("SLURM_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
         self._timeout_s = timeout_s
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
@@ -129,32 +130,24 @@ class Scheduler:
         wanted = list(dict.fromkeys(ids))
         if not wanted:
             return {}
-        known = self._queue(sorted({_array(id) for id in wanted}))
+        known = self._queue("--array", "--states", "all", "--jobs", ",".join(sorted({_array(id) for id in wanted})))
         if known is None:
             return None
-        for source in (self._accounting, self._controller):
-            if missing := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
-                for job in source(missing):
-                    known.setdefault(job.id, job)
+        if missing := sorted({_array(id) for id in wanted if _summary(id, known).state == UNKNOWN}):
+            known = {**{job.id: job for job in self._accounting(missing)}, **known}
         return {id: _summary(id, known) for id in wanted}
 
     def mine(self) -> list[JobInfo] | None:
         """This user's jobs in the queue, an array once; None if Slurm does not answer."""
-        answer = self._squeue("--user", str(os.getuid()))
-        if answer.status != 0:
-            return None
-        return [replace(job, id=id) for id, job in {_array(job.id): job for job in _queue_lines(answer.out)}.items()]
+        known = self._queue("--user", str(os.getuid()))
+        arrays = {_array(id): job for id, job in (known or {}).items()}
+        return None if known is None else [replace(job, id=id) for id, job in arrays.items()]
 
-    def cancel(self, ids: Iterable[str]) -> str | None:
-        """Cancel the jobs in this very order; None, or why that failed. Jobs that have ended are no failure."""
-        failed = []
-        for id in ids:  # one by one: scancel itself keeps no order
-            answer = self._ask("scancel", id)
-            if not answer.reached:
-                return f"job {id} and those after it: {answer.reason}"
-            if answer.status and not answer.unknown_job and "already complet" not in answer.error:
-                failed.append(f"job {id}: {answer.reason}")
-        return "; ".join(failed) or None
+    def cancel(self, id: str) -> str | None:
+        """Cancel a job; None, or why that failed. That it has ended is no failure."""
+        answer = self._ask("scancel", id)
+        ended = answer.reached and (answer.unknown_job or "already complet" in answer.error)
+        return None if answer.status == 0 or ended else answer.reason
 
     def signal(self, id: str, name: str) -> str | None:
         """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
@@ -225,17 +218,12 @@ class Scheduler:
         answer = self._ask("scontrol", "--oneliner", "show", "node", name)
         return _fields(answer.out).get("NodeAddr", name) if answer.status == 0 else name
 
-    def _queue(self, ids: list[str]) -> dict[str, JobInfo] | None:
-        answer = self._squeue("--array", "--states", "all", "--jobs", ",".join(ids))
-        if answer.reached and answer.status and answer.unknown_job:
-            if len(ids) == 1:
-                return {}
-            answer = self._squeue("--array", "--states", "all")  # one bad id must not hide the others
-        return {job.id: job for job in _queue_lines(answer.out)} if answer.status == 0 else None
-
-    def _squeue(self, *arguments: str) -> _Answer:
+    def _queue(self, *which: str) -> dict[str, JobInfo] | None:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
-        return self._ask("squeue", "--noheader", *arguments, "--Format", columns)
+        answer = self._ask("squeue", "--noheader", "--all", *which, "--Format", columns)
+        if answer.unknown_job and "--jobs" in which:
+            return self._queue("--array", "--states", "all")  # one bad id must not hide the others
+        return {job.id: job for job in _queue_lines(answer.out)} if answer.status == 0 else None
 
     def _accounting(self, ids: list[str]) -> list[JobInfo]:
         """What the accounting database has; nothing where there is none."""
@@ -248,22 +236,6 @@ class Scheduler:
             if (word := state.partition(" ")[0]) in ENDED:
                 found.append(JobInfo(id, word, reason, "" if nodes == "None assigned" else nodes,
                                      int(elapsed) if elapsed.isdigit() else 0, name=name))
-        return found
-
-    def _controller(self, ids: list[str]) -> list[JobInfo]:
-        """What slurmctld still has of each job, where a site's squeue shows less than that."""
-        found, until = [], time.monotonic() + self._timeout_s
-        for id in ids:
-            if time.monotonic() > until:
-                break
-            answer = self._ask("scontrol", "--oneliner", "show", "job", id)
-            for line in answer.out.splitlines() if answer.status == 0 else ():
-                job = _fields(line)
-                if "JobId" in job and "JobState" in job:
-                    element = f"{job['ArrayJobId']}_{job['ArrayTaskId']}" if "ArrayTaskId" in job else job["JobId"]
-                    found.append(JobInfo(element, job["JobState"], _word(job.get("Reason", "")),
-                                         _word(job.get("NodeList", "")), seconds(job.get("RunTime", "")),
-                                         _number(job.get("Restarts", "")), job.get("JobName", "")))
         return found
 
     def _ask(self, *command: str) -> _Answer:
@@ -303,17 +275,11 @@ def _queue_lines(text: str) -> list[JobInfo]:
 
 
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
-    """The job, or the array made of its elements."""
-    if id in known:
-        return known[id]
-    elements = [job for job in known.values() if job.id.startswith(f"{id}_")]
-    if not elements:
-        return JobInfo(id)
-    first = min(elements, key=lambda job: RANKS.get(job.state, 4))
-    nodes = ",".join(sorted({job.nodes for job in elements if job.nodes and job.state == first.state}))
-    return JobInfo(id, first.state, first.reason, nodes, max(job.elapsed_s for job in elements),
-                   max(job.restarts for job in elements), first.name,
-                   {job.id.partition("_")[2]: job.state for job in elements}, first.comment)
+    """The job, or the array as its elements have it that are in the state that counts most."""
+    elements = [known[id]] if id in known else [job for job in known.values() if job.id.startswith(f"{id}_")]
+    first = min(elements, key=lambda job: RANKS.get(job.state, 3), default=JobInfo(id))
+    nodes = sorted({job.nodes for job in elements if job.nodes and job.state == first.state})
+    return replace(first, id=id, nodes=",".join(nodes), elapsed_s=max((job.elapsed_s for job in elements), default=0))
 
 
 def _array(id: str) -> str:

@@ -60,12 +60,6 @@ def read_without_plugins(path: Path) -> Config:
         raise UserError(f"{error}\n{left_out(values.tree.get('plugins'), path.parent)}".rstrip()) from None
 
 
-def cluster_profile(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> str | None:
-    """The name or file of the cluster profile that a configuration takes in, if it names one; UserError as above."""
-    name = _launch_section(_with_overrides(path, overrides)).get("cluster")
-    return None if name is None else str(name)
-
-
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, which reads back as an equal `Config`."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)

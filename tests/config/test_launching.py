@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from launch.resources import asked_of
+from launch.plan import asked_of
 from pipeline.config.launching import minutes
-from pipeline.config.loading import cluster_profile, load_config, save_config
+from pipeline.config.loading import load_config, save_config
 from tests.config.files import refusal, write
 from tests.conftest import REPOSITORY
 
@@ -35,7 +35,7 @@ def test_a_profile_is_laid_under_the_runs_own_settings(tmp_path):
     assert (launch.partition, launch.time, launch.setup) == ("gpu", 60, ["module load cuda"])
     assert launch.environment == {"NCCL_DEBUG": "WARN", "A": "run"}
     assert (launch.train.nodes, launch.train.partition) == (4, "big")
-    assert launch.cluster is None and cluster_profile(path) == "ours"
+    assert launch.cluster is None
 
 
 def test_a_saved_configuration_does_not_ask_for_the_profile_again(tmp_path):
@@ -69,7 +69,7 @@ def test_a_stage_wishes_over_all(tmp_path):
         "evaluate": {"gpus_per_node": 1, "time": "2:00:00"}}})
     launch = load_config(path).launch
     encode, train, evaluate = (asked_of(launch, stage) for stage in ("encode", "train", "evaluate"))
-    assert (encode.partition, encode.mem, encode.cpus, encode.minutes, encode.at_once) == ("cpu", "64G", 12, 240, 2)
+    assert (encode.partition, encode.mem, encode.cpus, encode.time, encode.at_once) == ("cpu", "64G", 12, 240, 2)
     assert encode.extra == {"comment": "x", "a": "2"} and train.extra == {"comment": "x", "a": "1"}
-    assert (train.partition, train.gpus_per_node, train.at_once) == ("gpu", 8, None)
-    assert (evaluate.gpus_per_node, evaluate.minutes) == (1, 120)
+    assert (train.partition, train.gpus_per_node) == ("gpu", 8)
+    assert (evaluate.gpus_per_node, evaluate.time) == (1, "2:00:00")

@@ -84,7 +84,7 @@ def test_a_reused_run_that_moved_along_is_found_beside(fresh, tmp_path, encoded,
     assert not run.folder.exists()
     found = run_in(elsewhere / "mini")
     assert found.stage_folder("encode") == elsewhere / "first/encode"
-    assert read_run(elsewhere / "mini").stages["encode"].reused == elsewhere / "first"
+    assert read_run(elsewhere / "mini").stages["encode"].reused
     assert stage_main("encode", encode, ["--config", str(elsewhere / "mini/config.yaml"),
                                          f"runs_dir={elsewhere}", "name=mini"]) == 0
     assert f"up to date, reused from {elsewhere / 'first/encode'}" in capsys.readouterr().out

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from launch.slurm.chain import Chain, ChainJob
-from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
@@ -74,17 +73,15 @@ class HandMade:
 
     def submitted(self, *jobs: ChainJob, seconds: float = 900) -> None:
         """The newest submission."""
-        Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "", "",
+        Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
               jobs=jobs).write(self.folder)
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
             needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:
-        """A job of the submission, with its spec."""
+        """A job of the submission."""
         name = name or f"demo-{stage}"
-        spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
-        JobSpec(name, stage, (), run=str(self.folder), chain="c1", parts=parts, phase=phase).save(spec)
-        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
-                        phase)
+        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), "", phase,
+                        parts)
 
     def whole_chain(self) -> list[ChainJob]:
         """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""

@@ -9,8 +9,7 @@ import yaml
 
 from launch.checks import _refuse_plan
 from launch.describe import consumption_lines, training_facts
-from launch.estimate import training_flops
-from launch.forecast import shape_of, state_bytes_per_rank
+from launch.forecast import shape_of, state_bytes_per_rank, training_flops
 from pipeline.config.loading import load_config
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run
@@ -39,7 +38,7 @@ def run_of(folder, counts=COUNTS, **train):
 
 
 def test_the_plan_is_told_by_phase_and_source(tmp_path):
-    said = consumption_lines(run_of(tmp_path).config, run_of(tmp_path))
+    said = consumption_lines(run_of(tmp_path))
     assert said[0] == "data      phase 1: steps 1 to 10, 10.24k tokens, 16 sequences of 64 a step"
     assert "          phase 2: steps 11 to 15, 20.48k tokens, 32 sequences of 128 a step" in said
     assert any(line.startswith("            code: 10.") and "of 5.001k, 2." in line and "so far" in line
@@ -48,9 +47,9 @@ def test_the_plan_is_told_by_phase_and_source(tmp_path):
 
 def test_before_encode_the_phases_are_told(tmp_path):
     run = run_of(tmp_path, counts=None)
-    said = consumption_lines(run.config, run)
+    said = consumption_lines(run)
     assert said[0].startswith("data      phase 1: steps 1 to 10") and "known once encode is done" in said[-1]
-    assert consumption_lines(run_of(tmp_path, counts=None, phases=[]).config, run) == []
+    assert consumption_lines(run_of(tmp_path, counts=None, phases=[])) == []
     facts = training_facts(run.config, type("job", (), {"ranks": 2})())
     assert facts[0].endswith("2 ranks x micro-batch 2 x 4 accumulated (phase 1)") and "(phase 2)" in facts[1]
     assert "length    15 steps = 30,720 tokens" in facts
@@ -60,7 +59,7 @@ def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
     """A source that a concatenated order would refuse may be in a packed one."""
     counts = {"splits": {"train": {"web": {"tokens": 9999}, "code": {"tokens": 50}}}}
     run = run_of(tmp_path, counts=counts, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1})
-    [said] = consumption_lines(run.config, run)
+    [said] = consumption_lines(run)
     assert said == "data      tokens and epochs of each source are known once training has planned the packing"
 
 

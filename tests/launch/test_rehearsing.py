@@ -11,6 +11,7 @@ from launch import rehearsing
 from launch.plan import Options
 from launch.rehearsing import rehearse_training, worth_rehearsing
 from pipeline.config.loading import load_config
+from pipeline.contract.run import Run
 from pipeline.errors import UserError
 
 MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
@@ -31,7 +32,7 @@ def given(tmp_path):
     path.write_text(yaml.safe_dump({"name": "small", "model": MODEL, "train": TRAIN}))
 
     def of(*overrides):
-        return load_config(str(path), list(overrides), check=False), Options("slurm", str(path), tuple(overrides))
+        return Run(load_config(str(path), list(overrides), check=False)), Options("slurm", str(path), tuple(overrides))
     return of
 
 
@@ -39,7 +40,7 @@ def given(tmp_path):
     ({}, [], True), ({"nodes": 1}, [], False), ({"gpus_per_node": 0}, [], False), ({"to_run": False}, [], False),
     ({"stage": "convert"}, [], False), ({"ranks": 0}, [], False), ({}, ["parallel.engine=deepspeed"], False)])
 def test_it_is_done_for_training_on_gpus_of_several_nodes(given, fields, overrides, expected):
-    assert worth_rehearsing(given(*overrides)[0], [job(**fields)]) is expected
+    assert worth_rehearsing(given(*overrides)[0].config, [job(**fields)]) is expected
 
 
 @pytest.fixture
@@ -56,9 +57,9 @@ def rehearsal(tmp_path, monkeypatch):
 
 
 def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
-    config, options = given("launch.limits.gpu_memory_gb=0.13")
+    run, options = given("launch.limits.gpu_memory_gb=0.13")
     rehearsal("words of a library\n" + json.dumps(FITS))
-    rehearse_training(config, [job()], options)
+    rehearse_training(run, [job()], options)
     said = capsys.readouterr().out
     assert "a step of training, without GPUs (--no-rehearse" in said and "rehearsal  0.1 GB on rank 0" in said
     asked = json.loads((tmp_path / "asked").read_text())
@@ -66,23 +67,23 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
                      f"{MODEL['vocab_size']}"], "ranks": 2, "gpu": True, "memory_gb": 0.13}
     environment = (tmp_path / "env").read_text()
     assert "CUDA_VISIBLE_DEVICES=\n" in environment and "PYTHONSAFEPATH=1" in environment
-    rehearse_training(config, [job(gpus_per_node=0)], options)
+    rehearse_training(run, [job(gpus_per_node=0)], options)
     asked = json.loads((tmp_path / "asked").read_text())
     assert (asked["gpu"], asked["memory_gb"]) == (False, None), "ranks without GPUs have no limit of GPUs"
     rehearsal(json.dumps({**FITS, "fits": False, "verdict": "rank 0 would hold 140 MB."}))
     with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse"):
-        rehearse_training(config, [job()], options)
+        rehearse_training(run, [job()], options)
     rehearsal(json.dumps({"refused": "parallel.tp=3 divides nothing"}))
     with pytest.raises(UserError, match=r"does not run: parallel\.tp=3 divides nothing"):
-        rehearse_training(config, [job()], options)
+        rehearse_training(run, [job()], options)
 
 
 def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch):
-    config, options = given()
+    run, options = given()
 
-    def said(answer="", script="", stage="train", config=config):
+    def said(answer="", script="", stage="train", run=run):
         rehearsal(answer, script)
-        rehearse_training(config, [job(stage=stage)], options)
+        rehearse_training(run, [job(stage=stage)], options)
         return capsys.readouterr().out
     assert "no training is to be submitted" in said(stage="convert")
     unknown_shape = said('{"failed": "a shape is not known"}')
@@ -92,7 +93,7 @@ def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehears
     monkeypatch.setattr(rehearsing, "LIMIT_S", 0.5)
     assert "not done: it took longer than 0 s" in said(script="exec sleep 3600")
     unknown, _ = given("model.vocab_size=null", "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
-    assert "not done: the vocabulary's size is known once" in said(config=unknown)
+    assert "not done: the vocabulary's size is known once" in said(run=unknown)
     monkeypatch.setattr(rehearsing.importlib.util, "find_spec", lambda name: None)
     assert "torch is not installed here" in said()
 
@@ -100,14 +101,14 @@ def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehears
 @pytest.mark.slow
 def test_a_real_one(given, capsys):
     """A backend that waits for the device in every layer can train, slowly, and cannot be rehearsed."""
-    config, options = given("launch.limits.gpu_memory_gb=0.13")
+    run, options = given("launch.limits.gpu_memory_gb=0.13")
     with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 130 MB. "
                                         r"Most of it are activations.* and fitting, the fastest first: train"):
-        rehearse_training(config, [job()], options)
+        rehearse_training(run, [job()], options)
     assert "MB on rank 0 at its peak: activations" in capsys.readouterr().out
-    config, options = given("parallel.tp=3")
+    run, options = given("parallel.tp=3")
     with pytest.raises(UserError, match="does not run"):
-        rehearse_training(config, [job()], options)
-    config, options = given("train.attention=tests.launch.counting_attention:Counts")
-    rehearse_training(config, [job()], options)
+        rehearse_training(run, [job()], options)
+    run, options = given("train.attention=tests.launch.counting_attention:Counts")
+    rehearse_training(run, [job()], options)
     assert "not done: The rehearsal ends at tests/launch/counting_attention.py" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_plan_of_a_fresh_run(launcher):
     for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
-                  "-m torch.distributed.run --standalone --nproc-per-node 2 -m pipeline.train --config"):
+                  "# train, each of 2 ranks\n", "-m pipeline.train --config config.yaml"):
         assert words in shown
     assert max(map(len, shown.partition("# shard")[0].splitlines())) <= 100
     assert "\x1b" not in shown
@@ -177,7 +177,7 @@ def test_where_it_runs(launcher, monkeypatch):
     shown = launcher.accepted(*asked, "--nodes", "1")
     assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
     refused = launcher.refused("--stage", "shard", "--nodes", "1")
-    assert "--nodes and --gpus-per-node are asked of Slurm, but there is" in refused
+    assert "--nodes and --gpus-per-node are asked of Slurm, but this runs here (no sbatch" in refused
     assert "--rehearse is for jobs on Slurm" in launcher.refused("--stage", "shard", "--rehearse")
     launcher.with_slurm(monkeypatch)
     there = launcher.accepted(*asked)

@@ -35,18 +35,22 @@ time.sleep(3600)
 def test_crashes_on_two_nodes(cluster, tmp_path, capsys):
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)
-    JobSpec("x-evaluate", "evaluate", (sys.executable, "-c", STAGE, str(tmp_path)), {"PYTHONUNBUFFERED": "1"},
-            run=str(run), chain="c", ranks=4, nodes=2, tasks_per_node=2, max_restarts=1).save(tmp_path / "spec.json")
+    JobSpec(name="x-evaluate", stage="evaluate", command=(sys.executable, "-c", STAGE, str(tmp_path)), run=str(run),
+            environment={"PYTHONUNBUFFERED": "1"}, chain="c", ranks=4, nodes=2, tasks_per_node=2, max_restarts=1,
+            ).save(tmp_path / "spec.json")
     cluster.run("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "--wrap",
                 f"{sys.executable} -m launch.slurm.job.runner {tmp_path}/spec.json", check=False, cwd=REPOSITORY)
     said, starts = (tmp_path / "log").read_text(), sorted((run / "logs/evaluate").glob("*.?"))
     assert len(starts) == 2
+    latest = run / "logs/evaluate/latest"
     for folder, ending in zip(starts, ENDING, strict=True):
+        latest.unlink()
+        latest.symlink_to(folder.name)
         assert f"exited with exit code 1; rank {ending}: why {ending} ended" in said, said
         assert f"  rank {ending}: why {ending} ended\n" in said, said
         assert {path.name for path in folder.iterdir()} == {"node0.log", "node1.log", "srun.err"}
         for rank in range(4):
-            assert logs(run, "evaluate", rank, start=folder.name) == 0
+            assert logs(run, "evaluate", rank) == 0
             header, *lines = capsys.readouterr().out.splitlines()
             assert header == f"==> {folder}/node{rank // 2}.log <=="
             assert [line for line in lines if "slurmstepd" not in line] == [

@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
                 verdict = Verdict((), (str(stuck),))
             finally:
                 for job in run.chain.jobs if run.chain and run.queued() else ():
-                    run.scheduler.cancel([job.id])
+                    run.scheduler.cancel(job.id)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status

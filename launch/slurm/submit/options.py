@@ -11,7 +11,8 @@ from pipeline.contract.stages import STAGES
 RANKS = "launch.gpus_per_node or launch.processes"
 NONE = ""
 DECIDED = {
-    "account": "launch.account", "array": "launch.<stage>.array", "chdir": NONE, "constraint": "launch.constraint",
+    "account": "launch.account", "array": "launch.<stage>.array", "chdir": NONE, "clusters": NONE,
+    "constraint": "launch.constraint",
     "cpus-per-gpu": "launch.cpus", "cpus-per-task": "launch.cpus", "error": NONE, "exclude": "launch.exclude",
     "export": "launch.environment and launch.secrets", "export-file": "launch.environment and launch.secrets",
     "job-name": "name", "kill-on-invalid-dep": NONE, "mem": "launch.mem", "no-requeue": "launch.requeue: false",
@@ -22,65 +23,52 @@ DECIDED = {
 """Options that the launcher sets or must not be set, and the setting that decides each (NONE: no setting does)."""
 GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 """Options that ask for GPUs, to name their type (`gpu:h100:8`). The number must be the one of `gpus_per_node`."""
-SHORT = {"A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job-name", "L": "licenses", "N": "nodes",
-         "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error",
-         "m": "distribution", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe",
-         "t": "time", "w": "nodelist", "x": "exclude"}
-"""Long names of sbatch's short options."""
-
-
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
-    """Options by their long names: True for one without a value (`exclusive: true`). Those that are false are left
+    """Options as sbatch writes them: True for one without a value (`exclusive: true`). Those that are false are left
     out."""
-    found: dict[str, str | bool] = {}
-    for key, value in extra.items():
-        name = key.lstrip("-").replace("_", "-")
-        if value is not False:
-            found[SHORT.get(name, name)] = value if value is True else str(value)
-    return found
+    return {key.lstrip("-").replace("_", "-"): value is True or str(value)
+            for key, value in extra.items() if value is not False}
 
 
 def options_of(job: Job) -> dict[str, str | bool]:
     """What a user adds to the job's options. Jobs without ranks need no GPUs, so what asks for them is left out there.
     """
-    found = long_options(job.asked.extra)
-    if not job.ranks and not job.gpus_per_node:
-        others = ",".join(part for part in str(found.get("gres", "")).split(",") if not _is_gpu(part))
-        found = {name: others if name == "gres" else value for name, value in found.items()
-                 if name not in GPUS or (name == "gres" and others)}
-    return found
+    found = long_options(job.asked.extra or {})
+    if job.ranks or job.gpus_per_node:
+        return found
+    others = ",".join(part for part in str(found.get("gres", "")).split(",") if not _is_gpu(part))
+    rest = {name: value for name, value in found.items() if name not in GPUS}
+    return {**rest, "gres": others} if others else rest
 
 
 def gpus_asked(job: Job) -> tuple[str, float] | None:
     """The option of the job's `extra` that asks for GPUs, and for how many a node; None if none does."""
     for name, value in options_of(job).items():
         for part in str(value).split(",") if name in GPUS else ():
-            if name == "gres" and not _is_gpu(part):
-                continue
-            number = part.rpartition(":")[2]
-            count = int(number) if number.isdigit() else 1
-            per_node = {"gpus": count / job.nodes, "gpus-per-task": count * job.tasks_per_node}
-            return name, per_node.get(name, count)
+            if name != "gres" or _is_gpu(part):
+                number = part.rpartition(":")[2]
+                count = int(number) if number.isdigit() else 1
+                return name, {"gpus": count / job.nodes, "gpus-per-task": count * job.tasks_per_node}.get(name, count)
     return None
 
 
-def option_problems(launch: LaunchConfig, jobs: list[Job]) -> list[str]:
+def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
     """What `extra` must not hold, for all stages and for each, and what in it contradicts the job."""
-    found = []
     for where, extra in extras(launch):
         for name in long_options(extra):
-            if name in DECIDED:
+            if len(name) == 1:
+                yield f"{where} holds {name}; write the long name of sbatch's option -{name} (man sbatch)."
+            elif name in DECIDED:
                 way = f"Say it with {DECIDED[name]}." if DECIDED[name] else "Leave it out."
-                found.append(f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}")
+                yield f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}"
     for job in jobs:
         asked, memory = gpus_asked(job), {"mem-per-cpu", "mem-per-gpu"} & options_of(job).keys()
         if asked is not None and asked[1] != job.gpus_per_node:
-            found.append(f"{job.key}: launch.extra asks for {asked[1]:g} GPUs a node ({asked[0]}), but the "
-                         f"job has {job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them agree.")
+            yield (f"{job.key}: launch.extra asks for {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
+                   f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them agree.")
         if memory and job.asked.mem is not None:
-            found.append(f"{job.key}: launch.mem and {memory.pop()} in launch.extra both say how much memory the job "
-                         f"gets. Leave one out.")
-    return found
+            yield (f"{job.key}: launch.mem and {memory.pop()} in launch.extra both say how much memory the job gets. "
+                   f"Leave one out.")
 
 
 def _is_gpu(resource: str) -> bool:
@@ -91,6 +79,4 @@ def _is_gpu(resource: str) -> bool:
 def extras(launch: LaunchConfig) -> Iterator[tuple[str, Mapping[str, str | int | bool]]]:
     """Where options of sbatch stand in the configuration, and those that stand there."""
     yield "launch.extra", launch.extra
-    for stage in STAGES:
-        if own := launch.of(stage).extra:
-            yield f"launch.{stage}.extra", own
+    yield from ((f"launch.{stage}.extra", launch.of(stage).extra or {}) for stage in STAGES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from launch.slurm import control
@@ -55,10 +53,10 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, 
     scheduler = slurm.scheduler()
     honest = scheduler.cancel
 
-    def cancel_16(ids):
-        if ids == ["16"]:  # which is still ending
+    def cancel_16(id):
+        if id == "16":  # which is still ending
             _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
-        return honest(ids)
+        return honest(id)
 
     monkeypatch.setattr(scheduler, "cancel", cancel_16)
     assert cancel(run.folder, scheduler) == 0
@@ -96,7 +94,7 @@ def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, l
     if status:
         run.state("train", status, job="16")
     slurm.queue(line)
-    assert stop(run.folder, "", slurm.scheduler()) == 0
+    assert stop(run.folder, slurm.scheduler()) == 0
     assert (run.folder / STOP).exists() is written
     out = capsys.readouterr().out
     assert said in out and (GO_ON in out) == written
@@ -105,8 +103,8 @@ def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, l
 def test_stop_when_slurm_is_silent(run, slurm, capsys):
     run.state("train", "running", job="16")
     slurm.say("squeue", error=NO_CONTROLLER, status=1)
-    assert stop(run.folder, "maintenance", slurm.scheduler()) == 0
-    assert (run.folder / STOP).read_text() == "maintenance\n"
+    assert stop(run.folder, slurm.scheduler()) == 0
+    assert (run.folder / STOP).read_text() == "submit.py --stop\n"
     assert "not sure that training runs" in capsys.readouterr().err
 
 
@@ -121,30 +119,28 @@ def two_starts(run):
     (run.folder / "logs/train/latest").symlink_to("16.1")
 
 
-@pytest.mark.parametrize("given, start, rank", [({}, "16.1", 0), ({"rank": 3, "start": "16.0"}, "16.0", 3)])
-def test_logs(run, capsys, given, start, rank):
+@pytest.mark.parametrize("rank", [0, 3])
+def test_logs(run, capsys, rank):
     two_starts(run)
-    assert logs(run.folder, "train", **given) == 0
-    assert capsys.readouterr().out == (f"==> {run.folder}/logs/train/{start}/node{rank // 2}.log <==\n"
-                                       f"output {start} {rank} \N{SNOWMAN}\nerror {start} {rank} \N{SNOWMAN}\n")
+    assert logs(run.folder, "train", rank) == 0
+    assert capsys.readouterr().out == (f"==> {run.folder}/logs/train/16.1/node{rank // 2}.log <==\n"
+                                       f"output 16.1 {rank} \N{SNOWMAN}\nerror 16.1 {rank} \N{SNOWMAN}\n")
 
 
 def test_log_of_a_job_of_one_process(run, capsys):
     path = run.log("shard/11_2.0/output.log", "7: is no rank here\n")
-    assert logs(run.folder, "shard", start="11_2.0") == 0
+    (run.folder / "logs/shard/latest").symlink_to("11_2.0")
+    assert logs(run.folder, "shard") == 0
     assert capsys.readouterr().out == f"==> {path} <==\n7: is no rank here\n"
 
 
 @pytest.mark.parametrize("arguments, said", [
     ({"stage": "trian"}, "There is no stage trian. The stages are shard, tokenizer"),
-    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train: .*16.1 holds the ranks 0-3."),
-    ({"stage": "train", "start": "9.0"}, "start 9.0. There are logs of the starts 16.0, 16.1."),
+    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train in .*16.1 holds the ranks 0-3."),
     ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. There are logs of: train."),
     ({"stage": "convert"}, "The stage itself has not started; its job says: .*/logs/slurm/17.log")])
 def test_logs_that_are_not_there(run, arguments, said):
     two_starts(run)
-    for start, at in (("16.0", 10), ("16.1", 20)):
-        os.utime(run.folder / "logs/train" / start, (at, at))
     run.log("slurm/17.log")
     with pytest.raises(UserError, match=said):
         logs(run.folder, **arguments)

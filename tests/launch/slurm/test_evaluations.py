@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -14,9 +12,8 @@ import yaml
 
 from launch.slurm import evaluations
 from launch.slurm.chain import ChainJob, add_job, read_chain
-from launch.slurm.evaluations import Evaluations, clear, commands, evaluate, main, owed, prepare
+from launch.slurm.evaluations import Evaluations, commands, evaluate, main, owed, prepare
 from launch.slurm.scheduler import JobInfo
-from launch.slurm.submit.sbatch import evaluation_name
 from pipeline.config.launching import LaunchConfig
 from pipeline.config.loading import load_config
 from pipeline.config.plugins import loaded_plugins
@@ -25,7 +22,7 @@ from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.contract.run import Run
 from pipeline.contract.stages import REPOSITORY, STAGES
 from pipeline.errors import UserError
-from pipeline.files import output_record, write_json
+from pipeline.files import output_record, sha256_file, write_json
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 from tests.launch.fake_job import chain_of, make_job
@@ -47,15 +44,18 @@ def result(run, step):
 
 
 def test_what_is_owed(tmp_path):
-    assert owed(tmp_path, 20) == []
+    def of(steps=1000):
+        checkpoints, launch = {"every_steps": 10}, {"evaluate": {"every_checkpoints": 2}}
+        return owed(tmp_path, Config(train={"steps": steps, "checkpoint": checkpoints}, launch=launch))
+    assert of() == [] == owed(tmp_path, Config())
     for step in (20, 40, 50, 80):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 100, complete=False)
     (tmp_path / "train/checkpoints/step-00000120.damaged").mkdir()
     result(tmp_path, 40)
-    assert owed(tmp_path, 20) == [20, 80] and owed(tmp_path, 10, final_step=80) == [20, 50]
+    assert of() == [20, 80] and of(steps=80) == [20]
     Manifest("train", {}, [], {"steps": 80}, "").write(tmp_path / "train")
-    assert owed(tmp_path, 20) == [20], "the last one is evaluated by the chain"
+    assert of() == [20], "the last one is evaluated by the chain"
 
 
 @pytest.fixture
@@ -74,13 +74,23 @@ def queued(monkeypatch):
 @pytest.fixture
 def job(tmp_path, queued):
     """A train job with checkpoints at steps 20, 30 and 40 of 100, of which every second is evaluated."""
+    config = tmp_path / "runs/trial/config.yaml"
     job = make_job(tmp_path, every_checkpoints=1)
-    (job.run / "config.yaml").write_text(f"{{name: trial, runs_dir: {job.run.parent}, train: {{steps: 100, "
-                                         "warmup_steps: 3, checkpoint: {every_steps: 20}}}\n")
+    config.write_text(f"{{name: trial, runs_dir: {job.run.parent}, train: {{steps: 100, warmup_steps: 3, "
+                      "checkpoint: {every_steps: 20}}, launch: {evaluate: {every_checkpoints: 1}}}\n")
+    job.spec = replace(job.spec, files={str(config): sha256_file(config)})
     for step in (20, 30, 40):
         checkpoint(job.run, step)
     chain_of(job, "12")
     return job
+
+
+def evaluation_name(name, step):
+    return f"{name}-evaluate-step-{step:08d}"
+
+
+def steps(found):
+    return [int(job.command[job.command.index("--step") + 1]) for job in found.to_submit()]
 
 
 def tried(job, step):
@@ -89,20 +99,20 @@ def tried(job, step):
 
 def test_what_is_submitted(job, queued):
     found = Evaluations(job.spec, print)
-    assert found.to_submit() == [20, 40]
+    assert steps(found) == [20, 40]
     queued.append(evaluation_name("trial", 20))
-    assert found.to_submit() == [40], "a job in the queue is known by its name"
+    assert steps(found) == [40], "a job in the queue is known by its name"
     queued.clear()
     tried(job, 40)
-    assert found.to_submit() == [20, 40], "a job that is gone without a result is tried once more"
+    assert steps(found) == [20, 40], "a job that is gone without a result is tried once more"
     tried(job, 40)
-    assert found.to_submit() == [20], "and no more than that"
+    assert steps(found) == [20], "and no more than that"
     result(job.run, 20)
-    assert found.to_submit() == []
+    assert steps(found) == []
 
 
 def submitted(monkeypatch, submit):
-    monkeypatch.setattr(evaluations, "submit_apart", lambda spec, step: submit(step))
+    monkeypatch.setattr(Evaluations, "submit", lambda self, job: submit(int(job.name[-8:])))
     monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
 
 
@@ -139,20 +149,6 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch
     assert "Slurm does not say" in said[-1]
 
 
-def test_a_submission_inherits_nothing_of_the_job(job, monkeypatch):
-    seen = {}
-
-    def run(command, **options):
-        seen.update(options["env"])
-        return subprocess.CompletedProcess(command, 0, "78\n", "")
-    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CONF", "MASTER_PORT", "SUBMITIT_EXECUTOR"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(evaluations.subprocess, "run", run)
-    assert evaluations.submit_apart(job.spec, 20) == "78"
-    assert "SLURM_CONF" in seen and "PATH" in seen
-    assert not {"SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "MASTER_PORT", "SUBMITIT_EXECUTOR"} & seen.keys()
-
-
 def test_a_checkpoint_that_is_gone(job):
     checkpoint(job.run, 80, complete=False)
     for step in (60, 80):
@@ -166,20 +162,6 @@ def play_data_stages(job, monkeypatch):
     for stage in ("shard", "tokenizer", "encode"):
         Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(job.run / stage)
     monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], files=None))
-
-
-def test_where_there_are_no_hard_links(job, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted")
-    monkeypatch.setattr(os, "link", refuse)
-    source, target = (folder / "checkpoints/step-00000020" for folder in (
-        job.run / "train", evaluation_folder(job.run, 20) / "train"))
-    evaluations._link(source, target)
-    assert target.is_symlink() and (target / "COMPLETE.json").exists()
-    evaluations._link(source, target)
-    assert target.is_symlink()
-    clear(job.run, 20)
-    assert not target.is_symlink() and (source / "inner/piece").exists(), "the checkpoint itself stays"
 
 
 @pytest.mark.parametrize(("ends", "status"), [

@@ -51,7 +51,7 @@ def test_gpus_are_asked_for_once(script, extra):
 @pytest.mark.parametrize(("extra", "told"), [
     ({"gres": "gpu:4"}, "train: launch.extra asks for 4 GPUs a node (gres), but the job has 8"),
     ({"gpus": "h100:8"}, "asks for 4 GPUs a node (gpus)"), ({"gpus-per-task": 2}, "asks for 16 GPUs a node"),
-    ({"p": "big"}, "launch.extra holds partition, which the jobs rely on as the launcher sets it. Say it with "
+    ({"partition": "big"}, "launch.extra holds partition, which the jobs rely on as the launcher sets it. Say it with "
                    "launch.partition."),
     ({"export": "NONE"}, "Say it with launch.environment and launch.secrets."),
     ({"test-only": True}, "Say it with --dry-run"),
@@ -82,15 +82,14 @@ def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(script, launcher)
 
 def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
     launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END"},
-                          train={"extra": {"signal": "TERM@60", "o": "log", "c": "9"}})
-    assert option_problems(launch, []) == [
+                          train={"extra": {"signal": "TERM@60", "output": "log", "c": "9"}})
+    assert list(option_problems(launch, [])) == [
         "launch.extra holds nodes, which the jobs rely on as the launcher sets it. Say it with launch.train.nodes.",
         "launch.train.extra holds signal, which the jobs rely on as the launcher sets it. Say it with "
         "launch.signal_s.",
         "launch.train.extra holds output, which the jobs rely on as the launcher sets it. Leave it out.",
-        "launch.train.extra holds cpus-per-task, which the jobs rely on as the launcher sets it. Say it with "
-        "launch.cpus."]
-    assert long_options({"x": "n1", "requeue": False, "nice": 0}) == {"exclude": "n1", "nice": "0"}
+        "launch.train.extra holds c; write the long name of sbatch's option -c (man sbatch)."]
+    assert long_options({"requeue": False, "nice": 0}) == {"nice": "0"}
 
 
 @pytest.mark.parametrize(("launch", "python"), [

@@ -11,20 +11,20 @@ import itertools
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.run_status.run_files import read_run
 from launch.run_status.run_status import go_on
-from launch.slurm.chain import read_chains
-from launch.slurm.evaluations import submit_apart
+from launch.slurm.evaluations import Evaluations
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import add_strike
 from launch.slurm.submit import request, sbatch
 from pipeline.contract.locks import lock
 from pipeline.contract.stages import STAGES
+from pipeline.errors import UserError
+from pipeline.files import write_json
 from tests.launch.recorded_slurm import queue_line
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
@@ -142,6 +142,7 @@ def test_links_arrays_and_sites_without_requeue(launcher):
 
 def test_submission_chains_what_is_not_done(slurm):
     slurm.done("shard")
+    assert "nothing to submit" in slurm.accepted("--stage", "shard") and not list(slurm.queue.iterdir())
     shown = slurm.accepted("--stage", "all", "launch.encode.array=2", "train.steps=40")
     chain = slurm.chain
     assert [(job.stage, job.kind, job.id, job.elements, job.dependencies) for job in chain.jobs] == [
@@ -163,12 +164,9 @@ def test_submission_chains_what_is_not_done(slurm):
 def test_a_run_is_queued_once(slurm):
     slurm.accepted("--stage", "all")
     assert [job.stage for job in slurm.chain.jobs] == list(STAGES), "every stage has a job"
-    again = slurm.refused("--stage", "all", QUEUED=queue_line("103", "RUNNING"))
-    assert "in the queue already: 103 (trial-encode)" in again and len(list(slurm.queue.iterdir())) == 7
     assert "does not say" in slurm.accepted("--stage", "all", SILENT="1")
-    assert [len(chain.jobs) for chain in read_chains(slurm.run)] == [7, 7]
     again = slurm.refused("--stage", "all", QUEUED=queue_line("104", "RUNNING"))
-    assert "in the queue already: 104" in again, "of an earlier submission"
+    assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
     assert "other jobs of the same names are in the queue: 999" in slurm.accepted(
         "--stage", "all", QUEUED=queue_line("999", "RUNNING", name="trial-train"))
 
@@ -198,20 +196,6 @@ def test_two_submissions_of_a_run_do_not_meet(slurm):
     slurm.accepted("--stage", "all")
 
 
-def test_a_job_that_a_killed_submission_could_not_record_is_found(slurm):
-    """The token in its comment tells whose it is, whatever its id and name."""
-    slurm.accepted("--stage", "all")
-    chain = slurm.chain
-    chain.write(slurm.run)
-    replace(chain, jobs=chain.jobs[:2]).write(slurm.run)
-    queued = queue_line("103", "PENDING", name="trial-encode", comment=f"drover:{chain.id}:encode mine")
-    assert "in the queue already: 103 (trial-encode)" in slurm.refused("--stage", "all", QUEUED=queued)
-    (slurm.tools / "scancel").write_text('#!/bin/sh\necho "$@" >> "$QUEUE/cancelled"\n')
-    (slurm.tools / "scancel").chmod(0o755)
-    assert "cancelled 103 (trial-encode)" in slurm.call("--cancel", str(slurm.run), QUEUED=queued).stdout
-    assert (slurm.queue / "cancelled").read_text() == "103\n"
-
-
 def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypatch):
     """Where sbatch is cut off, the queue is asked for the job's token."""
     monkeypatch.setattr(sbatch, "SBATCH_S", 1)
@@ -237,12 +221,12 @@ def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
     (slurm.tools / "sinfo").write_text('#!/bin/sh\necho "debug*|4|4|16000|(null)"\necho "big|2|64|256000|gpu:a:8"\n')
     (slurm.tools / "sinfo").chmod(0o755)
     said = slurm.refused("--stage", "all")
-    assert "train, evaluate: asks for 1 node with 8 cores each, but the partition debug has 4 with 4 cores, 0 GPUs, " \
-           "16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
+    assert "train, evaluate: asks for 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
+           "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
     assert "there is no partition bug here (launch.partition); there are big, debug" in slurm.refused(
         "--stage", "all", "launch.partition=bug")
-    assert "4,194,304 MB of memory" in slurm.refused("--stage", "all", "launch.cpus=2", "launch.mem=4T")
-    assert "asks for 3 nodes with 8 cores, 2 GPUs each" in slurm.refused(
+    assert "4,194,304 MB each" in slurm.refused("--stage", "all", "launch.cpus=2", "launch.mem=4T")
+    assert "asks for 3 nodes with 8 cores, 2 GPUs, 0 MB each" in slurm.refused(
         "--stage", "all", "--nodes", "3", "launch.partition=big", "launch.gpus_per_node=2", "train.micro_batch=1",
         "train.batch_tokens=12288", "--no-rehearse")
     slurm.accepted("--stage", "all", "launch.cpus=2")
@@ -254,12 +238,6 @@ def test_a_refused_submission_says_what_is_queued(slurm):
     assert f"--cancel {slurm.run}" in said and "(101 102)" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
     assert "Nothing else is queued" in slurm.refused("--stage", "all", "name=other", REFUSED="103")
-
-
-def test_nothing_to_submit(slurm):
-    slurm.done("shard")
-    assert "nothing to submit" in slurm.accepted("--stage", "shard") and not list(slurm.queue.iterdir())
-    assert "nothing to do" in slurm.accepted("--stage", "shard", "--dry-run")
 
 
 def test_nodes_that_failed_twice_are_left_out(slurm):
@@ -282,9 +260,9 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     queued = 11 + 4 * len(STAGES["shard"].phases)
     for part in ("train asks for 4 nodes; the site gives a job 2", "asks for 240 min; the site gives a job 60",
-                 "shard-read has 4 elements; the site allows 3", f"{queued} jobs would be queued; the site allows 4",
-                 "a GPU here has 1e-06 GB", "your shell has no such variable", "HF_TOKEN, which looks like a secret",
-                 "nothing would be left to train in"):
+                 "shard-read asks for 4 elements; the site gives a job 3", "a GPU here has 1e-06 GB",
+                 f"{queued} jobs would be queued; the site allows 4", "your shell has no such variable",
+                 "holds what looks like a secret, HF_TOKEN", "nothing would be left to train in"):
         assert part in said, part
     assert "hf_abc" not in said
     least = f"launch.limits={{nodes: 4, time: 240, array: 4, jobs: {queued}, gpu_memory_gb: 1}}"
@@ -303,21 +281,29 @@ def test_a_profile_is_named_on_the_command_line(slurm):
     (slurm.work / "clusters").mkdir()
     (slurm.work / "clusters/ours.yaml").write_text("partition: gpu\nenvironment: {NCCL_DEBUG: INFO}\n")
     assert "slurm (profile ours)" in slurm.accepted("--stage", "all", "--cluster", "ours")
-    assert slurm.chain.cluster == "ours" and option((slurm.queue / "104").read_text(), "partition") == "gpu"
+    assert option((slurm.queue / "104").read_text(), "partition") == "gpu"
     assert JobSpec.load(Path(slurm.chain.jobs[3].spec)).environment["NCCL_DEBUG"] == "INFO"
 
 
-def test_an_evaluation_beside_training_is_submitted_from_a_process_of_its_own(slurm):
-    slurm.accepted("--stage", "all", "launch.gpus_per_node=2", "launch.cpus=3")
-    config = Path(slurm.chain.config)
-    spec = JobSpec.load(Path(slurm.chain.jobs[3].spec))
-    assert submit_apart(spec, 20) == "108"
+def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monkeypatch):
+    """By the train job's runner, whose own variables of Slurm it does not get."""
+    slurm.accepted("--stage", "all", "launch.gpus_per_node=2", "launch.cpus=3",
+                   "launch.evaluate.every_checkpoints=1", "train.checkpoint.every_steps=20")
+    config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[3].spec))
+    write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SUBMITIT_EXECUTOR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "executable", "another python")
+    evaluations = Evaluations(spec, print)
+    for owed in evaluations.to_submit():
+        assert evaluations.submit(owed) == "108"
     job = slurm.chain.jobs[-1]
     assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "108", ())
     made = JobSpec.load(Path(job.spec))
-    assert made.command[:3] == (spec.command[0], "-m", "launch.slurm.evaluations")
+    assert made.command[:3] == (spec.command[0], "-m", "launch.slurm.evaluations") and made.files == spec.files
     assert (made.run, made.cpus_per_task) == (str(slurm.run / "evaluations/step-00000020"), 6)
     assert option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
+    assert not (slurm.queue / "108.environment").exists()
     config.write_text(config.read_text().replace("cpus: 3", "cpus: 4"))
-    with pytest.raises(OSError, match="is not what was submitted"):
-        submit_apart(spec, 40)
+    with pytest.raises(UserError, match="is not what was submitted"):
+        Evaluations(spec, print).to_submit()
