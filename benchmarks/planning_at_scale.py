@@ -26,10 +26,10 @@ import numpy as np
 
 from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.contract.stage_work import Unit
-from pipeline.data.planning.components import components_payload, label_components
-from pipeline.data.planning.near import EDGE, band_name, edges_path
+from pipeline.data.planning.components import label_components, labels_path
+from pipeline.data.planning.layout import layout
 from pipeline.data.planning.passes import decide
-from pipeline.data.planning.runs import group_name, layout
+from pipeline.data.planning.runs import DIGEST, write_links
 from pipeline.data.reading import INDEX, staged
 from pipeline.files import atomic_file
 
@@ -136,28 +136,26 @@ def join_components(folder: Path, edges: int, graph: str) -> None:
     documents = {"near": 10 * edges, "pairs": edges, "tens": edges // 9 * 10}[graph]
     unit = 4_000_000
     counts = [min(unit, documents - start) for start in range(0, documents, unit)]
-    groups = layout([f"web-{number:05d}" for number in range(len(counts))], [0] * len(counts), counts)
-    for name in (*(group_name(group) for group in range(len(groups.groups) - 1)),
-                 *(band_name(0, partition) for partition in range(groups.partitions))):
-        edges_path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-        edges_path(folder, name).touch()
-    with open(edges_path(folder, band_name(0, 0)), "wb") as file:
-        for start in range(0, edges, unit):
-            ends = edges_of(graph, np.arange(start, min(start + unit, edges)), documents)
-            rows = np.empty(len(ends[0]), EDGE)
-            rows["first"], rows["other"] = np.minimum(*ends), np.maximum(*ends)
-            rows.tofile(file)
+    plan = layout([f"web-{number:05d}" for number in range(len(counts))], [0] * len(counts), counts, bands=1)
+    plan.write(folder)
+    names = [*plan.group_names, *(f"partition-{partition:06d}" for partition in range(plan.partitions))]
+    for number, name in enumerate(names):
+        ends = edges_of(graph, np.arange(edges * number // len(names), edges * (number + 1) // len(names)), documents)
+        write_links(folder, plan, DIGEST + 1, name, np.maximum(*ends), np.minimum(*ends))
     begin = time.monotonic()
     with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:
-        record, peak = pool.submit(measured, label_components, folder, components_payload(groups, 1, "")).result()
+        _, peak = pool.submit(measured, label_components, folder, {}).result()
     wall = time.monotonic() - begin
-    print(f"components  {edges:,} edges of {record['nodes']:,} documents among {documents:,}: "
-          f"{record['components']:,} components, {wall:.1f} s, {edges / wall / 1e6:.2f} M edges/s, {peak:.0f} MB")
+    labels = np.memmap(labels_path(folder), "<u8", "r")
+    others = sum(int((labels[start:start + unit] != np.arange(start, min(start + unit, documents))).sum())
+                 for start in range(0, documents, unit))
+    print(f"components  {edges:,} edges of {documents:,} documents, of which {others:,} are like an earlier one: "
+          f"{wall:.1f} s, {edges / wall / 1e6:.2f} M edges/s, {peak:.0f} MB")
 
 
 def edges_of(graph: str, edges: np.ndarray, documents: int) -> tuple[np.ndarray, np.ndarray]:
     """Both ends of the edges of these numbers."""
-    rng = np.random.default_rng(edges[0])
+    rng = np.random.default_rng(edges[:1])
     if graph == "tens":
         tenth, star, ray = documents // 10, edges // 9, edges % 9 + 1
         return star % tenth, (star * 7919 + ray * 104_729) % tenth + ray * tenth

@@ -138,7 +138,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
             # An unfinished stage may have records of a version that had no filters and did not count what it read.
             "documents_in": sum(record["read"] if "read" in record else record["documents"] + record["empty"]
                                 + record["rejected"] for record in records),
-            "cut_in_two": decided.cuts.sources.count(number),
+            "cut_in_two": int(number in decided.cut),
             **{split: pieces.total("documents") for split, pieces in kept.items()},
             "dropped": {"duplicate": duplicates[0],
                         **({"near_duplicate": duplicates[1]} if config.near_duplicates else {}), "empty": empty,
@@ -275,7 +275,7 @@ def _tell_contamination(work: Work, counts: dict[str, Any]) -> None:
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
-    from pipeline.data.planning.kept import DUPLICATES
+    from pipeline.data.planning.decisions import DUPLICATES
     from pipeline.data.planning.origins import ORIGINS
     from pipeline.data.reading import DROPPED
 

@@ -133,7 +133,7 @@ def _named(text: str) -> Any:
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
           unit_modules=("pipeline.data.reading", "pipeline.data.planning.passes"),
-          phases=("read", "sort", "match", "components", "decide", "write"),
+          phases=("read", "sort", "match", "components", "compare", "resolve", "decide", "write"),
           outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.filters.files:input_files",
           unit_files="pipeline.data.sources:input_files",
           code=("pipeline/data/sources.py", "pipeline/data/reading.py", "pipeline/data/readers.py",

@@ -74,7 +74,7 @@ def digest(text: bytes) -> bytes:
 
 
 def document_key(text_digest: bytes, copy: int = 0) -> str:
-    """A document's name in a shard: the digest in hex, without dots, and its number among equal texts from 1 on."""
+    """A document's name in a shard: the digest in hex, without dots, and how many equal texts the shard has before."""
     return text_digest.hex() + (f"-{copy}" if copy else "")
 
 

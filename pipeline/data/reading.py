@@ -57,7 +57,8 @@ Item = tuple[Document, bytes] | Rejection
 def staged(folder: Path, name: str, ending: str) -> Path:
     """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
     (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures`
-    each, as .npy), and where documents have ids of their own `.places` (see `planning.origins`)."""
+    each, as .npy), and where documents have ids of their own `.places` (see `planning.origins`); later `.fates` (see
+    `planning.decisions`)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 

@@ -24,8 +24,8 @@ from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
-from pipeline.data.planning import components, runs
-from pipeline.data.text_shards import read_shard, shard_records
+from pipeline.data.planning import components, layout
+from pipeline.data.text_shards import read_documents, read_shard, shard_records
 from pipeline.shard import shard
 from tests.conftest import REPOSITORY, run_stage
 from tests.cut_off import cut_off_stage
@@ -227,7 +227,9 @@ def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
     found = {split: documents(config, split) for split in kept}
     assert {split: [(document.id, document.text) for document in found[split]] for split in kept} == kept
     everything = found["train"] + found["heldout"]
-    assert len({document.key for document in everything}) == len(everything)
+    for path in folder_of(config).glob("*/*.tar"):
+        keys = [document.key for document in read_documents(path)]
+        assert len(set(keys)) == len(keys)
     counts = read_manifest(folder_of(config)).counts
     assert counts["documents_with_nul"] == sum("\0" in document.text for document in everything)
     assert counts["documents_with_u2581"] == sum("\u2581" in document.text for document in everything)
@@ -270,8 +272,8 @@ def kept(config, name):
 def test_counts_reconcile_and_every_dropped_document_names_one_that_stays(corpus, capsys, monkeypatch):
     """And groups and partitions of any size decide the same."""
     with monkeypatch.context() as small:
-        small.setattr(runs, "GROUP_UNITS", 2)
-        small.setattr(runs, "PARTITION_ROWS", 200)
+        small.setattr(layout, "GROUP_UNITS", 2)
+        small.setattr(layout, "PARTITION_ROWS", 200)
         small.setattr(components, "STRETCH", 50)
         assert run(corpus, "name=small") == 0
     capsys.readouterr()

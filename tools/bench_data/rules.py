@@ -45,7 +45,7 @@ def minhash_section(texts: list[str], mb: float, place: Path, options: argparse.
         signatures: Any = import_module("pipeline.data.planning.signatures").signatures
     except ModuleNotFoundError as error:
         raise LeftOut(f"no near-duplicates in this version of Drover, or a library is missing ({error})") from None
-    settings = {"ngram": 5, "bands": 14, "rows": 8}
+    settings = {"ngram": 5, "bands": 14, "rows": 8, "words": "runs"}
     contenders = {"ours": timed(lambda: [signatures(texts[at:at + 256], settings)
                                           for at in range(0, len(texts), 256)])}
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config.data import StdlibSource
 from pipeline.config.tree import Config
 from pipeline.contract.manifest import Manifest
-from pipeline.data.planning.kept import DUPLICATES
+from pipeline.data.planning.decisions import DUPLICATES
 from pipeline.data.planning.origins import origins_path, read_origins
 from pipeline.data.text_shards import read_shard
 

@@ -1,190 +1,161 @@
-"""Sorted runs of digests: one a group of units, cut into partitions of equal ranges of digests.
+"""Documents with equal keys, found in two passes: sort the keys of each group, then match each partition of them.
 
-A document's number counts all staged documents before it, so numbers are in the order of sources, files and records.
-A group is a stretch of units that one process holds in memory (24 bytes a document in its run). Of equal documents a
-run has one row, with how many there are: what one group holds of a page that is copied 10^8 times is a row, and no
-later pass holds more of it than a row a group.
+A document has several keys: column 0 is the digest of its text, the next ones are the bands of its signature. `sort`
+writes, for each group and column, a run: one row a key, with the first document that has it, sorted by key and cut into
+partitions of equal ranges of keys. `match` reads one partition of the runs of all groups. Both write links: a document,
+and the first that has an equal key. So 10^8 copies of a page are a row a group and as many links, never pairs.
+
+A document that has an equal one before it in its group has no bands: it is like that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.data.reading import STAGING, staged
+from pipeline.data.planning.layout import Layout
+from pipeline.data.planning.signatures import NONE
+from pipeline.data.reading import STAGING
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, output_record
 
-GROUP_DOCUMENTS, GROUP_UNITS = 4_000_000, 256
-"""A group ends before it has more documents or units."""
-PARTITION_ROWS = 4_000_000
-"""Documents of a partition, at most, if none are equal."""
-
-RUN = np.dtype([("high", "<u8"), ("low", "<u8"), ("first", "<u4"), ("count", "<u4")])
-"""A digest of the group: its two halves, the place in the group of the first document that has it, how many have it."""
-EQUAL = np.dtype([("place", "<u4"), ("first", "<u4"), ("copy", "<u4")])
-"""A document that is not the first of its equals in the group: its place, that of the first, how many are before."""
+DIGEST = 0
+"""The column of digests; the columns after it are bands, and the one after these is of `comparing`."""
+DIGEST_RUN = np.dtype([("key", "<u8"), ("low", "<u8"), ("place", "<u4")])
+RUN = np.dtype([("key", "<u8"), ("place", "<u4")])
+"""A key (a digest is two numbers) and the place in the group of the first document that has it."""
+LINK = np.dtype([("other", "<u8"), ("kept", "<u8")])
+"""Numbers of a document and of the first that has an equal key."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the staged units are grouped and the digests are parted. It depends on the documents alone.
-
-    Attributes:
-        names: of the units, in order.
-        sources: (units,) number of each unit's source.
-        starts: (units + 1,) documents before each unit.
-        groups: (groups + 1,) units before each group.
-        partitions: a power of two.
-        keep: which of equal documents stays, `first` or `last`. With `last`, everything that says first below means
-            the last, and before means after.
-    """
-
-    names: Sequence[str]
-    sources: np.ndarray
-    starts: np.ndarray
-    groups: np.ndarray
-    partitions: int
-    keep: str
-
-    @property
-    def group_starts(self) -> list[int]:
-        """Documents before each group, and at the end all."""
-        return [int(start) for start in self.starts[self.groups]]
-
-    def units(self, group: int) -> range:
-        """Numbers of a group's units."""
-        return range(int(self.groups[group]), int(self.groups[group + 1]))
-
-
-def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], keep: str = "first") -> Layout:
-    """Group units of these numbers of documents."""
-    borders, held = [0], 0
-    for unit, own in enumerate(documents):
-        if unit > borders[-1] and (unit - borders[-1] == GROUP_UNITS or held + own > GROUP_DOCUMENTS):
-            borders.append(unit)
-            held = 0
-        held += own
-    borders.append(len(documents))
-    starts = np.concatenate([[0], np.cumsum(documents, dtype=np.int64)])
-    partitions = 1 << (ceil(max(1, int(starts[-1])) / PARTITION_ROWS) - 1).bit_length()
-    return Layout(names, np.array(sources, np.int64), starts, np.array(borders), partitions, keep)
-
-
-def group_name(group: int) -> str:
-    """Name of a group's unit and files."""
-    return f"group-{group:06d}"
-
-
-def run_path(folder: Path, group: int) -> Path:
-    """The group's run: for each partition and for their end the number of rows before, then the rows."""
-    return folder / STAGING / "runs" / f"{group_name(group)}.run"
-
-
-def equals_path(folder: Path, group: int) -> Path:
-    """Rows of EQUAL of a group, by place."""
-    return folder / STAGING / "runs" / f"{group_name(group)}.equal.npy"
-
-
-def sort_payload(layout: Layout, group: int, indexes: Sequence[str]) -> dict[str, Any]:
-    """What `sort_group` needs; indexes: hashes of the indexes of all units, or of all that is sorted of them."""
-    units = layout.units(group)
-    return {"group": group, "start": int(layout.starts[units.start]),
-            "units": [layout.names[unit] for unit in units],
-            "documents": [int(layout.starts[unit + 1] - layout.starts[unit]) for unit in units],
-            "indexes": [indexes[unit] for unit in units], "partitions": layout.partitions, "keep": layout.keep}
+def _path(folder: Path, kind: str, column: int, name: str) -> Path:
+    return folder / STAGING / kind / f"{column:03d}" / name
 
 
 def sort_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write the run of one group, and which of its documents have an equal one before them in the group.
-
-    Returns the files as `outputs`, the run first.
-    """
-    group, backwards = payload["group"], payload["keep"] == "last"
-    high, low = digests(folder, payload["units"], payload["documents"])
-    order = by_digest(high, low, backwards)
-    new = first_of_equals(high[order], low[order])
-    starts = np.flatnonzero(new)
-    counts = np.diff(np.append(starts, len(order)))
-    firsts = order[starts]
-    rows = np.empty(len(starts), RUN)
-    rows["high"], rows["low"], rows["first"], rows["count"] = high[firsts], low[firsts], firsts, counts
-    write_partitioned(run_path(folder, group), rows, partition_offsets(rows["high"], payload["partitions"]))
-    equal = np.empty(len(order) - len(starts), EQUAL)
-    equal["place"], equal["first"] = order[~new], np.repeat(firsts, counts - 1)
-    equal["copy"] = (np.arange(len(order)) - np.repeat(starts, counts))[~new]
-    with atomic_file(equals_path(folder, group)) as file:
-        np.save(file, equal[np.argsort(equal["place"])])
-    return {"outputs": [output_record(folder, path) for path in (run_path(folder, group), equals_path(folder, group))]}
-
-
-def digests(folder: Path, units: Sequence[str], documents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Both halves of the digests of all documents of some units, in order.
-
-    Raises:
-        UserError: an index has another number of documents than the reading said.
-    """
-    halves: list[list[np.ndarray]] = [[], []]
-    for unit, count in zip(units, documents, strict=True):
-        index = np.load(staged(folder, unit, ".npy"), mmap_mode="r")
-        if len(index) != count:
-            raise UserError(f"{staged(folder, unit, '.npy')} has {len(index)} documents instead of {count}. Delete it "
-                            f"and run the stage again: it reads that unit anew.")
-        for half, name in zip(halves, ("high", "low"), strict=True):
-            half.append(np.ascontiguousarray(index[name]))
-    high, low = (np.concatenate(half) if half else np.empty(0, np.uint64) for half in halves)
-    return high, low
+    """Write the runs of one group, and the links inside of it. Returns the files as `outputs`."""
+    plan, group = Layout.read(folder), payload["group"]
+    begin, end = plan.bounds(group)
+    digests = plan.columns(folder, group, ".npy")
+    bands = plan.columns(folder, group, ".bands") if plan.bands else []
+    places, outputs = np.arange(end - begin), []
+    for column in range(plan.bands + 1):
+        if column == DIGEST:
+            own = places
+            keys = [_joined([table[half] for table in digests]) for half in ("high", "low")]
+        else:
+            band = _joined([table[:, column - 1] for table in bands])
+            own = places[band[places] != NONE]
+            keys = [band[own]]
+        firsts, others, kept = equal_rows(keys, plan.last)
+        if column == DIGEST:
+            places = np.sort(firsts)
+        outputs += [write_run(folder, plan, group, column, (key[firsts] for key in keys), own[firsts]),
+                    write_links(folder, plan, column, plan.group_names[group], own[others] + begin, own[kept] + begin)]
+    return {"outputs": outputs}
 
 
-def by_digest(high: np.ndarray, low: np.ndarray, backwards: bool = False) -> np.ndarray:
-    """The order of digests; equal ones stay in their order, or with `backwards` are turned round."""
-    if backwards:
-        return len(high) - 1 - by_digest(high[::-1], low[::-1])
-    order = np.argsort(high, kind="stable")
-    sorted_high, sorted_low = high[order], low[order]
-    if ((sorted_high[1:] == sorted_high[:-1]) & (sorted_low[1:] < sorted_low[:-1])).any():
-        order = np.lexsort((low, high))  # three times as slow; two digests hardly ever agree in a half
+def match_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Write the links between groups in one partition of a column. Returns the file as `outputs`."""
+    plan, column, partition = Layout.read(folder), payload["column"], payload["partition"]
+    numbers, rows = read_runs(folder, plan, column, partition)
+    _, others, kept = equal_rows([rows[name] for name in rows.dtype.names or () if name != "place"], plan.last)
+    return {"outputs": [write_links(folder, plan, column, f"partition-{partition:06d}", numbers[others],
+                                    numbers[kept])]}
+
+
+def equal_rows(keys: Sequence[np.ndarray], last: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Places of rows with equal keys: the first row of each key, sorted by key; each other row; and, for each of
+    these, the first row of its key."""
+    order = by_key(keys, last)
+    new = np.arange(len(order)) == 0
+    for key in keys:
+        ordered = key[order]
+        new[1:] |= ordered[1:] != ordered[:-1]
+    firsts = order[new]
+    return firsts, order[~new], firsts[np.cumsum(new)[~new] - 1]
+
+
+def by_key(keys: Sequence[np.ndarray], last: bool = False) -> np.ndarray:
+    """The order of keys; equal ones stay in their order, or with `last` are turned round."""
+    if last:
+        return len(keys[0]) - 1 - by_key([key[::-1] for key in keys])
+    order = np.argsort(keys[0], kind="stable")
+    first = keys[0][order]
+    if any(((first[1:] == first[:-1]) & (key[order[1:]] < key[order[:-1]])).any() for key in keys[1:]):
+        order = np.lexsort(keys[::-1])  # three times as slow; two digests hardly ever agree in a half
     return order
 
 
-def first_of_equals(*keys: np.ndarray) -> np.ndarray:
-    """Of sorted keys, where a new one begins."""
-    new = np.ones(len(keys[0]), bool)
-    new[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
-    return new
+def write_run(folder: Path, plan: Layout, group: int, column: int, keys: Iterable[np.ndarray],
+              places: np.ndarray) -> dict[str, Any]:
+    """Write rows sorted by key, which is cut into partitions of equal ranges. Returns the output's record."""
+    rows = np.empty(len(places), DIGEST_RUN if column == DIGEST else RUN)
+    for name, values in zip(rows.dtype.names or (), (*keys, places), strict=True):
+        rows[name] = values
+    borders = np.array([number * (2**64 // plan.partitions) for number in range(1, plan.partitions)], np.uint64)
+    return _write(folder, _path(folder, "runs", column, plan.group_names[group]), rows,
+                  np.concatenate([[0], np.searchsorted(rows["key"], borders), [len(rows)]]))
 
 
-def partition_offsets(high: np.ndarray, partitions: int) -> np.ndarray:
-    """For each partition and their end, how many of the sorted 64-bit digests are before it."""
-    borders = np.array([number * (2**64 // partitions) for number in range(1, partitions)], np.uint64)
-    return np.concatenate([[0], np.searchsorted(high, borders), [len(high)]]).astype("<u8")
+def read_runs(folder: Path, plan: Layout, column: int, partition: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of documents of one partition of a column in all groups, ascending, and their rows."""
+    parts = [_read(_path(folder, "runs", column, name), DIGEST_RUN if column == DIGEST else RUN, partition,
+                   plan.partitions) for name in plan.group_names]
+    rows = np.concatenate(parts)
+    return np.repeat(plan.group_starts[:-1], [len(part) for part in parts]) + rows["place"], rows
 
 
-def write_partitioned(path: Path, rows: np.ndarray, offsets: np.ndarray) -> None:
-    """Rows after the offsets of their partitions."""
+def write_links(folder: Path, plan: Layout, column: int, name: str, others: np.ndarray,
+                kept: np.ndarray) -> dict[str, Any]:
+    """Write links, sorted by document, cut into groups. Returns the output's record."""
+    rows, order = np.empty(len(others), LINK), np.argsort(others)
+    rows["other"], rows["kept"] = others[order], kept[order]
+    return _write(folder, _path(folder, "links", column, name), rows, np.searchsorted(rows["other"], plan.group_starts))
+
+
+def read_links(folder: Path, plan: Layout, column: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """The links of a column from one group: those inside of it, and those to other groups."""
+    inside, *others = (_read(path, LINK, group, len(plan.groups) - 1)
+                       for path in link_paths(folder, plan, column, [group]))
+    return inside, np.concatenate(others)
+
+
+def link_paths(folder: Path, plan: Layout, column: int, groups: Sequence[int]) -> list[Path]:
+    """Files of links of a column: inside of groups, and between groups."""
+    names = [*(plan.group_names[group] for group in groups),
+             *(f"partition-{partition:06d}" for partition in range(plan.partitions))]
+    return [_path(folder, "links", column, name) for name in names]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.uint64), *parts])
+
+
+def _write(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+    """Write the number of rows before each part and before the end, then the rows."""
     with atomic_file(path) as file:
         file.write(offsets.astype("<u8").tobytes())
-        np.ascontiguousarray(rows).tofile(file)
+        file.write(rows.data)
+    return output_record(folder, path)
 
 
-def read_partition(path: Path, dtype: np.dtype, partition: int, partitions: int) -> np.ndarray:
-    """The rows of one partition.
+def _read(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
+    """The rows of one part.
 
     Raises:
-        UserError: the file is torn.
+        UserError: the file is truncated.
     """
     with open(path, "rb") as file:
-        file.seek(8 * partition)
+        file.seek(8 * part)
         bounds = np.frombuffer(file.read(16), "<u8")
         if len(bounds) == 2:
-            file.seek(8 * (partitions + 1) + int(bounds[0]) * dtype.itemsize)
+            file.seek(8 * (parts + 1) + int(bounds[0]) * dtype.itemsize)
             rows = np.fromfile(file, dtype, int(bounds[1] - bounds[0]))
             if len(rows) == bounds[1] - bounds[0]:
                 return rows
-    raise UserError(f"{path} ends before its partition {partition} of {partitions}. Delete it and run the stage again: "
-                    f"it makes it anew. Check the disk if this happens twice.")
+    raise UserError(f"{path} ends before its part {part} of {parts}. Delete it and run the stage again: it makes the "
+                    f"file again. Check the disk if this happens twice.")

@@ -1,150 +1,163 @@
-"""The plan of shards, computed from sums over units alone, and the writing of one."""
+"""The plan of shards, computed from sums over units, and the writing of one."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.data.documents import document_key, key_fits
-from pipeline.data.planning.decisions import SUMS, Summary, decisions_path
+from pipeline.data.documents import document_key, key_fits, to_json
+from pipeline.data.planning.decisions import SUMS, Summary
+from pipeline.data.planning.layout import Layout, read_document
 from pipeline.data.planning.origins import PLACES, read_places, write_origins
-from pipeline.data.planning.runs import Layout, group_name
-from pipeline.data.reading import staged
+from pipeline.data.planning.runs import equal_rows
+from pipeline.data.reading import INDEX, index_row, staged
 from pipeline.data.text_shards import SPLITS, read_documents, write_members
 from pipeline.errors import UserError
 from pipeline.files import output_record
 
-CUT = "cut"
-"""Name of the staged unit with the two parts of each document that was cut; a unit that was read has a number."""
-PICKED = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<u8"), ("length", "<u8"), ("text_bytes", "<u8"),
-                   ("copy", "<u4"), ("row", "<u8")])
-"""A document picked for a shard: its digest, its place in the unit's staged documents, its size, how many equal ones
-are before it, its row in the unit's index."""
+_BYTES = SUMS.index("text_bytes")
+_LARGE = 0.49
+"""Share of a shard's bytes from which on a document can leave a shard without any."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a unit's documents, of which those with one fate belong to one split.
+
+    Attributes:
+        unit: its name.
+        first, end: the first row and the one after the last.
+        cut: [row, first character, the one after the last or None] of a document of which only a part belongs here.
+        sums: SUMS over them.
+        largest: bytes of the largest text, or more.
+    """
+
+    unit: str
+    first: int
+    end: int
+    sums: Sequence[int]
+    largest: int
+    cut: Sequence[int | None] | None = None
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Stretches of units, in order, of which the documents with one fate make one split of one source.
+    """What makes one split of one source, in order.
 
-    Attributes:
-        unit: (n,) number of the unit; that of the unit `cut` is the number of units that were read.
-        rows: (n, 2) first row of the unit and the one after the last.
-        fate: what the documents have as their fate there.
-        sums: (n, SUMS) over them.
-        large: (piece, bytes before it in the piece, bytes) of each large document.
+    fate: what the documents have as their fate there.
     """
 
-    unit: np.ndarray
-    rows: np.ndarray
     fate: int
-    sums: np.ndarray
-    large: list[tuple[int, int, int]]
+    pieces: list[Piece]
 
     def total(self, what: str) -> int:
         """One of SUMS over all pieces."""
-        return int(self.sums[:, SUMS.index(what)].sum())
+        return sum(piece.sums[SUMS.index(what)] for piece in self.pieces)
 
 
-def pieces_by_hash(layout: Layout, summary: Summary, sources: int) -> list[list[Pieces]]:
+def pieces_by_hash(plan: Layout, summary: Summary, sources: int) -> list[list[Pieces]]:
     """What makes each split, by the documents' fates; for each split and source."""
-    documents = np.diff(layout.starts)
-    first = np.searchsorted(layout.sources, np.arange(sources + 1))
-    large: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for unit, split, before, size in summary.large:
-        source = int(layout.sources[unit])
-        large.setdefault((split, source), []).append((unit - int(first[source]), before, size))
-    return [[Pieces(units, np.stack([np.zeros_like(units), documents[units]], 1), split, summary.sums[units, split],
-                    large.get((split, source), []))
-             for source, units in enumerate(np.split(np.arange(len(documents)), first[1:-1]))]
-            for split in range(len(SPLITS))]
+    found = [[Pieces(split, []) for _ in range(sources)] for split in range(len(SPLITS))]
+    for unit, source in enumerate(plan.sources):
+        for split, of_sources in enumerate(found):
+            of_sources[source].pieces.append(whole_unit(plan, summary, unit, split))
+    return found
 
 
-def shard_borders(total: int, target: float, large: Sequence[tuple[int, int]] = ()) -> np.ndarray:
-    """Cut documents into runs of about equal size, as few as keep to `target` bytes on average.
+def whole_unit(plan: Layout, summary: Summary, unit: int, fate: int) -> Piece:
+    """All documents of a unit with a fate."""
+    return Piece(plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], summary.sums[unit, fate].tolist(),
+                 int(summary.largest[unit, fate]))
+
+
+def shard_borders(total: int, target: float, large: Iterable[tuple[int, int]] = ()) -> list[int]:
+    """Cut documents into shards of about equal size, as few as keep to `target` bytes on average.
 
     Args:
         total: bytes of all documents.
-        large: (bytes before it, bytes) of each document of at least `LARGE` * target. A shard in which no document
+        large: (bytes before it, bytes) of each document of at least `_LARGE` * target. A shard in which no document
             would begin is left out.
 
     Returns:
         (shards + 1,) A shard holds the documents that begin (have as many bytes before them) from its border on and
-        before the next. They are those with the same floor(bytes before * (count / total)), in float64.
+        before the next. They are those with the same bytes before * count // total.
     """
     count = max(1, ceil(total / target))
-    scale = count / max(total, 1)
-    numbers = np.arange(count)
-    borders = np.ceil(numbers / scale).astype(np.int64)
-    while (low := borders * scale < numbers).any():  # rounding is off by one at times
-        borders += low
-    while (high := (borders > 0) & ((borders - 1) * scale >= numbers)).any():
-        borders -= high
-    borders = np.append(borders, total)
-    begun = np.ones(count, bool)
+    borders = np.array([-(-number * total // count) for number in range(count + 1)])
+    begun = np.ones(count + 1, bool)
     for before, size in large:
         begun[np.searchsorted(borders, before, "right"):max(0, np.searchsorted(borders, before + size, "right") - 1)
               ] = False
-    return np.append(borders[:-1][begun], total)
+    begun[count] = True
+    return list(map(int, borders[begun]))
 
 
-def plan_shards(layout: Layout, pieces: list[list[Pieces]], target: float, sources: list[str],
-                staged_hashes: Sequence[str], decided: Sequence[str],
-                changed_copies: list[list[int]] | None = None) -> list[dict[str, Any]]:
+def plan_shards(folder: Path, pieces: list[list[Pieces]], target: float, sources: list[str],
+                hashes: Mapping[str, str]) -> list[dict[str, Any]]:
     """The payloads for `write_shard`, in order.
 
     Args:
         pieces: for each split and source.
         target: bytes of text per shard.
-        staged_hashes: hash of the staged documents of each unit, that of `cut` last where there is one.
-        decided: hash of the decisions of each group, that of `cut` last.
-        changed_copies: see `tails.Cuts`.
+        hashes: of each unit, of all that is staged and decided of it.
     """
-    group_of = np.repeat(np.arange(len(layout.groups) - 1), np.diff(layout.groups))
-    payloads = []
-    for split, of_sources in zip(SPLITS, pieces, strict=True):
-        for source, own in zip(sources, of_sources, strict=True):
-            for number, chosen in enumerate(_cut(own, target)):
-                units = [unit for unit, _, _ in chosen]
-                groups = sorted({int(group_of[unit]) if unit < len(group_of) else -1 for unit in units})
-                payload = {"split": split, "source": source, "name": f"{source}-{number:05d}", "fate": own.fate,
-                           "pieces": [_piece(layout, group_of, unit, rows, share) for unit, rows, share in chosen],
-                           "staged": [staged_hashes[unit] for unit in units],
-                           "decided": [decided[group] for group in groups]}
-                payloads.append({**payload, "changed_copies": changed_copies} if changed_copies else payload)
-    return payloads
+    return [{"split": split, "source": source, "name": f"{source}-{number:05d}", "fate": own.fate, "pieces": chosen,
+             "hashes": [hashes[piece[0]] for piece in chosen]}
+            for split, of_sources in zip(SPLITS, pieces, strict=True)
+            for source, own in zip(sources, of_sources, strict=True)
+            for number, chosen in enumerate(_cut(folder, own, target))]
 
 
-def _cut(pieces: Pieces, target: float) -> Iterator[list[tuple[int, list[int], list[int]]]]:
-    """For each shard its pieces: the unit, its rows, and which bytes of the piece begin the shard's documents."""
-    there = np.flatnonzero(pieces.sums[:, 0])
-    if not len(there):
+def _cut(folder: Path, pieces: Pieces, target: float) -> Iterator[list[list[Any]]]:
+    """For each shard its pieces: unit, first row, the one after the last, the part of a document, and which bytes of
+    the piece begin the shard's documents."""
+    own = [piece for piece in pieces.pieces if piece.sums[_BYTES]]
+    if not own:
         return
-    sizes = pieces.sums[there, SUMS.index("text_bytes")]
-    ends = np.cumsum(sizes)
-    before = ends - sizes
-    of = {int(piece): int(start) for piece, start in zip(there, before, strict=True)}
-    borders = shard_borders(int(ends[-1]), target, [(of[piece] + own, size) for piece, own, size in pieces.large])
-    firsts, lasts = np.searchsorted(ends, borders[:-1], "right"), np.searchsorted(before, borders[1:], "left")
-    rows = pieces.rows[there].tolist()
-    units, starts, lengths = pieces.unit[there].tolist(), before.tolist(), sizes.tolist()
-    for low, high, first, last in zip(borders.tolist(), borders[1:].tolist(), firsts.tolist(), lasts.tolist(),
-                                      strict=False):
-        yield [(units[own], rows[own], [max(0, low - starts[own]), min(lengths[own], high - starts[own])])
-               for own in range(first, last)]
+    ends = np.cumsum([piece.sums[_BYTES] for piece in own])
+    starts = [0, *ends.tolist()]
+    large = [(start + int(before), int(size)) for start, piece in zip(starts, own, strict=False)
+             if piece.largest >= _LARGE * target
+             for rows in [picked(folder, piece.unit, piece.first, piece.end, piece.cut, pieces.fate)]
+             for before, size in zip(_before(rows), rows["text_bytes"], strict=True) if size >= _LARGE * target]
+    for low, high in pairwise(shard_borders(starts[-1], target, large)):
+        numbers = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(starts[:-1], high)))
+        yield [[own[number].unit, own[number].first, own[number].end, own[number].cut,
+                [max(0, low - starts[number]), min(starts[number + 1], high) - starts[number]]] for number in numbers]
 
 
-def _piece(layout: Layout, group_of: np.ndarray, unit: int, rows: list[int], share: list[int]) -> list[Any]:
-    """[unit, decisions, the unit's first row there, its first document's number, rows, bytes]."""
-    if unit == len(group_of):
-        return [CUT, CUT, 0, None, rows, share]
-    group, start = int(group_of[unit]), int(layout.starts[unit])
-    return [layout.names[unit], group_name(group), start - int(layout.starts[layout.groups[group]]), start, rows, share]
+def _before(rows: np.ndarray) -> np.ndarray:
+    """Bytes of text before each document."""
+    return np.cumsum(rows["text_bytes"], dtype=np.int64) - rows["text_bytes"].astype(np.int64)
+
+
+PICKED = np.dtype([("row", "<u8"), *INDEX.descr])
+"""A document: its row in the index of its unit, and what stands there."""
+
+
+def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None, fate: int) -> np.ndarray:
+    """PICKED of the documents with a fate among some rows of a unit; for the one that is cut, digest and size are those
+    of the part."""
+    rows = first + np.flatnonzero(np.load(staged(folder, unit, ".fates"), mmap_mode="r")[first:end] == fate)
+    index, found = np.load(staged(folder, unit, ".npy"), mmap_mode="r")[rows], np.empty(len(rows), PICKED)
+    found["row"] = rows
+    for name in INDEX.names or ():
+        found[name] = index[name]
+    if cut is not None:
+        [place] = np.flatnonzero(rows == cut[0])
+        text = read_document(folder, unit, index[place]).text[cut[1]:cut[2]]
+        [part] = np.frombuffer(index_row(text, int(index[place]["offset"]), int(index[place]["length"])), INDEX)
+        for name in INDEX.names or ():
+            found[name][place] = part[name]
+    return found
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
@@ -154,52 +167,51 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: what is read back is not what was picked.
     """
-    picked = [(piece[0], _pick(folder, payload, piece)) for piece in payload["pieces"]]
-    path = folder / payload["split"] / f"{payload['name']}.tar"
-    write_members(path, _members(folder, picked))
-    expected = (key for _, rows in picked for key in _keys(rows))
+    pieces = []
+    for unit, first, end, cut, (low, high) in payload["pieces"]:
+        rows = picked(folder, unit, first, end, cut, payload["fate"])
+        before = _before(rows)
+        pieces.append((unit, cut, rows[(before >= low) & (before < high)]))
+    path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([rows for *_, rows in pieces])
+    write_members(path, zip(_keys(picks), _members(folder, pieces), strict=True))
+    expected = _keys(picks)
     for document in read_documents(path):
         if document.key != next(expected, None) or not key_fits(document):
             raise UserError(f"{path} does not read back as it was written, at the document {document.id}. Check the "
                             f"disk, and run the stage again.")
     if (missing := next(expected, None)) is not None:
         raise UserError(f"{path} ends before the document {missing}. Check the disk, and run the stage again.")
-    record = output_record(folder, path, split=payload["split"], source=payload["source"],
-                           docs=sum(len(rows) for _, rows in picked),
-                           text_bytes=sum(int(rows["text_bytes"].sum()) for _, rows in picked))
-    places = [place for unit, rows in picked for place in read_places(staged(folder, unit, PLACES), rows["row"])]
+    record = output_record(folder, path, split=payload["split"], source=payload["source"], docs=len(picks),
+                           text_bytes=int(picks["text_bytes"].sum()))
+    places = [place and place + _suffix(cut, row) for unit, cut, rows in pieces
+              for place, row in zip(read_places(staged(folder, unit, PLACES), rows["row"]), rows["row"], strict=True)]
     return {"outputs": [record, *write_origins(folder, record["path"], payload["source"], places)]}
 
 
-def _pick(folder: Path, payload: dict[str, Any], piece: list[Any]) -> np.ndarray:
-    """Rows of PICKED: the documents of a piece that begin at its bytes."""
-    unit, decided, offset, number, (first, end), (low, high) = piece
-    index = np.load(staged(folder, unit, ".npy"), mmap_mode="r")
-    decisions = np.load(decisions_path(folder, decided), mmap_mode="r")[offset + first:offset + end]
-    rows = np.flatnonzero(decisions["fate"] == payload["fate"])
-    before = np.cumsum(index["text_bytes"][first:end][rows], dtype=np.int64)
-    before -= index["text_bytes"][first:end][rows].astype(np.int64)
-    rows = rows[(before >= low) & (before < high)]
-    picked = np.empty(len(rows), PICKED)
-    for name in ("high", "low", "offset", "length", "text_bytes"):
-        picked[name] = index[name][first:end][rows]
-    picked["copy"], picked["row"] = decisions["copy"][rows], first + rows
-    if number is not None:
-        for text_high, text_low, begin, stop, change in payload.get("changed_copies", ()):
-            equal = (picked["high"] == text_high) & (picked["low"] == text_low)
-            place = number + first + rows
-            picked["copy"][equal & (begin <= place) & (place < stop)] += np.uint32(change % 2**32)
-    return picked
+def _keys(picks: np.ndarray) -> Iterator[str]:
+    """Names of documents in their shard; equal ones are numbered."""
+    _, others, firsts = equal_rows([picks["high"], picks["low"]])
+    first_of, before = dict(zip(others.tolist(), firsts.tolist(), strict=True)), Counter[int]()
+    for place, (high, low) in enumerate(zip(picks["high"], picks["low"], strict=True)):
+        if (first := first_of.get(place)) is not None:
+            before[first] += 1
+        yield document_key(struct.pack(">QQ", high, low), 0 if first is None else before[first])
 
 
-def _keys(picked: np.ndarray) -> Iterator[str]:
-    for high, low, copy in zip(picked["high"], picked["low"], picked["copy"], strict=True):
-        yield document_key(struct.pack(">QQ", high, low), copy)
-
-
-def _members(folder: Path, picked: list[tuple[str, np.ndarray]]) -> Iterator[tuple[str, bytes]]:
-    for unit, rows in picked:
+def _members(folder: Path, pieces: list[tuple[str, Sequence[int | None] | None, np.ndarray]]) -> Iterator[bytes]:
+    """The JSON of the documents."""
+    for unit, cut, rows in pieces:
         with open(staged(folder, unit, ".documents"), "rb") as file:
-            for key, offset, length in zip(_keys(rows), rows["offset"].tolist(), rows["length"].tolist(), strict=True):
-                file.seek(offset)
-                yield key, file.read(length)
+            for row in rows:
+                if suffix := _suffix(cut, row["row"]):
+                    whole = read_document(folder, unit, row)
+                    assert cut is not None
+                    yield to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + suffix))
+                else:
+                    file.seek(int(row["offset"]))
+                    yield file.read(int(row["length"]))
+
+
+def _suffix(cut: Sequence[int | None] | None, row: int) -> str:
+    """What is added to the id of the document in a row where only a part of it is meant."""
+    return f"[{cut[1] or ''}:{cut[2] or ''}]" if cut is not None and cut[0] == row else ""

@@ -59,16 +59,11 @@ def signature_settings(config: NearDuplicates | None) -> dict[str, Any] | None:
         raise UserError("shard.near_duplicates needs the package rensa. Install it with `pip install --editable "
                         "'.[clean]'` (or `pip install rensa`), or set shard.near_duplicates to null.") from None
     ngram, bands, rows = banding(config)
-    return {"ngram": ngram, "bands": bands, "rows": rows, **words_setting(config),
+    return {"ngram": ngram, "bands": bands, "rows": rows, "words": config.words,
             "library": f"rensa {metadata.version('rensa')}, algorithm {RMinHash.ALGORITHM_VERSION}"}
 
 
-def words_setting(config: NearDuplicates) -> dict[str, str]:
-    """What is said of words where they are not what they were before there was a choice."""
-    return {"words": config.words} if config.words != "runs" else {}
-
-
-def words(text: str, kind: str = "runs") -> list[str]:
+def words(text: str, kind: str) -> list[str]:
     """The words of a text, for shingles; kind: one of `WORDS`."""
     return WORDS[kind].findall(text.lower())
 
@@ -79,7 +74,7 @@ class Signer:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.found = settings, [np.zeros((0, settings["bands"]), np.uint64)]
         self.texts: list[str] = []
-        self.characters, self.most = 0, _CHARACTERS_AT_ONCE[settings.get("words", "runs")]
+        self.characters, self.most = 0, _CHARACTERS_AT_ONCE[settings["words"]]
 
     def add(self, text: str) -> None:
         """Take one more text."""
@@ -108,7 +103,7 @@ def signatures(texts: Sequence[str], settings: dict[str, Any]) -> np.ndarray:
     """
     from rensa import RMinHash
     ngram, bands, rows = settings["ngram"], settings["bands"], settings["rows"]
-    kind = settings.get("words", "runs")
+    kind = settings["words"]
     own = [words(text, kind) for text in texts]
     hashed = np.array(RMinHash.hash_token_sets([list(chain.from_iterable(own))])[0], np.uint64)
     lengths = np.array([len(text) for text in own], np.int64)
@@ -118,18 +113,18 @@ def signatures(texts: Sequence[str], settings: dict[str, Any]) -> np.ndarray:
     places = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], shingles)
     values = np.zeros(len(places), np.uint64)
     for word in range(ngram):
-        values = _mixed(values * _FACTOR + hashed[places + word])
+        values = mixed(values * _FACTOR + hashed[places + word])
     digests = RMinHash.digest_matrix_from_flat_token_hashes(values, offsets.astype(np.uint64), bands * rows, _SEED)
     minima = np.array(digests.to_rows(), np.uint64).reshape(len(texts), bands, rows)
     found = np.zeros((len(texts), bands), np.uint64)
     for row in range(rows):
-        found = _mixed(found * _FACTOR + minima[:, :, row])
+        found = mixed(found * _FACTOR + minima[:, :, row])
     found[found == NONE] = 1
     found[shingles == 0] = NONE
     return found
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def mixed(values: np.ndarray) -> np.ndarray:
     """Every bit of each 64-bit number spread over all of them (the finalizer of SplitMix64, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -15,12 +15,11 @@ from tests.data.planning.staged_corpora import in_order
 
 @dataclass
 class Planned:
-    """A document, and what becomes of it; copy: how many equal ones are before it."""
+    """A document, and what becomes of it."""
 
     unit: str
     id: str
     text: str
-    copy: int = 0
     dropped: bool = False
     heldout: bool = False
 
@@ -32,23 +31,17 @@ class Planned:
 def plan(corpus, config):
     """All documents of a corpus, in order, and how many there are; those that a border cuts as their two parts."""
     documents = [Planned(*entry) for entry in in_order(corpus)]
-    _count_copies(documents, config.keep_duplicate)
+    seen = set()
+    for document in documents if config.keep_duplicate == "first" else reversed(documents):
+        document.dropped = config.drop_duplicates and document.text in seen
+        seen.add(document.text)
     for document in documents:
         high = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big")
         document.heldout = high < ceil(config.heldout_share * 2**64)
-        document.dropped = config.drop_duplicates and document.copy > 0
     if config.heldout_rule == "tail":
         for source in corpus:
             documents = _with_tail(documents, source, 1 - Fraction(str(config.heldout_share)))
-        _count_copies(documents, config.keep_duplicate)
     return documents
-
-
-def _count_copies(documents, keep):
-    seen = Counter()
-    for document in documents if keep == "first" else reversed(documents):
-        document.copy = seen[document.text]
-        seen[document.text] += 1
 
 
 def _with_tail(documents, source, trained):
@@ -75,7 +68,7 @@ def shard_numbers(sizes, target):
     before = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
     count = max(1, ceil(total / target))
-    numbers = np.floor(before * (count / max(total, 1))).astype(np.int64)
+    numbers = before * count // max(total, 1)
     return np.unique(numbers, return_inverse=True)[1]  # a document larger than a shard leaves a gap
 
 
@@ -88,9 +81,11 @@ def write_shards(folder, documents, sources, target):
                    and one.heldout == (split == "heldout")]
             numbers = shard_numbers(np.array([len(one.text.encode()) for one in own], np.int64), target)
             for number in np.unique(numbers).tolist():
-                path = folder / "expected.tar"
-                write_members(path, ((document_key(digest(one.text.encode()), one.copy),
-                                      to_json(Document(one.text, source, one.id, {"of": one.id.partition("[")[0]})))
-                                     for one, where in zip(own, numbers, strict=True) if where == number))
+                path, seen, members = folder / "expected.tar", Counter(), []
+                for one in (one for one, where in zip(own, numbers, strict=True) if where == number):
+                    members.append((document_key(digest(one.text.encode()), seen[one.text]),
+                                    to_json(Document(one.text, source, one.id, {"of": one.id.partition("[")[0]}))))
+                    seen[one.text] += 1
+                write_members(path, members)
                 found[f"{split}/{source}-{number:05d}"] = path.read_bytes()
     return found

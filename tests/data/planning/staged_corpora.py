@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from pipeline.config.data import ShardConfig
 from pipeline.data.documents import Document, to_json
-from pipeline.data.planning import components, runs
+from pipeline.data.planning import components, layout
 from pipeline.data.planning.passes import decide
 from pipeline.data.planning.shards import write_shard
 from pipeline.data.planning.signatures import Signer, signature_settings
@@ -79,8 +79,8 @@ def settings(corpus, **values):
 
 def cut_into(monkeypatch, documents, units, rows, stretch=components.STRETCH):
     """Have groups of so many documents and units, partitions of so many rows, and components in such stretches."""
-    for module, name, value in ((runs, "GROUP_DOCUMENTS", documents), (runs, "GROUP_UNITS", units),
-                                (runs, "PARTITION_ROWS", rows), (components, "STRETCH", stretch)):
+    for module, name, value in ((layout, "GROUP_DOCUMENTS", documents), (layout, "GROUP_UNITS", units),
+                                (layout, "PARTITION_ROWS", rows), (components, "STRETCH", stretch)):
         monkeypatch.setattr(module, name, value)
 
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.data import NearDuplicates
-from pipeline.data.documents import Document
-from pipeline.data.planning import runs
-from pipeline.data.planning.kept import alike, shingles, similarity
+from pipeline.data.planning import comparing, layout, runs
+from pipeline.data.planning.comparing import shingles, similarity
 from pipeline.data.planning.signatures import NONE, signature_settings, signatures, words
 from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import cut_into, firsts, in_order, passes, texts_of
@@ -78,6 +77,20 @@ def test_recall_and_precision_against_brute_force():
     assert all(similar[pair] > 0.3 for pair in same)
 
 
+def greedily(texts, label, verify, order):
+    """place -> the place of the document that is kept instead, of those that are dropped."""
+    found, staying = {}, defaultdict(list)
+    for place in order:
+        own = staying[label.get(place, place)]
+        kept = next((other for other in own if verify is None or texts[place] == texts[other]
+                     or similarity(shingles(texts[place], "runs"), shingles(texts[other], "runs")) >= verify), None)
+        if kept is None:
+            own.append(place)
+        else:
+            found[place] = kept
+    return found
+
+
 @pytest.mark.parametrize(("keep", "verify", "sizes"), [
     ("first", 0.8, None), ("last", 0.8, (50, 1, 10, 7)), ("last", None, (10**6, 4, 40, 100))])
 def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monkeypatch, keep, verify, sizes):
@@ -91,16 +104,13 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
     bands = signatures(texts, FINEWEB)
     label = firsts(((one, other) for other in range(len(texts)) for one in range(other)
                     if texts[one] == texts[other] or share_a_band(bands, one, other)), first)
-    expected = {}
-    for place, (own, text) in enumerate(documents):
-        of = label.get(place, place)
-        equal = first(other for other in range(len(texts)) if texts[other] == text)
-        like = of != place and (verify is None or text == texts[of]
-                                or similarity(shingles(text), shingles(texts[of])) >= verify)
-        if equal != place or like:
-            expected[own] = (documents[of if like else equal][0], "duplicate" if equal != place else "near_duplicate")
-    assert {row["id"]: (row["kept_id"], row["kind"]) for row in found.kept} == expected
-    assert {row["kind"] for row in found.kept} == {"duplicate", "near_duplicate"}
+    order = range(len(texts)) if keep == "first" else reversed(range(len(texts)))
+    expected = {documents[place][0]: (documents[of][0], texts[place] == texts[of],
+                                      "duplicate" if first(other for other, text in enumerate(texts)
+                                                           if text == texts[place]) != place else "near_duplicate")
+                for place, of in greedily(texts, label, verify, order).items()}
+    assert {row["id"]: (row["kept_id"], row["equal"], row["kind"]) for row in found.kept} == expected
+    assert {(row["kind"], row["equal"]) for row in found.kept} >= {("duplicate", True), ("near_duplicate", False)}
     assert all(row["source"] == row["id"][:2] and row["kept_source"] == row["kept_id"][:2] for row in found.kept)
     stay = texts_of(tmp_path)
     assert stay == {own: text for own, text in documents if own not in expected}
@@ -115,20 +125,32 @@ def test_one_of_a_component_stays_and_every_dropped_one_names_it(tmp_path, monke
     assert all(len(splits) == 1 for splits in of_component.values())
     several = len(stay) - len(of_component)
     assert several > 5 if verify else several == 0
+    if verify:  # near copies of one another go, also where the first of their component is another text
+        for places in of_component_places(label, [place for place, (own, _) in enumerate(documents) if own in stay]):
+            assert all(similarity(shingles(texts[one], "runs"), shingles(texts[other], "runs")) < verify
+                       for one in places for other in places if one < other)
+
+
+def of_component_places(label, places):
+    found = defaultdict(list)
+    for place in places:
+        found[label.get(place, place)].append(place)
+    return found.values()
 
 
 def test_many_copies_of_a_page_are_a_row_a_group_and_no_pairs(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "GROUP_UNITS", 2)
+    monkeypatch.setattr(layout, "GROUP_UNITS", 2)
     page = " ".join(article(random.Random(4)))
     corpus = {"a": [[page, *(f"{page} {number}" for number in range(99))] for _ in range(8)]}
     passes(tmp_path, corpus, config_of(corpus))
 
     def sizes(pattern):
         return [path.stat().st_size for path in (tmp_path / "staging").glob(pattern)]
-    assert sizes("runs/*.run") == [100 * runs.RUN.itemsize + 8 * 2] * 4
-    bands = sizes("runs/*.bands")
-    assert len(bands) == 4 and max(bands) <= 14 * 100 * 12 + 8 * 15
-    assert sum(sizes("edges/*")) < 16 * 14 * (4 * 100 + 4 * 100)  # of 800 documents; pairs would be 319,600 a band
+    assert sizes("runs/000/*") == [100 * runs.DIGEST_RUN.itemsize + 8 * 2] * 4
+    bands = sizes("runs/00[1-9]/*") + sizes("runs/01[0-4]/*")
+    assert len(bands) == 4 * 14 and sum(bands) <= 4 * 14 * (100 * runs.RUN.itemsize + 8 * 2)
+    links = sum(sizes("links/00[1-9]/*") + sizes("links/01[0-4]/*"))  # of 800 documents; pairs were 319,600 a band
+    assert links < 14 * runs.LINK.itemsize * (4 * 100 + 4 * 100) + 14 * 5 * 8 * 5
 
 
 def test_signatures_are_a_function_of_the_text_alone():
@@ -150,18 +172,24 @@ def test_signatures_are_a_function_of_the_text_alone():
 
 
 def test_presets_and_what_replaces_them():
-    assert {name: value for name, value in FINEWEB.items() if name != "library"} == {"ngram": 5, "bands": 14, "rows": 8}
+    assert {name: value for name, value in FINEWEB.items() if name != "library"} == {
+        "ngram": 5, "bands": 14, "rows": 8, "words": "runs"}
     own = signature_settings(NearDuplicates(preset="olmo3", rows=4))
     assert (own["ngram"], own["bands"], own["rows"]) == (5, 26, 4) and own["library"].startswith("rensa ")
     assert signature_settings(None) is None and SETTINGS["characters"] == FINEWEB | {"words": "characters"}
 
 
-def test_documents_are_compared_with_the_one_that_is_kept():
-    class Documents:
-        def document(self, number):
-            return Document(["a b c d", "a b c d e", "x y z", "A, b; c d"][number], "s", "i", {})
-    for least, wanted in ((0.6, [True, False, True]), (2 / 3, [True, False, True]), (0.7, [False, False, True])):
-        assert alike(Documents(), np.array([1, 2, 3]), np.array([0, 0, 0]), least).tolist() == wanted
+def test_of_one_component_only_so_many_that_stay_are_compared(tmp_path, monkeypatch):
+    """Versions of a page by twos, none like the first: those that came too late to be compared with all stay."""
+    rng = random.Random(8)
+    page = article(rng)
+    versions = [" ".join(edited(rng, page, 60)) for _ in range(6)]
+    corpus = {"a": [[" ".join(page), *(f"{version} {number}" for number in range(2) for version in versions)]]}
+    near = {"bands": 80, "rows": 1}
+    for most, stay in ((256, 7), (4, 7 + 2)):
+        monkeypatch.setattr(comparing, "MOST_COMPARED", most)
+        passes(tmp_path / str(most), corpus, config_of(corpus, 0.9, near=near))
+        assert len(texts_of(tmp_path / str(most))) == stay
 
 
 @pytest.mark.parametrize(("text", "own"), [

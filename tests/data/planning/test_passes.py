@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.planning import runs, shards
+from pipeline.data.planning import layout, shards
 from pipeline.data.planning.decisions import SUMS
 from pipeline.data.planning.passes import decide
-from pipeline.data.planning.runs import by_digest, first_of_equals, partition_offsets
+from pipeline.data.planning.runs import DIGEST, by_key, equal_rows, read_runs, write_run
 from pipeline.data.text_shards import SPLITS
 from tests.data.planning import in_memory, staged_corpora
 from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
@@ -49,12 +49,12 @@ def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, 
         own = [one for one in documents if one.source == name]
         for split, pieces in zip(SPLITS, found.decided.pieces, strict=True):
             texts = [one.text for one in own if not one.dropped and one.heldout == (split == "heldout")]
-            assert dict(zip(SUMS, pieces[source].sums.sum(axis=0).tolist(), strict=True)) == {
+            assert {name: pieces[source].total(name) for name in SUMS} == {
                 "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
                 "characters": sum(map(len, texts)), "nul": sum("\0" in text for text in texts),
                 "u2581": sum("\u2581" in text for text in texts)}
         assert found.decided.summary.dropped[first:first + len(units), 0].sum() == sum(one.dropped for one in own)
-        assert found.decided.cuts.sources.count(source) * 2 == sum(one.unit == f"{name}-cut" for one in own)
+        assert (source in found.decided.cut) * 2 == sum(one.unit == f"{name}-cut" for one in own)
         first += len(units)
 
 
@@ -63,28 +63,35 @@ def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, 
                         min_size=1, max_size=30), partitions=st.sampled_from([1, 2, 16]))
 def test_digests_that_agree_in_a_half_are_told_apart(digests, partitions):
     high, low = np.array(digests, np.uint64).T
-    order = sorted(range(len(digests)), key=digests.__getitem__)
-    assert by_digest(high, low).tolist() == order
-    backwards = reversed(range(len(digests)))
-    assert by_digest(high, low, True).tolist() == sorted(backwards, key=digests.__getitem__)
-    assert sum(first_of_equals(high[order], low[order])) == len(set(digests))
-    offsets = partition_offsets(high[order], partitions).astype(np.int64)
-    assert len(offsets) == partitions + 1 and (offsets[0], offsets[-1]) == (0, len(digests))
-    assert [digests[number][0] * partitions >> 64 for number in order] == np.repeat(
-        np.arange(partitions), np.diff(offsets)).tolist()
+    for last, numbers in ((False, range(len(digests))), (True, reversed(range(len(digests))))):
+        order = sorted(numbers, key=digests.__getitem__)
+        assert by_key([high, low], last).tolist() == order
+        firsts, others, kept = equal_rows([high, low], last)
+        assert firsts.tolist() == [place for at, place in enumerate(order)
+                                   if not at or digests[order[at - 1]] != digests[place]]
+        assert sorted([*firsts.tolist(), *others.tolist()]) == list(range(len(digests)))
+        assert all(digests[one] == digests[other] and other in firsts for one, other in zip(others, kept, strict=True))
+    plan = layout.Layout(["a"], [0], [0, len(digests)], [0, 1], partitions, False, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        order = by_key([high, low])
+        write_run(Path(folder), plan, 0, DIGEST, [high[order], low[order]], order)
+        for partition in range(partitions):
+            numbers, rows = read_runs(Path(folder), plan, DIGEST, partition)
+            assert numbers.tolist() == [place for place in order if digests[place][0] * partitions >> 64 == partition]
+            assert [(row["key"], row["low"]) for row in rows] == [digests[place] for place in numbers]
 
 
 def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
     cut_into(monkeypatch, 100, 3, 64)
-    found = runs.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
-    assert found.groups.tolist() == [0, 2, 5, 6, 7, 8] and found.group_starts == [0, 100, 101, 101, 601, 608]
+    found = layout.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
+    assert found.groups == [0, 2, 5, 6, 7, 8] and found.group_starts.tolist() == [0, 100, 101, 101, 601, 608]
     assert found.partitions == 2 ** ceil(np.log2(608 / 64))
-    assert runs.layout("a", [0], [0]).partitions == 1
+    assert layout.layout("a", [0], [0]).partitions == 1
 
 
 @pytest.mark.parametrize(("phase", "name", "told"), [
-    ("match", "runs/group-000000.run", r"group-000000.run ends before its partition 0 of 1. Delete it"),
-    ("sort", "a/a-00000.npy", r"a-00000.npy has 2 documents instead of 3. Delete it")])
+    ("match", "group-000000", r"runs/000/group-000000 ends before its part 0 of 1. Delete it"),
+    ("sort", "a-00000.npy", r"a-00000.npy has 2 documents instead of 3. Delete it")])
 def test_a_torn_file_is_named(tmp_path, phase, name, told):
     corpus = {"a": [["one", "two", "three"]]}
     work, config = Work(tmp_path), staged_corpora.settings(corpus, heldout_share=0.5)
@@ -92,14 +99,14 @@ def test_a_torn_file_is_named(tmp_path, phase, name, told):
 
     def torn(own, *arguments):
         if own == phase:
-            [path] = (tmp_path / "staging").rglob(Path(name).name)
+            [path] = (tmp_path / "staging").glob(f"runs/*/{name}" if phase == "match" else f"*/{name}")
             if phase == "match":
                 path.write_bytes(path.read_bytes()[:-1])
             else:
                 np.save(path, np.load(path)[:2])
         return do_units(own, *arguments)
     work.do_units = torn
-    with pytest.raises(runs.UserError, match=told):
+    with pytest.raises(shards.UserError, match=told):
         decide(work, config, *staged)
 
 
@@ -110,5 +117,5 @@ def test_a_torn_file_is_named(tmp_path, phase, name, told):
 def test_a_shard_that_a_disk_harms_is_refused(tmp_path, monkeypatch, harm, told):
     corpus, plain = {"a": [["one", "two"]]}, shards.write_members
     monkeypatch.setattr(shards, "write_members", lambda path, members: plain(path, harm(list(members))))
-    with pytest.raises(runs.UserError, match=rf"a-00000\.tar {told}"):
+    with pytest.raises(shards.UserError, match=rf"a-00000\.tar {told}"):
         passes(tmp_path, corpus, staged_corpora.settings(corpus, heldout_share=0.5, shard_mb=1))
