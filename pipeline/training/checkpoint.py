@@ -38,15 +38,20 @@ class Checkpoints:
     def publish(self, temporary: Path, records: list[dict[str, Any]], progress: TrainingProgress,
                 about: dict[str, Any]) -> Path:
         """Give a written folder its name, then its marker: from that moment it counts. For one rank."""
-        final = self.path(progress.step)
+        final = self.place(temporary, progress.step)
+        write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
+                                      "world_size": self.ranks.world, **about})
+        return final
+
+    def place(self, temporary: Path, step: int) -> Path:
+        """Give a written folder, still without a marker, the name of the checkpoint after `step`. For one rank."""
+        final = self.path(step)
         if final.exists():  # damaged, or it would have been loaded: the marker goes first
             (final / MARKER).unlink(missing_ok=True)
             shutil.rmtree(final)
         sync(temporary)
         temporary.rename(final)
         sync(self.folder)
-        write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
-                                      "world_size": self.ranks.world, **about})
         return final
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import DeviceType
@@ -21,7 +21,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from pipeline.config.training import ProfileConfig
 from pipeline.files import copy_file, write_text
 from pipeline.parallel.ranks import Ranks
+from pipeline.training.hooks import Hook
 from pipeline.training.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from pipeline.training.loop import Loop
 
 PROFILE = "profile"
 ROWS, TOLD = 40, 5
@@ -30,7 +34,7 @@ ALLOCATIONS = 200_000
 """The most allocations and releases that a memory snapshot goes back over."""
 
 
-class Profiling:
+class Profiling(Hook):
     """Profiles the steps of this start that `train.profile` names, on the ranks that it names.
 
     Args:
@@ -46,13 +50,14 @@ class Profiling:
         self._profile: profile | None = None
         self._last = None if config.start is None else config.start + config.steps - 1
 
-    def begin(self, done: int) -> None:
-        """The first step of this start comes next, after `done` steps of the run."""
-        self._begin_if_due(done)
+    def on_start(self, loop: Loop) -> None:
+        """See Hook."""
+        self._begin_if_due(loop.progress.step)
 
-    def step(self, step: int) -> None:
-        """Step number `step` of the run is done. After the last one that is profiled, all ranks wait until it is
-        written, and rank 0 tells what took most on each."""
+    def after_step(self, loop: Loop) -> None:
+        """After the last step that is profiled, all ranks wait until it is written, and rank 0 tells what took most on
+        each."""
+        step = loop.progress.step
         if self._last is None or self._done >= self._last:
             return
         self._done += 1
@@ -78,8 +83,8 @@ class Profiling:
             self._say(f"profiled {self.config.steps} steps up to step {step} on rank {rank}; most time: {most}; more "
                       f"in {self.folder}")
 
-    def end(self) -> None:
-        """Training ends. What was to be profiled and was not done by then is dropped, and this is said."""
+    def on_end(self, loop: Loop) -> None:
+        """See Hook. What was to be profiled and was not done by then is dropped, and this is said."""
         if self._last is not None and self._done < self._last:
             self._say(f"train.profile: training ended after {self._done} steps of this start, before the "
                       f"{self._last} that were to be done; no profile is written")

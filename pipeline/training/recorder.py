@@ -15,12 +15,11 @@ from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.goodput import first_start
 from pipeline.records.metrics import PLAN_CHANGED, plan_changes
-from pipeline.training.async_saver import Saved
 from pipeline.training.device_facts import allocator_facts, compiled_graphs, memory_mb, peak_flops
 from pipeline.training.engines.engine import StepResult
 from pipeline.training.guards import json_number
 from pipeline.training.progress_line import ProgressLine
-from pipeline.training.sinks.log import open_log
+from pipeline.training.sinks.base import open_log
 
 
 class Recorder:
@@ -107,12 +106,6 @@ class Recorder:
         """From now on, after `step` steps, training goes along another plan."""
         self._plan_changes += 1
         self.event(PLAN_CHANGED, step=step, number=self._plan_changes, changes=changes)
-
-    def saves(self, ended: list[Saved]) -> None:
-        """Saves that ended."""
-        if self.log is not None:
-            for saved in ended:
-                self.log.event(saved.event, **saved.details)
 
     def close(self) -> None:
         """Make everything durable; nothing is recorded any more."""

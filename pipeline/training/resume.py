@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +15,8 @@ from pipeline.formats.sharded_tensors import CheckpointReader, read_index
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress, read_marker
 from pipeline.training.engines.engine import Engine
-from pipeline.training.guards import Verdict
 from pipeline.training.optimizers.schedule import planned_rate
 from pipeline.training.precision import choose_precision
-
-if TYPE_CHECKING:
-    from pipeline.training.session import Session
 
 OF_A_PLAN = ("steps", "packing", "sequence_length", "batch_tokens", "mixture", "phases", "grain_tokens", "lr",
              "min_lr_share", "warmup_steps", "schedule", "decay_steps")
@@ -145,11 +140,10 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
 
 def _generator(reader: CheckpointReader, device: str, rank: int) -> torch.Tensor | None:
     """The state of a rank's generator; None where another number of ranks was there, or another device."""
-    table, names = f"random.{device}", reader.names("random.")
-    if table in names and rank < reader.shape(table)[0]:
+    table = f"random.{device}"
+    if table in reader.names("random.") and rank < reader.shape(table)[0]:
         return reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0]
-    of_its_own = f"{table}.{rank}"  # as before there was a table
-    return reader.read(of_its_own) if of_its_own in names else None
+    return None
 
 
 def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:
@@ -160,24 +154,3 @@ def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:
     found = ranks.gather(choose_precision(wanted, ranks.device))
     chosen, why = found[0] if len({name for name, _ in found}) == 1 else ("fp32", "fp32: not every rank has fast bf16")
     return chosen, f"{why}, {begun} before" if begun not in ("", chosen) else why
-
-
-def gone_back(session: Session, verdict: Verdict) -> TrainingProgress:
-    """Load the newest checkpoint, and leave the samples of the judged step out; what the checkpoint says of itself.
-
-    Raises:
-        UserError: there is none any more.
-    """
-    session.saver.wait()
-    session.batches.pause()
-    found = session.checkpoints.newest_valid()
-    if found is None:
-        raise UserError(f"{verdict.text}: training was to go back to a checkpoint, but there is none any more in "
-                        f"{session.checkpoints.folder}. Start again with --force, or with train.guards.spike=skip.")
-    path, progress = found
-    session.guard_runner.exclude(verdict, progress.step)
-    now = session.progress
-    session.progress = dataclasses.replace(progress, restarts=now.restarts, precision=now.precision,
-                                           plan_sha256=session.data.plan_at(progress.samples))
-    load(path, session.engine, session.ranks, session.progress.updates)
-    return progress

@@ -62,7 +62,6 @@ class Engine(ABC):
         windowed: whether the model has layers with a sliding window.
         attention: what computes attention inside documents, and why not something better.
         flash: which flash kernels are used on GPUs (pipeline/parallel/attention.py).
-        loss_factor: what this rank's loss is multiplied by; other than 1 only where a test injects a fault.
         before_update: called in each step between its last backward pass and its update.
         proven: whether a step of this attempt gave every parameter a gradient (`prove_gradients`).
     """
@@ -73,7 +72,6 @@ class Engine(ABC):
     windowed: bool = False
     attention: Choice = Choice(PLAIN)
     flash: str = OWN
-    loss_factor: float = 1.0
     before_update: Callable[[], None] = staticmethod(lambda: None)
     proven: bool = False
     _attending: int = 0
@@ -131,7 +129,7 @@ class Engine(ABC):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum of nats over a micro-batch's targets."""
         loss: Tensor = model(**self.inputs(batch))
-        return loss if self.loss_factor == 1.0 else loss * self.loss_factor
+        return loss
 
     def trial(self, batch: Batch, targets: int) -> None:
         """A forward and a backward pass over a sequence of a step's batch, for those who look at what passes by.
