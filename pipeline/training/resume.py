@@ -4,6 +4,8 @@ is being followed: phases to come may change, those that have begun may not."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -62,35 +64,45 @@ def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> l
     before = PhasePlan.of(TrainConfig.model_validate({key: written[key] for key in OF_A_PLAN if key in written}))
     if not before.declared:
         return []
-    if past := past_changes(before, plan, progress.step):
+    changes = list(plan_changes(before, plan, progress.step))
+    if past := [text for begun, text in changes if begun]:
         raise UserError(
             f"{path.name} was trained along another plan, and what was trained cannot be planned anew:\n{listed(past)}"
             f"\nPut these back. What is to come may change: phases that have not begun, where the phase that has begun "
             f"ends (after step {progress.step}), and phases that you add. To begin again, use --force or "
             f"name=<another>.")
-    return future_changes(before, plan, progress.step)
-
-
-def past_changes(before: PhasePlan, now: PhasePlan, step: int) -> list[str]:
-    """In what phases that have begun by `step` steps differ, with both values."""
-    packed = now.phases[0].train.packing != "concatenate"
-    found = [] if packed or before.grain == now.grain else [
-        f"the grains into which sources are cut had {before.grain:,} tokens, and would have {now.grain:,}: set "
-        f"train.grain_tokens to {before.grain}; a phase of longer sequences then reads its sources anew"]
-    for old in (phase for phase in before.phases if phase.first_step < step):
-        if old.number >= len(now.phases):
-            found.append(f"train.phases[{old.number}] has begun and is gone")
-            continue
-        new = now.phases[old.number]
-        found += _differences(old, new)
-        if new.first_step != old.first_step:
-            found.append(f"{new.name} began after step {old.first_step}, and would begin after {new.first_step}")
-        if min(step, old.end_step) > new.end_step:
-            found.append(f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
-                         f"step {min(step, old.end_step)} of it is done")
-        elif old.end_step < step and new.end_step != old.end_step:
-            found.append(f"{new.name}.until: {_until(old)} -> {_until(new)}")
+    found = [text for _, text in changes]
+    if found and progress.step < min(before.steps, plan.steps):
+        was, rate = planned_rate(progress.step, before), planned_rate(progress.step, plan)
+        if was != rate:
+            found.append(f"the learning rate of step {progress.step + 1} would have been {was:.3g} and is {rate:.3g}, "
+                         f"since its curve lasts longer or shorter now")
     return found
+
+
+def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple[bool, str]]:
+    """What differs between two plans: whether that had begun by `step` steps, and a sentence with both values."""
+    if now.phases[0].train.packing == "concatenate" and before.grain != now.grain:
+        yield True, (f"the grains into which sources are cut had {before.grain:,} tokens, and would have "
+                     f"{now.grain:,}: set train.grain_tokens to {before.grain}; a phase of longer sequences then reads "
+                     f"its sources anew")
+    for old, new in zip_longest(before.phases, now.phases):
+        if old is None:
+            yield False, f"train.phases[{new.number}] was added ({new})"
+            continue
+        begun = old.first_step < step
+        if new is None:
+            yield begun, f"train.phases[{old.number}] {'has begun and is gone' if begun else f'is gone ({old})'}"
+            continue
+        yield from ((begun, text) for text in _differences(old, new))
+        if begun and new.first_step != old.first_step:
+            yield True, f"{new.name} began after step {old.first_step}, and would begin after {new.first_step}"
+        reached = min(step, old.end_step)
+        if begun and reached > new.end_step:
+            yield True, (f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
+                         f"step {reached} of it is done")
+        elif new.end_step != old.end_step:
+            yield old.end_step < step, f"{new.name}.until: {_until(old)} -> {_until(new)}"
 
 
 def _differences(old: Phase, new: Phase) -> list[str]:
@@ -102,26 +114,6 @@ def _differences(old: Phase, new: Phase) -> list[str]:
                    for key in ("lr", "min_lr_share", "warmup_steps", "schedule", "decay_steps")]
     return [f"{key if key.startswith('train.') else f'{new.name}.{key}'}: {was} -> {is_now}"
             for key, was, is_now in values if was != is_now]
-
-
-def future_changes(before: PhasePlan, now: PhasePlan, step: int) -> list[str]:
-    """What of the plan after `step` steps has changed, as sentences."""
-    found = []
-    for number in range(max(len(before.phases), len(now.phases))):
-        old, new = (plan.phases[number] if number < len(plan.phases) else None for plan in (before, now))
-        if new is None:
-            found.append(f"train.phases[{number}] is gone ({old})")
-        elif old is None:
-            found.append(f"train.phases[{number}] was added ({new})")
-        else:
-            end = [] if new.end_step == old.end_step else [f"{new.name}.until: {_until(old)} -> {_until(new)}"]
-            found += [*_differences(old, new), *end]
-    if found and step < min(before.steps, now.steps):
-        was, rate = planned_rate(step, before), planned_rate(step, now)
-        if was != rate:
-            found.append(f"the learning rate of step {step + 1} would have been {was:.3g} and is {rate:.3g}, since its "
-                         f"curve lasts longer or shorter now")
-    return found
 
 
 def _until(phase: Phase) -> str:
