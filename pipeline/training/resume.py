@@ -12,6 +12,7 @@ import torch
 
 from pipeline.config.phases import Phase, PhasePlan, tokens_text
 from pipeline.config.training import TrainConfig
+from pipeline.console import first
 from pipeline.errors import UserError, listed
 from pipeline.formats.sharded_tensors import CheckpointReader, read_index
 from pipeline.parallel.ranks import Ranks
@@ -48,10 +49,7 @@ def changed_code(path: Path, code: dict[str, str]) -> str:
     """What to say if the checkpoint at `path` was made by other code than `code`, hashes by file; "" if it was not."""
     before = read_marker(path).get("code", {})
     changed = sorted(name for name in before.keys() | code.keys() if before.get(name) != code.get(name))
-    if not before or not changed:
-        return ""
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return f"warning: trained so far by other code than is here now ({', '.join(changed[:3])}{more})"
+    return f"warning: trained so far by other code than is here now ({first(changed)})" if before and changed else ""
 
 
 def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> list[str]:

@@ -419,10 +419,11 @@ class Uploader:
         (step, saved_at), url, name = item, self.copies.store.url, checkpoint_name(item[0])
         for failures in itertools.count(1):
             began = time.monotonic()
-            self._problem = self._attempt(step)
+            problem = self._attempt(step)
             seconds = round(time.monotonic() - began, 3)
-            if not self._problem:
+            if problem is None:
                 break
+            self._problem = f"{str(problem).rstrip('.')}."
             self.event("checkpoint_copy_failed", step=step, error=self._problem, seconds=seconds)
             if self._stopped:
                 return
@@ -436,7 +437,7 @@ class Uploader:
                 if failures >= self.config.attempts or self._lost():
                     return
                 time.sleep(min(wait_s, END_RETRY_S))
-        if problem := _reason(self._prune):
+        if problem := tried(self._prune):
             self.say(f"warning: old copies in {url} could not be removed ({problem}); tried again after the next copy")
         left_out, self._left_out = self._left_out, []
         self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
@@ -445,12 +446,12 @@ class Uploader:
             self.say(f"{name} is copied to {url}; {', '.join(map(checkpoint_name, left_out))} had no time to be")
         self.uploaded = step
 
-    def _attempt(self, step: int) -> str:
-        """Upload a checkpoint once; why it failed, or "". Every rank goes through both messages, whatever fails."""
-        files = list[dict[str, Any]]()
-        problem = _reason(lambda: files.extend(self._open(step)))
+    def _attempt(self, step: int) -> Exception | None:
+        """Upload a checkpoint once; why it failed. Every rank goes through both messages, whatever fails."""
+        opened = tried(lambda: self._open(step))
+        files, problem = ([], opened) if isinstance(opened, Exception) else (opened, None)
         sent = self._channel.joined(self._send(*self._channel.same((step, files))), _first)
-        return problem or sent or _reason(lambda: self._complete(step, files))
+        return problem or sent or tried(lambda: self._complete(step, files))
 
     def _open(self, step: int) -> list[dict[str, Any]]:
         """The files to be sent, once the store has no copy of this step that counts: one whose objects are put again,
@@ -463,10 +464,11 @@ class Uploader:
             self.copies.reopen(step)
         return files
 
-    def _send(self, step: int, files: Sequence[dict[str, Any]]) -> str:
-        """Send this rank's share; why it failed, or ""."""
+    def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
+        """Send this rank's share; why it failed."""
         share = files[self.ranks.rank::self.ranks.world]
-        return _reason(lambda: send(self.copies.store, self.path(step), prefix_of(step), share))
+        sent = tried(lambda: send(self.copies.store, self.path(step), prefix_of(step), share))
+        return sent if isinstance(sent, Exception) else None
 
     def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
         """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
@@ -549,18 +551,5 @@ def _mark(folder: Path) -> str:
     return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"
 
 
-def _reason(action: Callable[[], Any]) -> str:
-    """Why `action` failed, in words that other ranks can be told; "" if it did not."""
-    try:
-        action()
-    except dist.DistError:
-        raise
-    except UserError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - said and logged; training goes on
-        return f"{type(error).__name__}: {error}."
-    return ""
-
-
-def _first(problems: Sequence[str]) -> str:
-    return next((problem for problem in problems if problem), "")
+def _first(problems: Sequence[Exception | None]) -> Exception | None:
+    return next(filter(None, problems), None)

@@ -18,6 +18,7 @@ from torch import Tensor
 from model.attention.choosing import Choice
 from model.attention.layout import PLAIN
 from model.loss import IGNORED
+from pipeline.console import first
 from pipeline.data.sampling.batch import Batch
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
@@ -202,8 +203,7 @@ def without_gradient(names: Sequence[str], counts: Sequence[int], attending: boo
                if count == 0 and (attending or name.split(".")[-2] not in SCORES)]
     if not missing:
         return ""
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return (f"Training stopped in its first step, before any update: {', '.join(missing[:3])}{more}, of {len(names)} "
+    return (f"Training stopped in its first step, before any update: {first(missing)}, of {len(names)} "
             f"parameters, got no gradient (nothing but zeros, over all ranks) and would never be trained. No text "
             f"explains that: the model was compiled or spread wrongly, with torch {torch.__version__}. Set "
             f"train.compile=false, or another parallel.tp or parallel.engine, and report which settings did this.")
