@@ -1,28 +1,6 @@
 """Hooks take part in training beside the loop: they watch it, check it, or stop it, and know nothing of one another.
 
-`train.hooks` adds hooks of your own. A guard that stops on a rising gradient norm is one file:
-
-    class StopOnRisingNorm(HookSettings):
-        \"\"\"Stops when the gradient norm has risen for `steps` steps in a row.\"\"\"
-
-        steps: int = 20
-
-        def open(self, loop):
-            return _Guard(self.steps)
-
-
-    class _Guard(Hook):
-        def __init__(self, steps):
-            self.steps, self.rising, self.last = steps, 0, float("inf")
-
-        def on_step(self, loop, result, record):
-            self.rising = self.rising + 1 if result.grad_norm > self.last else 0
-            self.last = result.grad_norm
-            if self.rising >= self.steps:
-                raise UserError(f"The gradient norm has risen for {self.steps} steps. Lower train.lr.")
-
-Put it into a module that `plugins` names, or that Python finds, and give its name:
-`train.hooks: [{kind: my_module:StopOnRisingNorm, steps: 50}]`.
+`train.hooks` adds hooks of your own; docs/extending.md has a guard that stops on a rising gradient norm, in one file.
 
 Every method is called on all ranks alike, in the order of `Loop.hooks`. What it raises stops training: it must be
 raised on all ranks alike, so decide by what is the same on all of them (`StepResult` is), or by sums of `votes`.

@@ -8,7 +8,6 @@ import os
 import shlex
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -66,14 +65,6 @@ from pipeline.training.uploads import Uploads
 from pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Target tokens and padding of a step's global batch."""
-
-    targets: int
-    padding: int
-
-
 class Loop:
     """One attempt at training, from the newest valid checkpoint to the end or to a request to stop.
 
@@ -91,15 +82,12 @@ class Loop:
         self.started = self.stepped = self.save_asked = False
         try:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
-                         self._build_engine, self._prepare_saving, self._open_log, self._make_hooks):
+                         self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
                 part()
         except (UserError, OSError):
             if hasattr(self, "uploads"):
                 self.uploads.close()  # otherwise the store stays locked
             raise
-        work.run.forget_manifests()  # of very many shards they are large
-        self.uploads.begin(self.found)
-        self._begin()
 
     # ---- set-up, in this order
 
@@ -217,6 +205,8 @@ class Loop:
             self.monitor,
             Profiling(train.profile, self.work.folder, self.ranks, self.watchdog, self.say, self.recorder.event),
             Garbage()]
+        self.work.run.forget_manifests()  # of very many shards they are large
+        self.uploads.begin(self.found)
 
     # ---- the loop
 
@@ -225,14 +215,14 @@ class Loop:
         self._start()
         while self.unfinished:
             batch = self.batches.next()
-            counts = self._agree(batch)
-            result = self._update(batch, counts.targets)
+            targets, padding = self._agree(batch)
+            result = self._update(batch, targets)
             verdict = self.guards.judge(self.progress.step + 1, result, self.progress, self.has_checkpoint,
                                         self.recorder.event)
             if verdict.outcome == "rollback":
                 self._roll_back(verdict)
                 continue
-            self._advance(result, verdict, counts)
+            self._advance(result, verdict, padding)
             if self._checkpoint_is_due():
                 self._save()
             for hook in self.hooks:
@@ -259,8 +249,9 @@ class Loop:
             hook.on_start(self)
         self.step_began = time.perf_counter()
 
-    def _agree(self, batch: Batch) -> Counts:
-        """Sum over all ranks what the batch has and what hooks vote: so all save, leave or fail after the same step."""
+    def _agree(self, batch: Batch) -> tuple[int, int]:
+        """Sum over all ranks what hooks vote, so that all save, leave or fail after the same step, and what the batch
+        has: target tokens and padding of the global one."""
         self.save_asked = False
         votes = [hook.votes(self) for hook in self.hooks]
         counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
@@ -269,7 +260,7 @@ class Loop:
         for hook, mine in zip(self.hooks, votes, strict=True):
             if mine:
                 hook.on_votes(self, list(itertools.islice(rest, len(mine))))
-        return Counts(int(targets), int(padding))
+        return int(targets), int(padding)
 
     def _update(self, batch: Batch, targets: int) -> StepResult:
         """Forward, backward and update over the batch. UserError as `memory_explained`."""
@@ -285,15 +276,15 @@ class Loop:
         self.watchdog.pulse()  # judging may read documents from a store
         return result
 
-    def _advance(self, result: StepResult, verdict: Verdict, counts: Counts) -> None:
+    def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
         """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""
         before, step_s = self.progress, time.perf_counter() - self.step_began
         end = self.guards.excluded.take(before.samples, self.batch.sequences).end
-        after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + counts.targets,
-                                    tokens=before.tokens + self.batch.tokens - counts.padding,
+        after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
+                                    tokens=before.tokens + self.batch.tokens - padding,
                                     updates=self.engine.updates, plan_sha256=self.data.plan_at(end))
         record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
-        record |= self.batches.fields(self.batch.tokens, counts.padding)
+        record |= self.batches.fields(self.batch.tokens, padding)
         record |= self.guards.step_fields(verdict, before.samples, end) | self.norms
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         for hook in self.hooks:

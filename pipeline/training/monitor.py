@@ -61,67 +61,64 @@ class Monitor(Hook):
         self.watchdog, self.say = watchdog, say
         self.validation, self.samples = Validation(work, grid, table, opener), Samples(work, grid)
         self.fp8 = Fp8Watch(engine, grid.ranks.device) if precision == "fp8" else None
-        self._fp8_seen = self._norms_seen = False
+        self._first = True  # no step of this start is done yet
 
-    def due(self, step: int, every: int) -> bool:
+    def due(self, step: int, every: int | None) -> bool:
         """Whether something done every so many steps is due after step number `step`; always after the last."""
-        return step % every == 0 or step == self.work.config.train.steps
+        return every is not None and (step % every == 0 or step == self.work.config.train.steps)
 
     def after_step(self, loop: Loop) -> None:
         """Look at the model, and write the step's line."""
         step = loop.progress.step
-        heldout = self.validate(step)
-        self.log(loop.progress, heldout, self.watch_fp8(step, *loop.current))
+        self.log(loop.progress, self.validate(step) | self.watch_fp8(step, *loop.current))
         self.draw_samples(step)
+        self._first = False
 
-    def validate(self, step: int) -> dict[str, float] | None:
-        """Held-out bits per byte of each source, where that is due after `step`; NaN is said and left out."""
+    def validate(self, step: int) -> dict[str, Any]:
+        """Held-out bits per byte of each source as fields of the step's line, where that is due; NaN is said and left
+        out."""
         if not self.due(step, self.work.config.train.heldout_every):
-            return None
+            return {}
         with self.recorder.looking():
             found = self.validation.measure(self.engine, partial(self.watchdog.pulse, first=self.validation.first))
         finite = {source: bits for source, bits in found.items() if math.isfinite(bits)}
         if missing := [source for source in found if source not in finite]:
             self.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
-        return finite
+        return {"heldout_bpb": finite}
 
     @contextmanager
-    def norms(self, step: int) -> Iterator[dict[str, dict[str, float | str]]]:
-        """Measure norms in the step within, if `train.norms_every` wants it: by layer they are there afterwards, and of
-        every parameter in events.jsonl. In the first step of a start too, as with fp8."""
-        every, found = self.work.config.train.norms_every, dict[str, dict[str, float | str]]()
-        if every is None or (self._norms_seen and not self.due(step, every)):
+    def norms(self, step: int) -> Iterator[dict[str, Any]]:
+        """Measure norms in the step within, if `train.norms_every` wants it: by layer they are there afterwards, as
+        fields of the step's line, and of every parameter in events.jsonl. In the first step of a start too."""
+        every, found = self.work.config.train.norms_every, dict[str, Any]()
+        if every is None or not (self._first or self.due(step, every)):
             yield found
             return
-        self._norms_seen = True
         with measured(self.engine, self.ranks.device) as norms:
             yield found
         self.recorder.event("norms", step=step, parameters=norms)
         found |= layer_norms(norms)
 
-    def watch_fp8(self, step: int, batch: Batch, targets: int) -> dict[str, float | str]:
+    def watch_fp8(self, step: int, batch: Batch, targets: int) -> dict[str, Any]:
         """What fp8 does to the values of the layers, as curves, where that is due after `step`; layer by layer it goes
         into events.jsonl. In the first step of a start too: what it needs of memory shows at once.
 
         batch, targets: of the step, see `Fp8Watch.measure`.
         """
-        if self.fp8 is None or (self._fp8_seen and not self.due(step, self.work.config.train.fp8_watch_every)):
+        if self.fp8 is None or not (self._first or self.due(step, self.work.config.train.fp8_watch_every)):
             return {}
-        self._fp8_seen = True
         self.watchdog.pulse()
         with self.recorder.looking():
             layers = self.fp8.measure(batch, targets)
         self.recorder.event("fp8", step=step, layers=layers)
         return fp8_curves(layers)
 
-    def log(self, progress: TrainingProgress, heldout: dict[str, float] | None,
-            fp8: dict[str, float | str] | None = None) -> None:
-        """The line of the last step, where that is due, with what was found by looking at the model after it."""
-        due = (heldout is not None or bool(fp8) or "weight_norms" in (progress.record or {})
-               or self.due(progress.step, self.work.config.train.log_every))
+    def log(self, progress: TrainingProgress, seen: dict[str, Any]) -> None:
+        """The line of the last step, where that is due, with what was seen of the model after it."""
+        record = progress.record or {}
+        due = seen or "weight_norms" in record or self.due(progress.step, self.work.config.train.log_every)
         if due and self.recorder.log is not None:
-            found = {} if heldout is None else {"heldout_bpb": heldout}
-            self.recorder.log.step({**(progress.record or {}), **found, **(fp8 or {})})
+            self.recorder.log.step(record | seen)
 
     def draw_samples(self, step: int) -> None:
         """Draw texts where that is due after `step`."""

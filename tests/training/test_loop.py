@@ -17,6 +17,8 @@ def test_a_measurement_that_fails_comes_after_the_save(fails):
     loop, monitor, calls = Loop.__new__(Loop), Monitor.__new__(Monitor), MagicMock()
     for name in ("validate", "watch_fp8", "log", "draw_samples"):
         setattr(monitor, name, getattr(calls, name))
+    calls.validate.return_value = calls.watch_fp8.return_value = {}
+    calls._agree.return_value = 1, 0
     getattr(calls, fails).side_effect = MemoryError(fails)
     for name in ("_start", "_agree", "_update", "_advance", "_save"):
         setattr(loop, name, getattr(calls, name))
