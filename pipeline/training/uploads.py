@@ -39,23 +39,23 @@ from pipeline.files import atomic_file, output_record, read_record, write_sealed
 from pipeline.parallel.host_channel import HostChannel
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import (
+    CHECKPOINTS,
     MARKER,
     TrainingProgress,
     checkpoint_name,
     complete_checkpoints,
     read_marker,
+    step_of,
 )
 from pipeline.records.generation_settings import FILE
 from pipeline.records.rollbacks import ROLLBACKS
 from pipeline.stores.store import Store, preflight
 from pipeline.training.async_saver import Event, tried
 from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.data.token_check import COMPARED
+from pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
 OWNER = "copying.json"
 """In the train folder: `Owner`."""
-WITHDRAWN = "withdrawn.json"
-"""In the train folder: copies after this step are still to be removed, since they may be made of damaged tokens."""
 FETCHED = "records.tmp"
 """In the train folder: what goes with a checkpoint, while it is fetched."""
 LOGS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
@@ -78,13 +78,6 @@ class Owner:
 
     id: str
     folder: str
-
-
-@dataclass(frozen=True)
-class Withdrawn:
-    """See WITHDRAWN."""
-
-    after: int
 
 
 class Uploads:
@@ -114,40 +107,22 @@ class Uploads:
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
         """The newest checkpoint, as `Checkpoints.newest_valid` finds it; one that is newer in the store is fetched.
 
-        Damaged copies are passed over, and removed once there is something to continue from: they would count as the
-        newest when old ones are removed.
-
         Raises:
-            UserError: as there; the newest copy cannot be fetched; or every copy is damaged.
+            UserError: as there; or the newest copy is damaged, or cannot be fetched.
             OSError: the disk is full, or does not work.
         """
+        newest = self._stored[-1] if self._stored else -1
         try:
             found = self.checkpoints.newest_valid()
         except UserError:  # all local ones are damaged
-            if not self._stored:
+            if newest < 0:
                 raise
             found = None
-        damaged = list[int]()
-        for step in [step for step in reversed(self._stored) if found is None or step > found[1].step]:
-            try:
-                self._fetch(step)
-            except DamagedCopyError as error:
-                self.say(f"the copy of {checkpoint_name(step)} is damaged ({error}); going back to the one before it")
-                damaged.append(step)
-            else:
-                self.event("checkpoint_fetched", step=step)
-                found = self.checkpoints.newest_valid()
-                break
-        if damaged and found is None:
-            raise UserError(f"Every copy of a checkpoint in {self.config.copy_to} that could be continued from is "
-                            f"damaged (see above). Put sound objects back; or take train.checkpoint.copy_to away, to "
-                            f"start again without them.")
-        if damaged:
-            self.ranks.by_leader(lambda: self._copies.remove(*damaged))
-            self.say(f"removed damaged copies from {self.config.copy_to}: "
-                     f"{', '.join(map(checkpoint_name, damaged))}; training goes on without them")
-        self._stored = [step for step in self._stored if step not in damaged]
-        return found
+        if newest < 0 or (found is not None and found[1].step >= newest):
+            return found
+        self._fetch(newest)
+        self.event("checkpoint_fetched", step=newest)
+        return self.checkpoints.newest_valid()
 
     def begin(self, found: tuple[Path, TrainingProgress] | None) -> None:
         """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
@@ -172,12 +147,11 @@ class Uploads:
         """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
         if self._uploader is None or not self.ranks.leads:
             return
-        write_sealed(self.work.folder / WITHDRAWN, asdict(Withdrawn(after)))
         try:
             self._uploader.stop()
             with self._uploader.final:
                 self._uploader.refuse_lost()
-                self._remove_withdrawn()
+                self._remove([step for step in self._copies.found().whole if step > after])
         except UserError as error:
             self.say(f"Their copies in {self.config.copy_to} could not be removed ({error}); the next start does it, "
                      f"if it finds this folder.")
@@ -246,13 +220,16 @@ class Uploads:
         content = {"name": self.work.config.name, "id": owner.id, "fingerprint": self.work.fingerprint, "drift": drift}
         if theirs is None or any(theirs[key] != value for key, value in content.items()):
             record.write(**content)
-        self._remove_withdrawn()
-        found = self._copies.found()
+        found, complete = self._copies.found(), complete_checkpoints(folder)
         if found.unfinished:
             self.say(f"removed what a start that ended had copied in part to {store.url}: "
                      f"{', '.join(map(checkpoint_name, found.unfinished))}")
             store.delete(path for paths in found.unfinished.values() for path in paths)
-        return found.whole, drift
+        # Set aside here since they may be made of damaged tokens, while the store did not answer.
+        self._remove(aside := [step for step in found.whole
+                               if step > (step_of(complete[-1]) if complete else -1)
+                               and any((folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))])
+        return [step for step in found.whole if step not in aside], drift
 
     def _conflict(self, theirs: dict[str, Any] | None, mine: Owner | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
@@ -286,23 +263,15 @@ class Uploads:
         return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are asked for "
                 f"now. What differs, old -> new:\n{listed([str(one) for one in changed])}\n{ways}") if changed else ""
 
-    def _remove_withdrawn(self) -> None:
-        """Remove the copies that were withdrawn, if any were. For rank 0."""
-        path = self.work.folder / WITHDRAWN
-        if withdrawn := read_record(path, Withdrawn):
-            gone = [step for step in self._copies.found().whole if step > withdrawn.after]
-            self._copies.remove(*gone)
-            if gone:
-                self.say(f"Copies of damaged training in {self.config.copy_to} are removed: "
-                         f"{', '.join(map(checkpoint_name, gone))}.")
-            path.unlink()
+    def _remove(self, steps: Sequence[int]) -> None:
+        """Remove copies of damaged training. For rank 0."""
+        self._copies.remove(*steps)
+        if steps:
+            self.say(f"Copies of damaged training in {self.config.copy_to} are removed: "
+                     f"{', '.join(map(checkpoint_name, steps))}.")
 
     def _fetch(self, step: int) -> None:
-        """Fetch a checkpoint; every rank takes a share of the files.
-
-        Raises:
-            DamagedCopyError, UserError, OSError: the same on every rank.
-        """
+        """Fetch a checkpoint; every rank takes a share of the files. UserError and OSError, the same on every rank."""
         final, store, prefix = self.checkpoints.path(step), self._copies.store, prefix_of(step)
         temporary, records = final.with_name(f"{final.name}.tmp"), self.work.folder / FETCHED
 
@@ -315,11 +284,9 @@ class Uploads:
                      f"({sum(record['bytes'] for record in files) / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
-        files: list[dict[str, Any]] = self.ranks.by_leader(ready)
-        apart = [record for record in files if record["path"] == MARKER or record["path"].startswith(RECORDS)]
-        tensors = [record for record in files if record not in apart]
-
-        def fetch_share() -> None:
+        def fetch_share(files: Sequence[dict[str, Any]]) -> None:
+            apart = [record for record in files if record["path"] == MARKER or record["path"].startswith(RECORDS)]
+            tensors = [record for record in files if record not in apart]
             fetch(store, prefix, temporary, tensors[self.ranks.rank::self.ranks.world])
             if self.ranks.leads:
                 fetch(store, prefix, records, apart)
@@ -331,10 +298,14 @@ class Uploads:
                 file.write((records / MARKER).read_bytes())
 
         try:
-            if errors := [error for error in self.ranks.gather(tried(fetch_share, temporary)) if error is not None]:
-                # A full disk, and a store that does not answer, before a damaged copy.
-                raise min(errors, key=lambda error: (not is_full_disk(error), isinstance(error, DamagedCopyError)))
+            files = self.ranks.by_leader(ready)
+            found = self.ranks.gather(tried(lambda: fetch_share(files), temporary))
+            if errors := [error for error in found if error is not None]:
+                raise min(errors, key=lambda error: not is_full_disk(error))
             self.ranks.by_leader(publish)
+        except DamagedCopyError as error:
+            raise UserError(f"The newest copy of a checkpoint is damaged: {error}. Put sound objects back; or remove "
+                            f"{store.url}/{prefix} to go on from the checkpoint before it.") from error
         finally:
             if self.ranks.leads:
                 for folder in (temporary, records):

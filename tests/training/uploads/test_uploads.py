@@ -18,8 +18,9 @@ from pipeline.stores.store import Store
 from pipeline.training import uploads as module
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.data.token_check import _rename
 from pipeline.training.loop import Loop
-from pipeline.training.uploads import WITHDRAWN, Uploader, Uploads
+from pipeline.training.uploads import Uploader, Uploads
 from tests.training.uploads.saving import Log, save
 from tests.waiting import wait_for
 
@@ -75,32 +76,29 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     assert run.copies.found().whole == [4] and not run.copies.found().unfinished
 
 
-@pytest.mark.parametrize(("gone", "damaged", "goes_on", "left"), [
-    ([12], {12: MARKER}, 8, [4, 8]), ([4, 8, 12], {12: MARKER, 8: COPY}, 4, [4]),
-    ([4, 8, 12], dict.fromkeys((4, 8, 12), MARKER), None, [4, 8, 12])])
-def test_training_goes_on_from_what_is_sound_and_damaged_copies_go(run, gone, damaged, goes_on, left):
-    """Newer ones would count as the newest later. Where there is nothing else, they stay."""
-    run.train(4, 8, 12)
-    for step in gone:
-        run.remove_here(step)
-    for step, name in damaged.items():
-        run.store.put(f"{checkpoint_name(step)}/{name}", b"{")
+@pytest.mark.parametrize("name", [MARKER, COPY])
+def test_a_damaged_copy_is_refused_unless_there_is_as_new_a_checkpoint_here(run, name):
+    run.train(4, 8)
+    run.store.put(f"{checkpoint_name(8)}/{name}", b"{")
     copying = run.start()
-    if goes_on is None:
-        with pytest.raises(UserError, match="Every copy of a checkpoint"):
-            copying.newest_valid()
-    else:
-        assert copying.newest_valid()[1].step == goes_on
-        assert any("removed damaged copies" in text and "step-00000012" in text for text in run.said)
+    assert copying.newest_valid()[1].step == 8
     copying.close()
-    assert run.copies.found().whole == left
+    run.remove_here(8)
+    copying = run.start()
+    with pytest.raises(UserError, match=r"damaged.*remove .*/step-00000008/ to go on from the checkpoint before it"):
+        copying.newest_valid()
+    copying.close()
+    run.copies.remove(8)
+    copying = run.start()
+    assert copying.newest_valid()[1].step == 4
+    copying.close()
 
 
 def test_what_fails_after_the_lock_was_taken_leaves_none_behind(run, monkeypatch):
-    def fail(self):
+    def fail(self, steps):
         raise UserError("the store is away.")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="away"):
-        patch.setattr(Uploads, "_remove_withdrawn", fail)
+        patch.setattr(Uploads, "_remove", fail)
         run.start()
     assert run.store.head(RUN) is not None and run.store.head(LOCK) is None
     copying = run.start()
@@ -134,10 +132,10 @@ def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(
         copying.withdraw(4)
     copying.saved(16)
     copying.close()
-    assert run.copies.found().whole == ([4, 8, 12] if away else [4]) and (run.folder / WITHDRAWN).exists() == away
+    assert run.copies.found().whole == ([4, 8, 12] if away else [4])
     assert any("the next start does it" in text for text in run.said) == away
     for step in (8, 12):
-        run.remove_here(step)
+        _rename(run.checkpoints.path(step))
     copying = run.start()
     assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
     copying.close()
