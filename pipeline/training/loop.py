@@ -203,7 +203,7 @@ class Loop:
             ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
             *(settings.open(self) for settings in HOOKS.made(train.hooks)),
             self.monitor,
-            Profiling(train.profile, self.work.folder, self.ranks, self.watchdog, self.say, self.recorder.event),
+            *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
             Garbage()]
         self.work.run.forget_manifests()  # of very many shards they are large
         self.uploads.begin(self.found)
