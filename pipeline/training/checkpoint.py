@@ -15,7 +15,15 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import sha256_file, sync, write_sealed
 from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name, step_of, whole_marker
+from pipeline.records.checkpoints import (
+    FORMAT,
+    MARKER,
+    TrainingProgress,
+    checkpoint_name,
+    complete_checkpoints,
+    step_of,
+    whole_marker,
+)
 
 
 class Checkpoints:
@@ -113,9 +121,7 @@ class Checkpoints:
         """Remove all but the newest `keep` complete checkpoints, permanent and needed ones; markers go first."""
         if not self.ranks.leads:
             return
-        complete = sorted(path for path in self.folder.glob("step-*")
-                          if path.suffix != ".damaged" and (path / MARKER).is_file())
-        for path in complete[:-keep]:
+        for path in complete_checkpoints(self.folder.parent)[:-keep]:
             step = step_of(path)
             if (permanent_every is None or step % permanent_every) and not self.needed(step):
                 (path / MARKER).unlink()

@@ -76,11 +76,12 @@ class Recorder:
             "memory_mb": round(memory_mb(self.ranks.device), 1), **allocator_facts(self.ranks.device),
             "mfu": None if self._peak is None else round(tokens_per_s * self.flops_per_token / self._peak, 4),
             "time": round(now, 3), "train_s": trained,
-            "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4),
-            **({"plan_changes": self._plan_changes} if self._plan_changes else {}),
-            **({"look_s": round(self.look_s, 3)} if self.look_s else {}),
-            **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {}),
-            **({} if (share := compiled_share()) is None else {"compiled_share": round(share, 4)})}
+            "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4)}
+        seldom = {"plan_changes": self._plan_changes, "look_s": round(self.look_s, 3),
+                  "compiled_graphs": compiled_graphs()}
+        record |= {name: value for name, value in seldom.items() if value}
+        if (share := compiled_share()) is not None:
+            record["compiled_share"] = round(share, 4)
         if self.ranks.leads:
             now_at = self.plan.tokens_at(after.step)
             done = max(1, now_at - self.plan.tokens_at(self._begun_at))

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,11 +22,11 @@ from pipeline.training.engines.engine import Engine
 from pipeline.training.optimizers.schedule import planned_rate
 from pipeline.training.precision import choose_precision
 
-OF_A_PLAN = ("steps", "packing", "sequence_length", "batch_tokens", "mixture", "phases", "grain_tokens", "lr",
-             "min_lr_share", "warmup_steps", "schedule", "decay_steps")
-"""The settings of train that make the plan."""
 FIXED = ("sequence_length", "batch_tokens", "mixture")
 CURVE = ("lr", "lr_end", "schedule", "warmup_steps")
+OWN_CURVE = ("lr", "min_lr_share", "warmup_steps", "schedule", "decay_steps")
+OF_A_PLAN = ("steps", "packing", "phases", "grain_tokens", *FIXED, *OWN_CURVE)
+"""The settings of train that make the plan."""
 
 
 def continued(path: Path, progress: TrainingProgress, plan: str, drift: bool) -> TrainingProgress:
@@ -104,14 +105,18 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
 
 
 def _differences(old: Phase, new: Phase) -> list[str]:
-    values = [(key, getattr(old.train, key), getattr(new.train, key)) for key in FIXED]
-    if old.said is not None and new.said is not None:
-        values += [(key, getattr(old.said, key), getattr(new.said, key)) for key in CURVE]
-    if old.number == 0:
-        values += [(f"train.{key}", getattr(old.train, key), getattr(new.train, key))
-                   for key in ("lr", "min_lr_share", "warmup_steps", "schedule", "decay_steps")]
-    return [f"{key if key.startswith('train.') else f'{new.name}.{key}'}: {was} -> {is_now}"
-            for key, was, is_now in values if was != is_now]
+    before, now = _settings(old, new.name), _settings(new, new.name)
+    return [f"{key}: {before[key]} -> {now[key]}" for key in before if key in now and before[key] != now[key]]
+
+
+def _settings(phase: Phase, name: str) -> dict[str, Any]:
+    """What a phase of this name must keep once it has begun, by key."""
+    found = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
+    if phase.said is not None:
+        found |= {f"{name}.{key}": getattr(phase.said, key) for key in CURVE}
+    if phase.number == 0:
+        found |= {f"train.{key}": getattr(phase.train, key) for key in OWN_CURVE}
+    return found
 
 
 def _until(phase: Phase) -> str:
