@@ -173,6 +173,31 @@ def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool
     return made, True
 
 
+class CurveSink:
+    """A sink that draws curves: it logs those of each step and event.
+
+    Attributes:
+        ended: finish or stop, once that has happened.
+    """
+
+    ended = ""
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Points of curves, by name."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """See Sink."""
+        self.log(curves(record), record["step"])
+
+    def event(self, kind: str, details: dict[str, Any]) -> None:
+        """See Sink."""
+        if kind in ("finish", "stop"):
+            self.ended = kind
+        if found := checkpoint_curves(kind, details):
+            self.log(found, details["step"])
+
+
 class TensorBoard(SinkSettings):
     """Curves and sample texts in `tensorboard/` of the run folder.
 
@@ -188,20 +213,16 @@ class TensorBoard(SinkSettings):
         return _Board(SummaryWriter(str(about.run_folder / "tensorboard"), purge_step=about.first_step + 1))
 
 
-class _Board:
+class _Board(CurveSink):
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
-    def step(self, record: dict[str, Any]) -> None:
-        for name, value in curves(record).items():
-            self._writer.add_scalar(name, value, record["step"])
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         self._writer.add_text(f"samples/{prompt.strip()[:40] or 'empty'}", f"```\n{prompt}{text}\n```", step)
-
-    def event(self, kind: str, details: dict[str, Any]) -> None:
-        for name, value in checkpoint_curves(kind, details).items():
-            self._writer.add_scalar(name, value, details["step"])
 
     def close(self) -> None:
         self._writer.close()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from pipeline.config.section import flatten
-from pipeline.training.sinks.base import About, Sink, SinkSettings, checkpoint_curves, curves, kept_id
+from pipeline.training.sinks.base import About, CurveSink, Sink, SinkSettings, kept_id
 
 AT_ONCE = 100
 """Parameters that MLflow takes in one call."""
@@ -48,9 +48,9 @@ class MLflow(SinkSettings):
         return _MLflowRun(MlflowClient(tracking_uri=uri), self.experiment, about)
 
 
-class _MLflowRun:
+class _MLflowRun(CurveSink):
     def __init__(self, client: Any, experiment: str, about: About) -> None:
-        self._client, self._ending, self._prompts = client, "FAILED", dict[str, int]()
+        self._client, self._prompts = client, dict[str, int]()
 
         def make() -> str:
             found = client.get_experiment_by_name(experiment)
@@ -65,25 +65,17 @@ class _MLflowRun:
         for start in range(0, len(settings), AT_ONCE):
             client.log_batch(self._id, params=settings[start:start + AT_ONCE])
 
-    def step(self, record: dict[str, Any]) -> None:
-        self._log(curves(record), record["step"])
-
     def sample(self, step: int, prompt: str, text: str) -> None:
         number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
         self._client.set_tag(self._id, f"sample {number}", f"after step {step}: {prompt}{text}"[:LONGEST_TAG])
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
-        self._ending = ENDINGS.get(kind, self._ending)
-        if found := checkpoint_curves(kind, details):
-            self._log(found, details["step"])
-
     def close(self) -> None:
-        self._client.set_terminated(self._id, status=self._ending)
+        self._client.set_terminated(self._id, status=ENDINGS.get(self.ended, "FAILED"))
 
-    def _log(self, found: dict[str, float], step: int) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in found.items()])
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
 
 
 class WeightsAndBiases(SinkSettings):
@@ -121,25 +113,17 @@ class WeightsAndBiases(SinkSettings):
         return _WandbRun(run, about.told)
 
 
-class _WandbRun:
+class _WandbRun(CurveSink):
     def __init__(self, run: Any, rows: int) -> None:
-        self._run, self._rows, self._prompts, self._ended_well = run, rows, dict[str, int](), False
-
-    def step(self, record: dict[str, Any]) -> None:
-        self._log(record["step"], curves(record))
+        self._run, self._rows, self._prompts = run, rows, dict[str, int]()
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
-        self._log(step, {f"samples/{number}": f"{prompt}{text}"})
-
-    def event(self, kind: str, details: dict[str, Any]) -> None:
-        self._ended_well |= kind in ("finish", "stop")
-        if found := checkpoint_curves(kind, details):
-            self._log(details["step"], found)
+        self.log({f"samples/{number}": f"{prompt}{text}"}, step)
 
     def close(self) -> None:
-        self._run.finish(exit_code=0 if self._ended_well else 1)
+        self._run.finish(exit_code=0 if self.ended else 1)
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any], step: int) -> None:
         self._rows += 1
         self._run.log({"step": step, **values}, step=self._rows, commit=True)
