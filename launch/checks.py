@@ -20,6 +20,7 @@ from pipeline.config.outside import absent_attention, absent_torchao
 from pipeline.config.phases import PhasePlan
 from pipeline.config.places import blocked, unwritable
 from pipeline.config.shapes import export_problem
+from pipeline.config.shipped import HOOKS
 from pipeline.config.tree import Config
 from pipeline.console import readable
 from pipeline.contract.run import Run, State
@@ -63,7 +64,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     if "train" in running:
         found += [*rank_problems(config, running["train"].ranks), *unusable(config.train.log_to),
-                  *absent_attention(config), *absent_torchao(config)]
+                  *HOOKS.problems(config.train.hooks), *absent_attention(config), *absent_torchao(config)]
         if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
                          "it, or take parallel.engine=fsdp2.")

@@ -87,6 +87,12 @@ def spelled(ranks: Sequence[int]) -> str:
     return ", ".join(found)
 
 
+def first(names: Sequence[str], most: int = 3, what: str = "more") -> str:
+    """The first of some names, and how many others there are: a, b, c and 4 more."""
+    rest = f" and {len(names) - most:,} {what}" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
 @contextmanager
 def quiet_imports() -> Iterator[None]:
     """Hide warnings that libraries log while they are imported: torchao's are of kernels for other GPUs."""

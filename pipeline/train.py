@@ -1,9 +1,9 @@
 """Stage 4: pretrain the decoder on the token shards.
 
-The loop below is the whole of training; what it calls lives in pipeline/training (engines, guards, checkpoints,
-metrics), pipeline/data (which samples, in which order) and pipeline/parallel (the rank grid, how a model is spread).
-The same command continues an interrupted run: weights, moments and the number of samples used come from the newest
-valid checkpoint.
+The loop is in pipeline/training/loop.py; what it calls lives beside it (engines, guards, checkpoints, metrics), in
+pipeline/data (which samples, in which order) and in pipeline/parallel (the rank grid, how a model is spread). The same
+command continues an interrupted run: weights, moments and the number of samples used come from the newest valid
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,32 +23,14 @@ if TYPE_CHECKING:
 
 def train(work: Work) -> None:
     """Train to the configured number of steps and commit, or save and leave when asked to stop."""
-    from pipeline.training.session import Session
+    from pipeline.training.loop import Loop
     from pipeline.training.sinks.base import refuse_unusable
     from pipeline.training.watchdog import Watchdog
 
     if is_leader():  # it alone has sinks
         refuse_unusable(work.config.train.log_to)
-    with Watchdog.of(work) as watchdog, Session(work, watchdog) as session:
-        for step in session.steps():
-            batch = session.batches.next()
-            agreed = session.agree(batch)
-            result = session.update(step, batch, agreed)
-            verdict = session.judge(step, result)
-            if verdict.outcome == "rollback":
-                session.roll_back(verdict)
-                continue
-            session.advance(step, result, verdict, agreed)
-            if session.checkpoint_is_due(step, agreed):
-                session.save()
-            heldout = session.monitor.validate(step)
-            fp8 = session.monitor.watch_fp8(step, batch, agreed.targets)
-            session.monitor.log(session.progress, heldout, fp8)
-            session.monitor.draw_samples(step)
-            session.end_step()
-            if agreed.stop and session.unfinished:
-                return session.leave(agreed.stop)
-        session.finish()
+    with Watchdog.of(work) as watchdog, Loop(work, watchdog) as loop:
+        loop.run()
 
 
 if __name__ == "__main__":

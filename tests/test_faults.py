@@ -18,6 +18,7 @@ from pipeline.contract.stages import STAGES
 from pipeline.contract.state import read_attempts
 from tests.conftest import REPOSITORY, environment, start_stage, write_config
 from tests.cut_off import cut_off_stage
+from tests.faulty import HOOKS
 from tests.stages.training import curve, kill
 from tests.waiting import HANG_S, wait_for
 
@@ -105,7 +106,8 @@ def test_kill_9_anywhere_in_the_chain_changes_nothing(tmp_path, corpus, undistur
 def test_a_killed_rank_on_one_box_is_started_again_and_changes_nothing(before, undisturbed):
     config = before("train")
     ended = subprocess.run([sys.executable, "launch/submit.py", "--stage", "train", "--config", str(config),
-                            "--cluster", "local"], env={**environment(), "DROVER_FAULTS": "kill:rank=1,step=7"},
+                            "--cluster", "local", f"train.hooks={HOOKS}"],
+                           env={**environment(), "DROVER_FAULTS": "kill:rank=1,step=7"},
                            cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=HANG_S)
     assert ended.returncode == 0 and "killed; starting again" in ended.stderr, ended.stderr
     assert_same(config, undisturbed, "train")

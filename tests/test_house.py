@@ -195,7 +195,7 @@ def all_of(*rooms):
     (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
     ("import tools.audit, pipeline.training.data.opening, tools.where.forward, tools.where.inverse", {"numpy"}),
     ("import pipeline.encode", {"numpy"}),  # which its workers import
-    ("import pipeline.training.session", {"torch", "numpy"}),
+    ("import pipeline.training.loop", {"torch", "numpy"}),
     (all_of("pipeline/reporting"), {"numpy", "matplotlib", "jinja2"}),
     ("import torch; from model.attention.choosing import Where, choose; from model.config import ModelConfig; "
      "from pipeline.formats.huggingface import parameter_shapes; "

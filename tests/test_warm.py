@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, environment, stage_command, start_stage
+from tests.faulty import HOOKS
 from tests.stages.training import descendants, kill, lines, rank_process, start
 from tests.waiting import wait_for
 
@@ -26,7 +27,7 @@ def test_words_and_status_are_those_of_a_cold_process(place, overrides):
 
 
 def test_its_environment_is_its_own(fresh):
-    process = start_stage("train", fresh, *LONG, DROVER_FAULTS="kill:rank=0,step=2", HERE="1")
+    process = start_stage("train", fresh, *LONG, f"train.hooks={HOOKS}", DROVER_FAULTS="kill:rank=0,step=2", HERE="1")
     assert process.wait() == -signal.SIGKILL and "HERE" not in os.environ
     assert (fresh.parent / "runs/mini/train/faults/kill-rank0-step2").is_file()
 

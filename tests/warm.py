@@ -39,7 +39,7 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.utils.tensorboard",
-            "numpy.ma", "sentencepiece", "pipeline.training.session", "pipeline.training.watchdog",
+            "numpy.ma", "sentencepiece", "pipeline.training.loop", "tests.faulty", "pipeline.training.watchdog",
             "pipeline.training.engines.fsdp")
 """What every child finds imported."""
 MORE = {"convert": ("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto"),

@@ -14,7 +14,7 @@ from pipeline.config.data import FilesSource, HubSource, StdlibSource
 from pipeline.config.partial import UnknownSettingError, known_part
 from pipeline.config.plugins import left_out, load_plugins
 from pipeline.config.shapes import shape_in
-from pipeline.config.shipped import FILTERS, SINKS
+from pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from pipeline.config.tree import Config
 from pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
 from pipeline.errors import UserError, listed
@@ -284,7 +284,7 @@ def _item_class(kind: Any, setting: str) -> Any:
     """The section of an item of a list by its kind; None in a list without kinds."""
     if setting == "shard.sources":
         return {"stdlib": StdlibSource, "files": FilesSource, "hf": HubSource}.get(kind)
-    return next((kinds.shipped_class(kind) for kinds in (FILTERS, SINKS) if kinds.setting == setting), None)
+    return next((kinds.shipped_class(kind) for kinds in (FILTERS, HOOKS, SINKS) if kinds.setting == setting), None)
 
 
 def refusal(found: list[str], path: Path | str) -> UserError:

@@ -1,6 +1,7 @@
 """What ships of the kinds that settings name, as "module:Class": nothing of it is imported before it is asked for.
 
-How one adds a filter is told in pipeline/data/filters/base.py, a log sink in pipeline/training/sinks/base.py.
+How one adds a filter is told in pipeline/data/filters/base.py, a log sink in pipeline/training/sinks/base.py, a hook in
+pipeline/training/hooks.py.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "pipeline.data.filters.ba
     "decontamination": "pipeline.data.filters.decontamination:Decontamination"})
 
 SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "pipeline.training.sinks.base:SinkSettings", {
-    "tensorboard": "pipeline.training.sinks.tensorboard:TensorBoard",
-    "wandb": "pipeline.training.sinks.weights_and_biases:WeightsAndBiases",
-    "mlflow": "pipeline.training.sinks.mlflow:MLflow"})
+    "tensorboard": "pipeline.training.sinks.base:TensorBoard",
+    "wandb": "pipeline.training.sinks.network:WeightsAndBiases",
+    "mlflow": "pipeline.training.sinks.network:MLflow"})
+
+HOOKS: Kinds[Any] = Kinds("train.hooks", "hook", "pipeline.training.hooks:HookSettings", {})
 
 
 def name_of(item: Kind) -> str:

@@ -12,9 +12,10 @@ from pipeline.config.mixture import Mixture
 from pipeline.config.optimizers import Setting
 from pipeline.config.phases import PhaseConfig, PhasePlan
 from pipeline.config.section import Section, added, execution
-from pipeline.config.shipped import SINKS
+from pipeline.config.shipped import HOOKS, SINKS
 
 LogSink = Annotated[SerializeAsAny[Kind], PlainValidator(SINKS.read)]
+TrainingHook = Annotated[SerializeAsAny[Kind], PlainValidator(HOOKS.read)]
 
 Activation = Literal["attention", "wq", "wk", "wv", "wo", "w1", "w3", "w2"]
 """The parts of a block whose results activation checkpointing can keep, in the order in which they are computed."""
@@ -210,6 +211,9 @@ class TrainConfig(Section):
     """Where metrics, sample texts and events go beside the JSON lines in the train folder, which are always written:
     any of tensorboard, wandb, mlflow, my_module:MySink, each with its settings, as in
     [tensorboard, {kind: wandb, project: ours}]. One that fails is switched off and stops nothing; docs/training.md."""
+    hooks: list[TrainingHook] = execution([])
+    """What takes part in training beside the loop, of your own: guards, watchers. Each is my_module:MyHook, with its
+    settings (pipeline/training/hooks.py says how to write one)."""
     heldout_every: int = execution(100, gt=0)
     """Steps between two measurements of held-out bits per byte; also done at the last step."""
     heldout_tokens: int = execution(65536, gt=0)

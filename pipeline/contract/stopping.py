@@ -37,21 +37,24 @@ class StopRequest:
 
     Args:
         warned_s: seconds from the warning to the time limit.
+        signals: that are heard besides SIGNALS.
+        waits: whether the process looks at `heard` by itself, and is never taken out of its work.
     """
 
-    def __init__(self, warned_s: float = 120.0) -> None:
+    def __init__(self, warned_s: float = 120.0, signals: tuple[signal.Signals, ...] = (), waits: bool = False) -> None:
         self._grace = GRACE * warned_s
+        self._signals = (*SIGNALS, *signals)
         self._asked: set[str] = set()
         self._before: dict[signal.Signals, Any] = {}
         self._until = math.inf
-        self._waits = self._works = False
+        self._waits, self._works = waits, False
 
     def __enter__(self) -> StopRequest:
         here = threading.current_thread() is threading.main_thread()  # only there can signals be heard
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS} if here else {}
+        self._before = {number: signal.signal(number, self._note) for number in self._signals} if here else {}
         if here:
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
-            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -101,14 +101,14 @@ class CopiedCheckpoints:
         """Make the copy count no more, if there is one: what it is made of may be put again, or removed."""
         self.store.delete([f"{prefix_of(step)}{COPY}"])
 
-    def remove(self, step: int) -> None:
-        """Remove a copy, copy.json first."""
-        self.reopen(step)
-        self.store.delete([entry.path for entry in self.store.list(checkpoint_name(step))])
+    def remove(self, *steps: int) -> None:
+        """Remove copies, copy.json first."""
+        for step in steps:
+            self.reopen(step)
+            self.store.delete([entry.path for entry in self.store.list(checkpoint_name(step))])
 
     def prune(self, keep: int, permanent_every: int | None) -> list[int]:
         """Remove all but the newest `keep` copies and permanent ones; the steps that went."""
         gone = [step for step in self.found().whole[:-keep] if permanent_every is None or step % permanent_every]
-        for step in gone:
-            self.remove(step)
+        self.remove(*gone)
         return gone

@@ -22,7 +22,7 @@ from pipeline.contract.signed import MessageError
 from pipeline.errors import UserError
 
 MADE = {"Index": "pipeline.formats.shard_index", "Entry": "pipeline.formats.shard_index",
-        "Run": "pipeline.formats.shard_index", "Job": "pipeline.training.copies.copier",
+        "Run": "pipeline.formats.shard_index",
         "Rollback": "pipeline.records.rollbacks", "Damage": "pipeline.data.sampling.shard_checks",
         "ShardTable": "pipeline.data.shard_table", "Chosen": "pipeline.data.chosen_documents",
         "HeldoutText": "pipeline.evaluation.bits_per_byte", "DamagedCopyError": "pipeline.copies.transfer",

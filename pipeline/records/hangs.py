@@ -23,8 +23,6 @@ from pipeline.files import append_line, read_lines, read_record, write_sealed
 HUNG_STATUS = 14
 """How a process that found itself hanging ends."""
 HANGS = "hangs"
-COMPLETE = "complete"
-"""In the folder of a start: all ranks have written."""
 PLACES = "places.json"
 """In the train folder: on which node each rank of the last start runs."""
 IN_FULL = 64

@@ -15,7 +15,15 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.files import sha256_file, sync, write_sealed
 from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress, checkpoint_name, step_of, whole_marker
+from pipeline.records.checkpoints import (
+    FORMAT,
+    MARKER,
+    TrainingProgress,
+    checkpoint_name,
+    complete_checkpoints,
+    step_of,
+    whole_marker,
+)
 
 
 class Checkpoints:
@@ -38,15 +46,20 @@ class Checkpoints:
     def publish(self, temporary: Path, records: list[dict[str, Any]], progress: TrainingProgress,
                 about: dict[str, Any]) -> Path:
         """Give a written folder its name, then its marker: from that moment it counts. For one rank."""
-        final = self.path(progress.step)
+        final = self.place(temporary, progress.step)
+        write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
+                                      "world_size": self.ranks.world, **about})
+        return final
+
+    def place(self, temporary: Path, step: int) -> Path:
+        """Give a written folder, still without a marker, the name of the checkpoint after `step`. For one rank."""
+        final = self.path(step)
         if final.exists():  # damaged, or it would have been loaded: the marker goes first
             (final / MARKER).unlink(missing_ok=True)
             shutil.rmtree(final)
         sync(temporary)
         temporary.rename(final)
         sync(self.folder)
-        write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
-                                      "world_size": self.ranks.world, **about})
         return final
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
@@ -108,9 +121,7 @@ class Checkpoints:
         """Remove all but the newest `keep` complete checkpoints, permanent and needed ones; markers go first."""
         if not self.ranks.leads:
             return
-        complete = sorted(path for path in self.folder.glob("step-*")
-                          if path.suffix != ".damaged" and (path / MARKER).is_file())
-        for path in complete[:-keep]:
+        for path in complete_checkpoints(self.folder.parent)[:-keep]:
             step = step_of(path)
             if (permanent_every is None or step % permanent_every) and not self.needed(step):
                 (path / MARKER).unlink()

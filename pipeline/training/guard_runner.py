@@ -1,4 +1,4 @@
-"""What watches over training: guards that judge each step, rollbacks, equal replicas, and faults that tests inject."""
+"""The guards of an attempt at training: they judge each step, and rollbacks leave samples out for good."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from pipeline.contract.stage_work import Work
 from pipeline.data.exclusion import Range
 from pipeline.data.provenance import documents_of, named
 from pipeline.data.sampling.loader import TrainingData
-from pipeline.errors import UserError
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
-from pipeline.training.engines.engine import Engine, StepResult
-from pipeline.training.fault_injection import Faults
+from pipeline.training.engines.engine import StepResult
 from pipeline.training.guards import Guards, Verdict
-from pipeline.training.replicas import addends, balanced, compare, explain, fingerprint
 
 Log = Callable[..., None]
 """(event, **details): to events.jsonl, from rank 0."""
@@ -26,22 +23,16 @@ Log = Callable[..., None]
 class GuardRunner:
     """The guards of one attempt at training. Every method is called on all ranks alike.
 
-    Args:
-        nodes: on which each rank runs.
-
     Attributes:
         guards: what judges the steps.
         excluded: sample numbers that rollbacks have left out.
         rollbacks: all of the run.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, nodes: Sequence[str], data: TrainingData, config: GuardConfig,
-                 batch_sequences: int, say: Callable[[str], None]) -> None:
+    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, config: GuardConfig, batch_sequences: int,
+                 say: Callable[[str], None]) -> None:
         self.folder, self.ranks, self.data, self.config = work.folder, ranks, data, config
         self.batch_sequences, self.say = batch_sequences, say
-        self.faults = Faults.from_environment(ranks.rank, work.folder, work.say)
-        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
-        self._last_equal = 0
 
     def begin(self, progress: TrainingProgress) -> None:
         """Go on from `progress`: after a start, and after each rollback."""
@@ -50,19 +41,6 @@ class GuardRunner:
         self.data.leave_out(self.excluded)
         self.guards = Guards(self.config, progress.guards or None, len(self.rollbacks),
                              describe=self._described)
-        self._last_equal = progress.step
-
-    def before(self, step: int, engine: Engine, asked: Callable[[], bool]) -> None:
-        """Let injected faults happen in step number `step`, counted from 1, and compare replicas in it if that is due.
-
-        That is before the update: ZeRO's update overwrites all copies of a weight, and what was wrong in one with it.
-        asked: whether this rank has been asked to end.
-        """
-        self.faults.before_step(step, engine.model, asked)
-        engine.loss_factor = self.faults.loss_factor(step)
-        every = self.config.replica_hash_every
-        due = every is not None and step % every == 0
-        engine.before_update = (lambda: self.compare_replicas(engine, step)) if due else lambda: None
 
     def judge(self, step: int, result: StepResult, progress: TrainingProgress, can_roll_back: bool,
               log: Log) -> Verdict:
@@ -97,29 +75,3 @@ class GuardRunner:
         fields = {"skipped": verdict.skipped, "left_out": [list(part) for part in left_out],
                   "rollbacks": len(self.rollbacks)}
         return {name: value for name, value in fields.items() if value}
-
-    def compare_replicas(self, engine: Engine, step: int) -> None:
-        """Stop if weights of which several ranks hold copies are not equal to the last bit. One sum over ranks tells;
-        only where it says so do they all tell rank 0 what they hold.
-
-        Raises:
-            UserError: they differ; says which, and on which ranks.
-        """
-        if self.ranks.world == 1:
-            return
-        held = list(engine.replicated_weights())  # of a pipeline, some ranks may hold copies while others do not
-        values = fingerprint(weight.tensor for weight in held)
-        if balanced(self.ranks.sum(*addends(zip(held, values, strict=True)))):
-            self._last_equal = step
-            return
-        mine = [(weight.name, weight.place, value) for weight, value in zip(held, values, strict=True)]
-        collected = self.ranks.collect(mine)
-        copies: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
-        for rank, found in enumerate(collected):
-            for name, place, value in found:
-                copies.setdefault((name, place), []).append((value, self._names[rank]))
-        differences = [text for (name, _), group in copies.items() if len({value for value, _ in group}) > 1
-                       for text in compare([[value] for value, _ in group], [name], [label for _, label in group])]
-        if differences := self.ranks.same(differences):
-            raise UserError(explain(differences, step, self._last_equal))
-        self._last_equal = step

@@ -55,16 +55,14 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool)
             _keep_settings(work, None)
         yield own
         return
-    path, problem, compared = Path(start), None, ""
-    if ranks.leads:
-        try:
-            refuse_other_shape(path, model)
-            compared = refuse_other_tokenizer(path, work.input("tokenizer")[0] / "hf")
-            _keep_settings(work, path)
-        except UserError as error:
-            problem = error
-    if problems := [found for found in ranks.gather(problem) if found is not None]:
-        raise problems[0]
+    path = Path(start)
+
+    def checked() -> str:
+        refuse_other_shape(path, model)
+        compared = refuse_other_tokenizer(path, work.input("tokenizer")[0] / "hf")
+        _keep_settings(work, path)
+        return compared
+    compared = ranks.by_leader(checked)
     with open_weights(path) as weights:
         if ranks.leads:
             work.say(f"starts from the weights in {weights.path} ({weights.form}; {compared})"

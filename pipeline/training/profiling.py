@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import DeviceType
@@ -20,8 +19,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from pipeline.config.training import ProfileConfig
 from pipeline.files import copy_file, write_text
-from pipeline.parallel.ranks import Ranks
-from pipeline.training.watchdog import Watchdog
+from pipeline.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from pipeline.training.loop import Loop
 
 PROFILE = "profile"
 ROWS, TOLD = 40, 5
@@ -30,98 +31,85 @@ ALLOCATIONS = 200_000
 """The most allocations and releases that a memory snapshot goes back over."""
 
 
-class Profiling:
-    """Profiles the steps of this start that `train.profile` names, on the ranks that it names.
+class Profiling(Hook):
+    """Profiles the steps of this start that `train.profile` names, on the ranks that it names."""
 
-    Args:
-        folder: the train stage's.
-        event: records what happened.
-    """
-
-    def __init__(self, config: ProfileConfig, folder: Path, ranks: Ranks, watchdog: Watchdog,
-                 say: Callable[[str], None], event: Callable[..., None]) -> None:
-        self.config, self.folder, self.ranks, self.watchdog = config, folder / PROFILE, ranks, watchdog
-        self._say, self._event = say, event
+    def __init__(self, config: ProfileConfig, start: int) -> None:
+        self.config, self.start, self.last = config, start, start + config.steps - 1
         self._done = self._first = 0
         self._profile: profile | None = None
-        self._last = None if config.start is None else config.start + config.steps - 1
 
-    def begin(self, done: int) -> None:
-        """The first step of this start comes next, after `done` steps of the run."""
-        self._begin_if_due(done)
+    def on_start(self, loop: Loop) -> None:
+        """See Hook."""
+        self._begin_if_due(loop)
 
-    def step(self, step: int) -> None:
-        """Step number `step` of the run is done. After the last one that is profiled, all ranks wait until it is
-        written, and rank 0 tells what took most on each."""
-        if self._last is None or self._done >= self._last:
-            return
+    def after_step(self, loop: Loop) -> None:
+        """After the last step that is profiled, all ranks wait until it is written, and rank 0 tells what took most on
+        each."""
         self._done += 1
-        if self._done < self._last:
+        if self._done < self.last:
             if self._profile is not None:
                 self._profile.step()
-            self._begin_if_due(step)
-            return
-        with self.watchdog.paused(self.ranks.barrier):
-            try:
-                shares, problem = self._write(step), ""
-            except (OSError, RuntimeError) as error:  # what is only looked at stops no training
-                shares, problem = {}, f"the profile of rank {self.ranks.rank} could not be written: {error}"
-            for rank, (found, wrong) in enumerate(self.ranks.collect((shares, problem))):
-                self._tell(step, rank, found, wrong)
+            self._begin_if_due(loop)
+        elif self._done == self.last:
+            with loop.watchdog.paused(loop.ranks.barrier):
+                try:
+                    told: Any = self._write(loop)
+                except (OSError, RuntimeError) as error:  # what is only looked at stops no training
+                    told = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
+                for rank, found in enumerate(loop.ranks.collect(told)):
+                    self._tell(loop, rank, found)
 
-    def _tell(self, step: int, rank: int, shares: dict[str, float], problem: str) -> None:
-        if problem:
-            self._say(problem)
-        elif shares:
-            self._event(PROFILE, step=step, steps=self.config.steps, rank=rank, shares=shares)
-            most = ", ".join(f"{name} {share:.0%}" for name, share in list(shares.items())[:TOLD])
-            self._say(f"profiled {self.config.steps} steps up to step {step} on rank {rank}; most time: {most}; more "
-                      f"in {self.folder}")
-
-    def end(self) -> None:
-        """Training ends. What was to be profiled and was not done by then is dropped, and this is said."""
-        if self._last is not None and self._done < self._last:
-            self._say(f"train.profile: training ended after {self._done} steps of this start, before the "
-                      f"{self._last} that were to be done; no profile is written")
+    def on_end(self, loop: Loop) -> None:
+        """See Hook. What was to be profiled and was not done by then is dropped, and this is said."""
+        if self._done < self.last:
+            loop.say(f"train.profile: training ended after {self._done} steps of this start, before the {self.last} "
+                     f"that were to be done; no profile is written")
         if self._profile is not None:
             with suppress(RuntimeError):
                 self._profile.stop()
-            self._profile = None
 
-    def _begin_if_due(self, done: int) -> None:
+    def _begin_if_due(self, loop: Loop) -> None:
         """Start one step early, where there is one: the first step under the profiler pays for its setting up."""
-        start = self.config.start
-        if start is None or self._done != max(0, start - 2) or self.ranks.rank not in self.config.ranks:
+        if self._done != max(0, self.start - 2) or loop.ranks.rank not in self.config.ranks:
             return
-        early = min(1, start - 1)
-        gpu, self._first = self.ranks.device.type == "cuda", done + early + 1
+        early = min(1, self.start - 1)
+        gpu, self._first = loop.ranks.device.type == "cuda", loop.progress.step + early + 1
         self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu],
                                 schedule=schedule(wait=0, warmup=early, active=self.config.steps))
         self._profile.start()
         if gpu:
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
 
-    def _write(self, step: int) -> dict[str, float]:
+    def _write(self, loop: Loop) -> dict[str, float]:
         """Write what this rank has; the shares of its operations, {} where it is not profiled."""
         if self._profile is None:
             return {}
         found, self._profile = self._profile, None
         found.stop()
-        base = f"steps-{self._first}-{step}.rank{self.ranks.rank}"
+        folder, on = loop.work.folder / PROFILE, "device" if loop.ranks.device.type == "cuda" else "cpu"
+        base = f"steps-{self._first}-{loop.progress.step}.rank{loop.ranks.rank}"
         with tempfile.TemporaryDirectory() as scratch:  # torch writes to paths, and not atomically
-            trace = Path(scratch) / "trace.json.gz"
+            trace, memory = Path(scratch) / "trace.json.gz", Path(scratch) / "memory.pickle"
             found.export_chrome_trace(str(trace))
-            copy_file(trace, self.folder / f"{base}.{trace.name}")
-            if self.ranks.device.type == "cuda":
-                memory = Path(scratch) / "memory.pickle"
+            copy_file(trace, folder / f"{base}.{trace.name}")
+            if on == "device":
                 torch.cuda.memory._dump_snapshot(str(memory))
                 torch.cuda.memory._record_memory_history(enabled=None)
-                copy_file(memory, self.folder / f"{base}.{memory.name}")
+                copy_file(memory, folder / f"{base}.{memory.name}")
         averages = found.key_averages()
-        on = "device" if self.ranks.device.type == "cuda" else "cpu"
-        write_text(self.folder / f"{base}.operations.txt",
-                   averages.table(sort_by=f"self_{on}_time_total", row_limit=ROWS))
+        write_text(folder / f"{base}.operations.txt", averages.table(sort_by=f"self_{on}_time_total", row_limit=ROWS))
         return shares_of(averages, on)
+
+    def _tell(self, loop: Loop, rank: int, found: dict[str, float] | str) -> None:
+        if isinstance(found, str):
+            loop.say(found)
+        elif found:
+            steps = self.config.steps
+            loop.recorder.event(PROFILE, step=loop.progress.step, steps=steps, rank=rank, shares=found)
+            most = ", ".join(f"{name} {share:.0%}" for name, share in list(found.items())[:TOLD])
+            loop.say(f"profiled {steps} steps up to step {loop.progress.step} on rank {rank}; most time: {most}; more "
+                     f"in {loop.work.folder / PROFILE}")
 
 
 def shares_of(averages: Any, on: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 from pipeline.config.loading import config_hash
-from pipeline.console import spelled
+from pipeline.console import first, spelled
 from pipeline.contract.run import code_hashes
 from pipeline.contract.stage_work import Work
 from pipeline.contract.stages import REPOSITORY, STAGES
@@ -76,8 +76,7 @@ class RankAgreement:
     def problem(self) -> str:
         """Why these ranks must not go on together, in a sentence or two; empty if they may."""
         for key, name in MUST_AGREE.items():
-            if differing := self._groups([getattr(member, key) for member in self.members]):
-                held = ", ".join(f"{value[:12] or 'none'} on {who}" for value, who in differing)
+            if held := self._differing([getattr(member, key) for member in self.members], "none", 12):
                 return (f"The ranks do not run the same thing: {name} {held}. Start all of them from one folder, with "
                         f"one environment and one command.")
         meant = sorted({member.world for member in self.members if member.world is not None})
@@ -88,37 +87,37 @@ class RankAgreement:
 
     def warning(self) -> str:
         """What is slow, not wrong, in these ranks; empty if nothing is."""
-        if differing := self._groups([member.device or "CPU" for member in self.members]):
-            held = ", ".join(f"{device} on {who}" for device, who in differing)
-            return f"warning: the devices differ ({held}); the slowest of them sets the pace"
-        return ""
+        held = self._differing([member.device or "" for member in self.members], "CPU")
+        return f"warning: the devices differ ({held}); the slowest of them sets the pace" if held else ""
 
     def __str__(self) -> str:
         """`4 ranks on 2 nodes: n1 0-1, n2 2-3; CPU; torch 2.13.0`."""
-        placed: dict[str, list[int]] = {}
-        for rank, node in enumerate(self.nodes):
-            placed.setdefault(node, []).append(rank)
-        shown = ", ".join(f"{node} {spelled(held)}" for node, held in list(placed.items())[:SHOWN_NODES])
-        more = f" and {len(placed) - SHOWN_NODES} more nodes" if len(placed) > SHOWN_NODES else ""
-        first, devices = self.members[0], dict.fromkeys(member.device or "CPU" for member in self.members)
-        nccl = f", NCCL {first.nccl}" if first.nccl else ""
-        return (f"{_count(len(self.members), 'rank')} on {_count(len(placed), 'node')}: {shown}{more}; "
-                f"{' and '.join(devices)}; torch {first.torch}{nccl}")
+        placed = [f"{node} {spelled(held)}" for node, held in _places(self.nodes).items()]
+        one, devices = self.members[0], dict.fromkeys(member.device or "CPU" for member in self.members)
+        return (f"{_count(len(self.members), 'rank')} on {_count(len(placed), 'node')}: "
+                f"{first(placed, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one.torch}"
+                f"{f', NCCL {one.nccl}' if one.nccl else ''}")
 
-    def _groups(self, values: Sequence[str]) -> list[tuple[str, str]]:
-        """(value, who has it), the most frequent first; [] where all have the same."""
-        found: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            found.setdefault(value, []).append(rank)
-        if len(found) == 1:
-            return []
-        return [(value, self._who(held)) for value, held in sorted(found.items(), key=lambda item: -len(item[1]))]
+    def _differing(self, values: Sequence[str], nothing: str, shown: int | None = None) -> str:
+        """Which ranks have which of the values, the most frequent first; "" where all have the same.
 
-    def _who(self, held: Sequence[int]) -> str:
-        nodes = list(dict.fromkeys(self.members[rank].node for rank in held))
-        more = f" and {len(nodes) - SHOWN_NODES} more" if len(nodes) > SHOWN_NODES else ""
-        return (f"rank{'' if len(held) == 1 else 's'} {spelled(held)} (node{'' if len(nodes) == 1 else 's'} "
-                f"{', '.join(nodes[:SHOWN_NODES])}{more})")
+        nothing: what an empty value is called. shown: so many characters of each.
+        """
+        found = sorted(_places(values).items(), key=lambda item: -len(item[1]))
+        return "" if len(found) == 1 else ", ".join(
+            f"{value[:shown] or nothing} on {self._who(ranks)}" for value, ranks in found)
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        nodes, several = list(dict.fromkeys(self.nodes[rank] for rank in ranks)), "s" * (len(ranks) > 1)
+        return f"rank{several} {spelled(ranks)} (node{'s' * (len(nodes) > 1)} {first(nodes, SHOWN_NODES)})"
+
+
+def _places(values: Sequence[str]) -> dict[str, list[int]]:
+    """Where each value stands."""
+    found: dict[str, list[int]] = {}
+    for place, value in enumerate(values):
+        found.setdefault(value, []).append(place)
+    return found
 
 
 def with_code(members: Sequence[Member]) -> tuple[Member, ...]:
@@ -134,11 +133,11 @@ def node_name() -> str:
 
 
 def _describe_this(ranks: Ranks, work: Work) -> Member:
-    meant, first = os.environ.get("DROVER_RANKS"), os.environ.get("LOCAL_RANK", "0") == "0"
+    meant, hashes = os.environ.get("DROVER_RANKS"), os.environ.get("LOCAL_RANK", "0") == "0"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else ""
     return Member(node=node_name(), device=ranks.device_name, torch=str(torch.__version__),
                   python=platform.python_version(), nccl=nccl,
-                  code=sha256_json(code_hashes(STAGES[work.name], work.config)) if first else "",
+                  code=sha256_json(code_hashes(STAGES[work.name], work.config)) if hashes else "",
                   config=sha256_json([config_hash(work.config), work.asked]), chain=os.environ.get("DROVER_CHAIN", ""),
                   world=int(meant) if meant else None, folder=str(REPOSITORY))
 

@@ -15,12 +15,11 @@ from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress
 from pipeline.records.goodput import first_start
 from pipeline.records.metrics import PLAN_CHANGED, plan_changes
-from pipeline.training.async_saver import Saved
 from pipeline.training.device_facts import allocator_facts, compiled_graphs, memory_mb, peak_flops
 from pipeline.training.engines.engine import StepResult
 from pipeline.training.guards import json_number
 from pipeline.training.progress_line import ProgressLine
-from pipeline.training.sinks.log import open_log
+from pipeline.training.sinks.base import open_log
 
 
 class Recorder:
@@ -77,11 +76,12 @@ class Recorder:
             "memory_mb": round(memory_mb(self.ranks.device), 1), **allocator_facts(self.ranks.device),
             "mfu": None if self._peak is None else round(tokens_per_s * self.flops_per_token / self._peak, 4),
             "time": round(now, 3), "train_s": trained,
-            "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4),
-            **({"plan_changes": self._plan_changes} if self._plan_changes else {}),
-            **({"look_s": round(self.look_s, 3)} if self.look_s else {}),
-            **({"compiled_graphs": graphs} if (graphs := compiled_graphs()) else {}),
-            **({} if (share := compiled_share()) is None else {"compiled_share": round(share, 4)})}
+            "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4)}
+        seldom = {"plan_changes": self._plan_changes, "look_s": round(self.look_s, 3),
+                  "compiled_graphs": compiled_graphs()}
+        record |= {name: value for name, value in seldom.items() if value}
+        if (share := compiled_share()) is not None:
+            record["compiled_share"] = round(share, 4)
         if self.ranks.leads:
             now_at = self.plan.tokens_at(after.step)
             done = max(1, now_at - self.plan.tokens_at(self._begun_at))
@@ -107,12 +107,6 @@ class Recorder:
         """From now on, after `step` steps, training goes along another plan."""
         self._plan_changes += 1
         self.event(PLAN_CHANGED, step=step, number=self._plan_changes, changes=changes)
-
-    def saves(self, ended: list[Saved]) -> None:
-        """Saves that ended."""
-        if self.log is not None:
-            for saved in ended:
-                self.log.event(saved.event, **saved.details)
 
     def close(self) -> None:
         """Make everything durable; nothing is recorded any more."""

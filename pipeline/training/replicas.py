@@ -7,14 +7,21 @@ fingerprint of each weight is cheap enough to compare now and then; a flipped bi
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pipeline.errors import listed
+from pipeline.errors import UserError, listed
 from pipeline.parallel.grid import own
-from pipeline.training.engines.engine import LocalWeights
+from pipeline.parallel.ranks import Ranks
+from pipeline.training.engines.engine import Engine, LocalWeights
+from pipeline.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from pipeline.training.loop import Loop
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of the same size, by bytes, as which weights are seen bit by bit."""
@@ -67,28 +74,70 @@ def _number(*of: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
 
 
-def compare(fingerprints: Sequence[Sequence[int]], names: Sequence[str],
-            replicas: Sequence[str] | None = None) -> list[str]:
-    """Where replicas differ, a sentence per tensor; empty if they are equal.
+class ReplicaCheck(Hook):
+    """Compares replicas every so many steps and before each save.
+
+    nodes: on which each rank runs. every: steps; None: never.
+    """
+
+    def __init__(self, ranks: Ranks, nodes: Sequence[str], every: int | None) -> None:
+        self.ranks, self.every = ranks, every
+        self._labels = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
+        self._last_equal = 0
+
+    def on_start(self, loop: Loop) -> None:
+        """See Hook."""
+        self._last_equal = loop.progress.step
+
+    def before_step(self, loop: Loop) -> None:
+        """Compare in this step if that is due, before the update: ZeRO's update overwrites all copies of a weight, and
+        what was wrong in one with it."""
+        step = loop.progress.step + 1
+        self._last_equal = min(self._last_equal, step - 1)  # after a rollback
+        due = self.every is not None and step % self.every == 0
+        loop.engine.before_update = (lambda: self.compare(loop.engine, step)) if due else lambda: None
+
+    def on_save(self, loop: Loop) -> None:
+        """One of the replicas is what is saved."""
+        if self.every is not None:
+            self.compare(loop.engine, loop.progress.step)
+
+    def compare(self, engine: Engine, step: int) -> None:
+        """Stop if weights of which several ranks hold copies are not equal to the last bit. One sum over ranks tells;
+        only where it says so do they all send rank 0 what they hold.
+
+        Raises:
+            UserError: they differ; says which, and on which ranks.
+        """
+        if self.ranks.world == 1:
+            return
+        held = list(engine.replicated_weights())  # of a pipeline, some ranks may hold copies while others do not
+        values = fingerprint(weight.tensor for weight in held)
+        if not balanced(self.ranks.sum(*addends(zip(held, values, strict=True)))):
+            collected = self.ranks.collect([(weight.name, weight.place, value)
+                                            for weight, value in zip(held, values, strict=True)])
+            if found := self.ranks.same(differences(self._labels, collected)):
+                raise UserError(explain(found, step, self._last_equal))
+        self._last_equal = step
+
+
+def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[int, ...], int]]]) -> list[str]:
+    """Where copies of weights differ, a sentence for each weight.
 
     Args:
-        fingerprints: of every replica, over the same tensors.
-        names: of the tensors.
-        replicas: what the replicas are called, e.g. `rank 3 on node7`; by default `replica 0` and so on.
+        labels: of the ranks, e.g. `rank 3 on node7`.
+        held: by rank, (name, place, fingerprint) of each weight that it holds a copy of.
     """
-    replicas = replicas or [f"replica {number}" for number in range(len(fingerprints))]
-    found = []
-    for name, values in zip(names, zip(*fingerprints, strict=True), strict=True):
-        groups: dict[int, list[str]] = {}
-        for replica, value in zip(replicas, values, strict=True):
-            groups.setdefault(value, []).append(replica)
-        if len(groups) > 1:
-            found.append(f"{name}: {_odd_ones(sorted(groups.values(), key=len, reverse=True), len(values))}")
-    return found
+    found: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for label, weights in zip(labels, held, strict=False):  # on other ranks than the first there is nothing
+        for name, place, value in weights:
+            found[name, place][value].append(label)
+    return [f"{name}: {_odd_ones(sorted(by_value.values(), key=len, reverse=True))}"
+            for (name, _), by_value in found.items() if len(by_value) > 1]
 
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:
-    """What to tell the user when `compare` found something in `step`; after `last_equal` all was still equal."""
+    """What to tell the user of `differences` in `step`; after `last_equal` all was still equal."""
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
     return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
             f"{listed(list(found[:3]))}{more}. No rounding explains that: memory or a processor has gone wrong since "
@@ -96,8 +145,9 @@ def explain(found: Sequence[str], step: int, last_equal: int) -> str:
             f"named, or leave it out, and run the same command again: it continues from the last checkpoint.")
 
 
-def _odd_ones(groups: list[list[str]], count: int) -> str:
-    if 2 * len(groups[0]) > count:
-        odd = [replica for group in groups[1:] for replica in group]
+def _odd_ones(groups: Sequence[Sequence[str]]) -> str:
+    """Which replicas differ from the majority; groups: those that are equal, the largest first."""
+    odd = [label for group in groups[1:] for label in group]
+    if len(groups[0]) > len(odd):
         return f"{', '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the other {len(groups[0])}"
     return f"{' | '.join(', '.join(group) for group in groups)} differ, and which of them is right cannot be told"

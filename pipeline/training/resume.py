@@ -4,30 +4,29 @@ is being followed: phases to come may change, those that have begun may not."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from pipeline.config.phases import Phase, PhasePlan, tokens_text
 from pipeline.config.training import TrainConfig
+from pipeline.console import first
 from pipeline.errors import UserError, listed
 from pipeline.formats.sharded_tensors import CheckpointReader, read_index
 from pipeline.parallel.ranks import Ranks
 from pipeline.records.checkpoints import TrainingProgress, read_marker
 from pipeline.training.engines.engine import Engine
-from pipeline.training.guards import Verdict
 from pipeline.training.optimizers.schedule import planned_rate
 from pipeline.training.precision import choose_precision
 
-if TYPE_CHECKING:
-    from pipeline.training.session import Session
-
-OF_A_PLAN = ("steps", "packing", "sequence_length", "batch_tokens", "mixture", "phases", "grain_tokens", "lr",
-             "min_lr_share", "warmup_steps", "schedule", "decay_steps")
-"""The settings of train that make the plan."""
 FIXED = ("sequence_length", "batch_tokens", "mixture")
 CURVE = ("lr", "lr_end", "schedule", "warmup_steps")
+OWN_CURVE = ("lr", "min_lr_share", "warmup_steps", "schedule", "decay_steps")
+OF_A_PLAN = ("steps", "packing", "phases", "grain_tokens", *FIXED, *OWN_CURVE)
+"""The settings of train that make the plan."""
 
 
 def continued(path: Path, progress: TrainingProgress, plan: str, drift: bool) -> TrainingProgress:
@@ -51,10 +50,7 @@ def changed_code(path: Path, code: dict[str, str]) -> str:
     """What to say if the checkpoint at `path` was made by other code than `code`, hashes by file; "" if it was not."""
     before = read_marker(path).get("code", {})
     changed = sorted(name for name in before.keys() | code.keys() if before.get(name) != code.get(name))
-    if not before or not changed:
-        return ""
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return f"warning: trained so far by other code than is here now ({', '.join(changed[:3])}{more})"
+    return f"warning: trained so far by other code than is here now ({first(changed)})" if before and changed else ""
 
 
 def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> list[str]:
@@ -67,65 +63,59 @@ def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> l
     before = PhasePlan.of(TrainConfig.model_validate({key: written[key] for key in OF_A_PLAN if key in written}))
     if not before.declared:
         return []
-    if past := past_changes(before, plan, progress.step):
+    changes = list(plan_changes(before, plan, progress.step))
+    if past := [text for begun, text in changes if begun]:
         raise UserError(
             f"{path.name} was trained along another plan, and what was trained cannot be planned anew:\n{listed(past)}"
             f"\nPut these back. What is to come may change: phases that have not begun, where the phase that has begun "
             f"ends (after step {progress.step}), and phases that you add. To begin again, use --force or "
             f"name=<another>.")
-    return future_changes(before, plan, progress.step)
-
-
-def past_changes(before: PhasePlan, now: PhasePlan, step: int) -> list[str]:
-    """In what phases that have begun by `step` steps differ, with both values."""
-    packed = now.phases[0].train.packing != "concatenate"
-    found = [] if packed or before.grain == now.grain else [
-        f"the grains into which sources are cut had {before.grain:,} tokens, and would have {now.grain:,}: set "
-        f"train.grain_tokens to {before.grain}; a phase of longer sequences then reads its sources anew"]
-    for old in (phase for phase in before.phases if phase.first_step < step):
-        if old.number >= len(now.phases):
-            found.append(f"train.phases[{old.number}] has begun and is gone")
-            continue
-        new = now.phases[old.number]
-        found += _differences(old, new)
-        if new.first_step != old.first_step:
-            found.append(f"{new.name} began after step {old.first_step}, and would begin after {new.first_step}")
-        if min(step, old.end_step) > new.end_step:
-            found.append(f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
-                         f"step {min(step, old.end_step)} of it is done")
-        elif old.end_step < step and new.end_step != old.end_step:
-            found.append(f"{new.name}.until: {_until(old)} -> {_until(new)}")
+    found = [text for _, text in changes]
+    if found and progress.step < min(before.steps, plan.steps):
+        was, rate = planned_rate(progress.step, before), planned_rate(progress.step, plan)
+        if was != rate:
+            found.append(f"the learning rate of step {progress.step + 1} would have been {was:.3g} and is {rate:.3g}, "
+                         f"since its curve lasts longer or shorter now")
     return found
 
 
-def _differences(old: Phase, new: Phase) -> list[str]:
-    values = [(key, getattr(old.train, key), getattr(new.train, key)) for key in FIXED]
-    if old.said is not None and new.said is not None:
-        values += [(key, getattr(old.said, key), getattr(new.said, key)) for key in CURVE]
-    if old.number == 0:
-        values += [(f"train.{key}", getattr(old.train, key), getattr(new.train, key))
-                   for key in ("lr", "min_lr_share", "warmup_steps", "schedule", "decay_steps")]
-    return [f"{key if key.startswith('train.') else f'{new.name}.{key}'}: {was} -> {is_now}"
-            for key, was, is_now in values if was != is_now]
-
-
-def future_changes(before: PhasePlan, now: PhasePlan, step: int) -> list[str]:
-    """What of the plan after `step` steps has changed, as sentences."""
-    found = []
-    for number in range(max(len(before.phases), len(now.phases))):
-        old, new = (plan.phases[number] if number < len(plan.phases) else None for plan in (before, now))
+def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple[bool, str]]:
+    """What differs between two plans: whether that had begun by `step` steps, and a sentence with both values."""
+    if now.phases[0].train.packing == "concatenate" and before.grain != now.grain:
+        yield True, (f"the grains into which sources are cut had {before.grain:,} tokens, and would have "
+                     f"{now.grain:,}: set train.grain_tokens to {before.grain}; a phase of longer sequences then reads "
+                     f"its sources anew")
+    for old, new in zip_longest(before.phases, now.phases):
+        if old is None:
+            yield False, f"train.phases[{new.number}] was added ({new})"
+            continue
+        begun = old.first_step < step
         if new is None:
-            found.append(f"train.phases[{number}] is gone ({old})")
-        elif old is None:
-            found.append(f"train.phases[{number}] was added ({new})")
-        else:
-            end = [] if new.end_step == old.end_step else [f"{new.name}.until: {_until(old)} -> {_until(new)}"]
-            found += [*_differences(old, new), *end]
-    if found and step < min(before.steps, now.steps):
-        was, rate = planned_rate(step, before), planned_rate(step, now)
-        if was != rate:
-            found.append(f"the learning rate of step {step + 1} would have been {was:.3g} and is {rate:.3g}, since its "
-                         f"curve lasts longer or shorter now")
+            yield begun, f"train.phases[{old.number}] {'has begun and is gone' if begun else f'is gone ({old})'}"
+            continue
+        yield from ((begun, text) for text in _differences(old, new))
+        if begun and new.first_step != old.first_step:
+            yield True, f"{new.name} began after step {old.first_step}, and would begin after {new.first_step}"
+        reached = min(step, old.end_step)
+        if begun and reached > new.end_step:
+            yield True, (f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
+                         f"step {reached} of it is done")
+        elif new.end_step != old.end_step:
+            yield old.end_step < step, f"{new.name}.until: {_until(old)} -> {_until(new)}"
+
+
+def _differences(old: Phase, new: Phase) -> list[str]:
+    before, now = _settings(old, new.name), _settings(new, new.name)
+    return [f"{key}: {before[key]} -> {now[key]}" for key in before if key in now and before[key] != now[key]]
+
+
+def _settings(phase: Phase, name: str) -> dict[str, Any]:
+    """What a phase of this name must keep once it has begun, by key."""
+    found = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
+    if phase.said is not None:
+        found |= {f"{name}.{key}": getattr(phase.said, key) for key in CURVE}
+    if phase.number == 0:
+        found |= {f"train.{key}": getattr(phase.train, key) for key in OWN_CURVE}
     return found
 
 
@@ -145,11 +135,10 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
 
 def _generator(reader: CheckpointReader, device: str, rank: int) -> torch.Tensor | None:
     """The state of a rank's generator; None where another number of ranks was there, or another device."""
-    table, names = f"random.{device}", reader.names("random.")
-    if table in names and rank < reader.shape(table)[0]:
+    table = f"random.{device}"
+    if table in reader.names("random.") and rank < reader.shape(table)[0]:
         return reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0]
-    of_its_own = f"{table}.{rank}"  # as before there was a table
-    return reader.read(of_its_own) if of_its_own in names else None
+    return None
 
 
 def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:
@@ -160,24 +149,3 @@ def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:
     found = ranks.gather(choose_precision(wanted, ranks.device))
     chosen, why = found[0] if len({name for name, _ in found}) == 1 else ("fp32", "fp32: not every rank has fast bf16")
     return chosen, f"{why}, {begun} before" if begun not in ("", chosen) else why
-
-
-def gone_back(session: Session, verdict: Verdict) -> TrainingProgress:
-    """Load the newest checkpoint, and leave the samples of the judged step out; what the checkpoint says of itself.
-
-    Raises:
-        UserError: there is none any more.
-    """
-    session.saver.wait()
-    session.batches.pause()
-    found = session.checkpoints.newest_valid()
-    if found is None:
-        raise UserError(f"{verdict.text}: training was to go back to a checkpoint, but there is none any more in "
-                        f"{session.checkpoints.folder}. Start again with --force, or with train.guards.spike=skip.")
-    path, progress = found
-    session.guard_runner.exclude(verdict, progress.step)
-    now = session.progress
-    session.progress = dataclasses.replace(progress, restarts=now.restarts, precision=now.precision,
-                                           plan_sha256=session.data.plan_at(progress.samples))
-    load(path, session.engine, session.ranks, session.progress.updates)
-    return progress

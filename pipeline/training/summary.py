@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +14,7 @@ from pipeline.config.tree import Config
 from pipeline.data.sampling.consumption import planned_by
 from pipeline.data.sampling.loader import TrainingData
 from pipeline.parallel.grid import Grid
-from pipeline.training.determinism import is_deterministic
 from pipeline.training.engines.engine import Engine
-
-if TYPE_CHECKING:
-    from pipeline.training.session import Session
 
 
 def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:
@@ -42,18 +37,6 @@ def packing_facts(data: TrainingData) -> dict[str, Any]:
     found = planned_by(data.order)
     return {"packing": {"kind": "best_fit", **data.packing_facts()},
             "planned": {"plan_sha256": data.order.links[-1], "tokens": found.phases, "padding": found.padding}}
-
-
-def start_facts(session: Session) -> dict[str, Any]:
-    """What is recorded of a start of training."""
-    config, ranks, phases = session.config, session.ranks, session.batch_of_phase
-    return {"samples": session.progress.samples, "drift": session.work.drift, "parallel": config.parallel.model_dump(),
-            "micro_batch": [batch.micro_batch for batch in phases] if session.plan.declared else
-            session.batch.micro_batch, "device": ranks.device_name or ranks.device.type,
-            "deterministic": is_deterministic(ranks.device, config.train.deterministic),
-            "precision": session.progress.precision, "attention": session.engine.attention.backend.name,
-            "flash": session.engine.flash, "compile": config.train.compile, **packing_facts(session.data),
-            "torch": torch.__version__, "job": os.environ.get("SLURM_JOB_ID", "")}
 
 
 def kernel_lines(config: Config, engine: Engine, device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -1,6 +1,6 @@
-"""Ends a rank that shows no sign of life for too long, and has it write down first where it was.
+"""End a rank that shows no sign of life for too long, and write down first where it was.
 
-It ends once all ranks have written, or some time later: the first to end takes the others along.
+It waits a while before it ends, so that the other ranks write too: the first to end takes the others along.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.config.tree import Config
 from pipeline.console import duration
 from pipeline.contract.stage_work import Work
 from pipeline.parallel.ranks import PATIENCE
-from pipeline.records.hangs import COMPLETE, HUNG_STATUS, IN_FULL, HungRank, hang_folder, read_hang, write_record
+from pipeline.records.hangs import HUNG_STATUS, IN_FULL, HungRank, hang_folder, write_record
 from pipeline.training.rank_agreement import node_name
 
 SLACK = timedelta(minutes=10)
@@ -36,15 +36,9 @@ STEP_S, COMPILED_STEP_S = 100.0, 300.0
 """The longest silence within a step, unless 10 median steps are longer: every rank has its batch by then, so none waits
 for a disk or a store. Where blocks are compiled, a rank may meet a shape for which it has no graph, and all others wait
 for it."""
-TOGETHER_S = 30.0
-"""For the other ranks to write too, because a launcher ends them all once one has ended."""
-REST_S = 2.0
-"""After that, for what ranks write beside their records."""
-LISTING, LOOKERS = 64, 16
-"""Every so manyth rank looks whether all have written, and leaves `COMPLETE` in the folder if so; of very many ranks
-about so many do."""
-WRITING_S = 20.0
-"""Longest time for writing: the file system may be what hangs."""
+TOGETHER_S = 20.0
+"""For writing, since the file system may be what hangs, and for the other ranks to write too: a launcher ends them all
+once one has ended."""
 
 
 def longest_wait(config: Config) -> timedelta:
@@ -149,25 +143,12 @@ class Watchdog:
                 self._end(silent)
 
     def _end(self, silent: float) -> None:
-        writing = threading.Thread(target=self._write_with_the_others, args=(silent,), daemon=True)
+        writing = threading.Thread(target=self._write, args=(silent,), daemon=True)
         writing.start()
-        writing.join(WRITING_S + TOGETHER_S + REST_S)
+        if self._ranks > 1:
+            time.sleep(TOGETHER_S)
+        writing.join(TOGETHER_S)
         os._exit(HUNG_STATUS)
-
-    def _write_with_the_others(self, silent: float) -> None:
-        try:
-            self._write(silent)
-        finally:
-            self._wait_for_the_others()
-
-    def _wait_for_the_others(self) -> None:
-        until, complete = time.monotonic() + TOGETHER_S, self.folder / COMPLETE
-        while time.monotonic() < until and not complete.is_file():
-            if self.rank % max(LISTING, self._ranks // LOOKERS) == 0 and len(read_hang(self.folder)) >= self._ranks:
-                complete.touch()
-            else:
-                time.sleep(1)
-        time.sleep(REST_S)
 
     def _write(self, silent: float) -> None:
         print(f"\ntrain hangs on rank {self.rank} ({node_name()}): no sign of life for {duration(silent)} after "

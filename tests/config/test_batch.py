@@ -20,7 +20,7 @@ from pipeline.data.exclusion import Excluded
 from pipeline.parallel.grid import Grid
 from pipeline.parallel.ranks import Ranks
 from pipeline.training.data.step_batches import StepBatches
-from pipeline.training.session import Session
+from pipeline.training.loop import Loop
 from pipeline.training.summary import summary_lines
 from tests.conftest import REPOSITORY
 
@@ -36,10 +36,10 @@ def config(tp, dp_replicate, micro_batch):
 
 def session_on(settings, rank, ranks):
     """As much of a session as decides which samples a rank takes; its batches are the sample numbers."""
-    session = Session.__new__(Session)
+    session = Loop.__new__(Loop)
     session.config = settings
     session.ranks = Ranks(rank, ranks, torch.device("cpu"))
-    session.lay_out()
+    session._lay_out()
     batches = session.batches = StepBatches.__new__(StepBatches)
     batches.config, batches.grid, batches.plan, batches._of_phase = settings, session.grid, session.plan, \
         session.batch_of_phase

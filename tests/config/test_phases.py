@@ -12,7 +12,7 @@ from pipeline.config.training import TrainConfig
 from pipeline.contract.run import Run
 from pipeline.contract.stages import STAGES
 from pipeline.training.optimizers.schedule import learning_rate, planned_rate
-from pipeline.training.resume import past_changes
+from pipeline.training.resume import plan_changes
 from tests.config.files import refusal, write
 
 SOURCES = {"sources": [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]}
@@ -144,7 +144,7 @@ def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
 def test_which_changes_are_to_the_past():
     before = plan([{"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}])
     def changes(step, *phases, **train):
-        return past_changes(before, plan(list(phases), **train), step)
+        return [text for begun, text in plan_changes(before, plan(list(phases), **train), step) if begun]
     first, second, third = {"until": 10_240, "mixture": {"web": 1}}, {"until": 20_480}, {"until": 30_720, "lr_end": 0}
     assert changes(15, first, second, third) == [] and changes(15, first, {"until": 40_960}) == []
     assert changes(10, first, {"until": 40_960, "batch_tokens": 2048}) == [], "the second has not begun"

@@ -113,37 +113,37 @@ def collectives_of_a_step(ranks, parallel, folder):
     from pipeline.parallel.initial_values import drawn
     from pipeline.records.checkpoints import TrainingProgress
     from pipeline.training.engines.build import build_engine
-    from pipeline.training.guard_runner import GuardRunner
     from pipeline.training.guards import StepLimits
+    from pipeline.training.housekeeping import Saving, TokenChecking
+    from pipeline.training.loop import Loop
     from pipeline.training.precision import DTYPES
-    from pipeline.training.session import Session
-    from pipeline.training.stop_request import StopRequest
+    from pipeline.training.replicas import ReplicaCheck
+    from pipeline.training.stop_agreement import StopAgreement
     from tests.parallel.train_steps import model_of, windows
-    session, found = Session.__new__(Session), {}
+    session, found = Loop.__new__(Loop), {}
     session.config = config = Config(model=model_of(), parallel=ParallelConfig(**parallel),
                                      train=TrainConfig(precision="fp32", compile=False))
     session.ranks, session.grid = ranks, Grid(ranks, config.parallel)
     session.saver = SimpleNamespace(failed=False, last_save=0.0, settle=lambda: None)
     session.tokens = SimpleNamespace(votes=lambda: (0.0, 1.0), judge=lambda *given: None, use=lambda *given: None)
     session.progress, session.batch = TrainingProgress(), SimpleNamespace(sequences=4)
-    session.stop = StopRequest(ranks, Path(folder), None, 0.0)
+    session.hooks = [Saving(None), TokenChecking(session.tokens), StopAgreement(ranks, Path(folder), None, 0.0)]
     engine = build_engine(config, config.model, session.grid, DTYPES["fp32"], 2, drawn(config.model, 0))
-    guards = GuardRunner.__new__(GuardRunner)
-    guards.ranks, guards._names, guards._last_equal = ranks, [str(rank) for rank in range(ranks.world)], 0
-    guards.excluded, session.guard_runner = Excluded(), guards
+    replicas = ReplicaCheck(ranks, [str(rank) for rank in range(ranks.world)], 1)
+    session.guards = SimpleNamespace(excluded=Excluded())
     for step in range(3):
         batch = pack(windows(step)[:4])
         with counted() as found["agree"]:
-            agreed = session.agree(batch)
+            targets, _ = session._agree(batch)
         with counted() as found["step"]:
-            engine.step(batch.split(2), 2, agreed.targets, 1e-3, StepLimits())
+            engine.step(batch.split(2), 2, targets, 1e-3, StepLimits())
         with counted() as found["replicas"]:
-            guards.compare_replicas(engine, step)
+            replicas.compare(engine, step)
     with torch.no_grad():  # on one rank: then they tell what they hold
         weight = next(engine.replicated_weights()).tensor
         weight.view(-1)[0] += float(ranks.leads)
     try:
-        guards.compare_replicas(engine, 3)
+        replicas.compare(engine, 3)
     except UserError as error:
         found["differ"] = str(error)
     return found
@@ -158,7 +158,7 @@ def collectives_of_a_save(ranks, folder):
     from pipeline.training.checkpoint import Checkpoints
     checkpoints = Checkpoints(Path(folder), ranks, lambda text: None)
     with counted() as called:
-        saver = AsyncSaver(checkpoints, ranks, CheckpointConfig(), {}, lambda text: None)
+        saver = AsyncSaver(checkpoints, ranks, CheckpointConfig(), {}, lambda text: None, lambda *_, **more: None)
         mine = TensorShard(torch.full((2, 3), float(ranks.rank)), (2 * ranks.rank, 0), (2 * ranks.world, 3))
         saver.save({"model.w": [mine]}, TrainingProgress(step=1))
         saver.wait()

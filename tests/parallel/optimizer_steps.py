@@ -10,6 +10,7 @@ import torch
 from pipeline.formats.shard_index import Index
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
 from pipeline.parallel.grid import own
+from tests.faulty import Scale
 from tests.parallel.train_steps import each_engine, train_steps, whole
 
 
@@ -31,11 +32,11 @@ def optimizer_steps(ranks, first=0, rejected=(), given=False, save=None, load=No
         if load:
             with CheckpointReader(Path(load)) as reader:
                 engine.load(reader, first)
-        step = engine.step
+        step, scale = engine.step, Scale(engine)
 
         def stepping(*arguments):
             number = next(numbers)
-            engine.loss_factor = float("nan") if number in rejected else 1.0
+            scale.factor = float("nan") if number in rejected else 1.0
             engine.proven = engine.proven or number in rejected
             engine.before_update = partial(give, engine, number) if given else lambda: None
             before = copied(engine)

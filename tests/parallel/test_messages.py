@@ -25,7 +25,6 @@ from pipeline.evaluation.bits_per_byte import HeldoutText
 from pipeline.formats.shard_index import Entry, Index, Run
 from pipeline.parallel.messages import MADE, decode, encode
 from pipeline.records.rollbacks import Rollback
-from pipeline.training.copies.copier import Job
 
 COUNTS = np.arange(6, dtype=np.int64)
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]
@@ -34,7 +33,7 @@ TOLD = {
     "records": [
         Index(({"path": "rank-0", "bytes": 2 ** 60},),
               {"w": Entry("F32", (4, 2), (Run(0, (0,), (4,), ((2, 1, (4,)),)),))}),
-        Job(3, 0.1, ({"path": "a", "sha256": "0"},)), Rollback(7, 5, ((1, 2), (9, 12)), "ab", "a spike"),
+        Rollback(7, 5, ((1, 2), (9, 12)), "ab", "a spike"),
         Damage("torn", None), Chosen(COUNTS[::2], COUNTS, COUNTS, COUNTS, 9, 2 ** 62),
         ShardTable(COUNTS.reshape(2, 3), np.zeros((0, 32), np.uint8), b"\0\xff/", COUNTS, COUNTS.astype(np.int32),
                    (("train", "web", "uint16"),)),

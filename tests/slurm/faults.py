@@ -21,8 +21,8 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import StageState, read_attempts, read_state
 from pipeline.files import read_json
 from pipeline.records.checkpoints import complete_checkpoints
-from pipeline.training.fault_injection import GO
 from tests.conftest import REPOSITORY, environment, merged
+from tests.faulty import GO, PLUGIN
 from tests.slurm.clusters import Cluster
 from tests.stages.training import curve, difference, lines, proven
 from tests.waiting import wait_for
@@ -53,7 +53,7 @@ class Training:
 
     Args:
         whole: the curve of the same training that nobody disturbed, by step.
-        faults: what is to happen by itself (pipeline/training/fault_injection.py); by default rank 0 waits.
+        faults: what is to happen by itself (tests/faulty.py); by default rank 0 waits.
         changes: of the configuration.
     """
 
@@ -61,7 +61,7 @@ class Training:
                  faults: str | None = None, **changes: Any) -> None:
         self.cluster, self.whole, self.broken, self._waited, self._ended = cluster, whole, "", 0, 0
         waits = "; ".join(f"wait:rank=0,step={step}" for step in WAITS)
-        switch = {"launch": {"environment": {"DROVER_FAULTS": waits if faults is None else faults}}}
+        switch = merged(PLUGIN, {"launch": {"environment": {"DROVER_FAULTS": waits if faults is None else faults}}})
         self.config = write_settings(folder, encoded, **merged(switch, changes))
         self.run = folder / "runs/mini"
         self.environment = environment()

@@ -22,8 +22,8 @@ from pipeline.contract.stages import STAGES
 from pipeline.contract.state import read_attempts, read_state
 from pipeline.files import read_json, read_lines, sha256_file
 from pipeline.records.metrics import read_metrics
-from pipeline.training.fault_injection import GO
 from tests.conftest import REPOSITORY, merged, run_stage, write_config
+from tests.faulty import GO, PLUGIN
 from tests.slurm.clusters import Cluster
 from tests.waiting import wait_for
 from tools.audit import audit
@@ -94,7 +94,8 @@ def done(cluster, tmp_path_factory, corpus):
     secrets = home.parent / "secrets.sh"
     secrets.touch(0o600)
     secrets.write_text(f"export MY_PASSWORD={PASSWORD}\n")
-    config = write_config(home, corpus, name="demo", runs_dir="runs", **merged(SETTINGS, {"parallel": GRID, "launch": {
+    config = write_config(home, corpus, name="demo", runs_dir="runs", **merged(merged(SETTINGS, PLUGIN), {
+        "parallel": GRID, "launch": {
         "secrets": ["HF_TOKEN"], "setup": [f". {secrets}"], "shard": {"array": 1}, "preflight": False,
         "environment": {"DROVER_FAULTS": f"wait:rank=0,step={WAIT}"}}}))
     config.rename(home / "configs/demo.yaml")

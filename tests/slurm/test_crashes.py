@@ -8,6 +8,7 @@ from launch.slurm.chain import read_chain
 from pipeline.contract.manifest import read_manifest
 from pipeline.files import read_json
 from pipeline.records.pending_evaluations import evaluation_record
+from tests.faulty import PLUGIN
 from tests.slurm.faults import Training
 
 pytestmark = pytest.mark.slow
@@ -39,7 +40,9 @@ def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training
         "Path(__file__).with_name(f\"imported-{os.environ.get('SLURM_JOB_ID')}\").touch()\n")
     run: Training = training(train={"steps": 12}, launch={"evaluate": {"every_checkpoints": 1}})
     barrier = run.ask("sbatch", "--hold", "--parsable", "--output=/dev/null", "--wrap=true")
-    run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}", f"plugins=[{tmp_path}/noted.py]", nodes=1)
+    run.submit(f"launch.evaluate.extra={{dependency: 'afterany:{barrier}'}}",
+               f"plugins=[{tmp_path}/noted.py, {PLUGIN['plugins'][0]}]",
+               nodes=1)
 
     def evaluations():
         chain = read_chain(run.run)

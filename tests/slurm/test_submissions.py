@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.contract.manifest import read_manifest
 from pipeline.files import read_json
-from pipeline.training.stop_request import LOOK_EVERY_S
+from pipeline.training.stop_agreement import LOOK_EVERY_S
 from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow

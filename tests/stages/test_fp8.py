@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.contract.manifest import read_manifest
-from pipeline.training.engines.fp8_watch import summary
+from pipeline.training.monitor import fp8_curves
 from tests.stages.training import curve, events, lines, proven, run_train, run_with_faults, train_folder
 from tools.parity import report
 
@@ -51,7 +51,7 @@ def test_looking_at_the_layers_changes_nothing_and_is_logged(fresh, settings, sk
     for event, record in zip(events(fresh, "fp8"), looked, strict=True):
         assert [name[-2:] for name in event["layers"]] == [
             name for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3") if name != skipped] * 2
-        assert summary(event["layers"]).items() <= record.items()
+        assert fp8_curves(event["layers"]).items() <= record.items()
 
 
 def test_a_run_goes_into_fp8_at_a_checkpoint_on_other_ranks(fresh):

@@ -12,6 +12,7 @@ from pipeline.contract.manifest import read_manifest
 from pipeline.contract.state import read_attempts
 from pipeline.records.hangs import hang_folder, judge_hang, read_hang
 from tests.conftest import REPOSITORY, environment
+from tests.faulty import HOOKS
 from tests.stages.training import curve, difference, events, lines, proven, run_train, run_with_faults, train_folder
 from tests.waiting import HANG_S
 
@@ -86,7 +87,7 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_training_is_started_agai
     """Under the launcher, which starts it again."""
     settings = [*SETTINGS, patience(fresh, *SETTINGS, ranks=3, least_s=6)]
     command = [sys.executable, "launch/submit.py", "--stage", "train", "--config", str(fresh), "--cluster", "local",
-               "launch.processes=3", *settings]
+               "launch.processes=3", *settings, f"train.hooks={HOOKS}"]
     ended = subprocess.run(command, cwd=REPOSITORY, env={**environment(), "DROVER_FAULTS": "hang:rank=1,step=6"},
                            check=False, capture_output=True, text=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stderr
@@ -94,7 +95,7 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_training_is_started_agai
     folder = hang_folder(train_folder(fresh), "local.0.0")
     records, found = read_hang(folder), judge_hang(folder, 3)
     assert [(record.step, bool(record.waits)) for record in records] == [(5, True), (5, False), (5, True)]
-    assert all(record.silent_s > 6 for record in records) and "fault_injection" in (folder / "rank1.stacks").read_text()
+    assert all(record.silent_s > 6 for record in records) and "faulty" in (folder / "rank1.stacks").read_text()
     assert all(b"all_reduce" in (folder / f"rank{rank}.flight.json").read_bytes() for rank in range(3))
     assert found.late == ((1, os.uname().nodename),)
     assert [(event["status"], event["reason"], event["next"]) for event in read_attempts(fresh.parent / "runs/mini")
@@ -105,5 +106,5 @@ def test_of_three_ranks_the_one_that_hangs_is_named_and_training_is_started_agai
 def test_looking_and_saving_for_longer_than_the_limit_is_no_hang(fresh):
     """A step that is slow, but not by so much, is none either."""
     run_train(fresh, patience(fresh, ranks=1, least_s=3), "train.checkpoint.background=false",
-              DROVER_FAULTS="slow:rank=0,step=9,seconds=2")
+              f"train.hooks={HOOKS}", DROVER_FAULTS="slow:rank=0,step=9,seconds=2")
     assert not (train_folder(fresh) / "hangs").exists()

@@ -14,6 +14,7 @@ from pipeline.files import read_lines
 from pipeline.formats.sharded_tensors import CheckpointReader
 from pipeline.records.metrics import read_metrics
 from tests.conftest import merged, run_stage, start_stage
+from tests.faulty import HOOKS
 from tests.waiting import HANG_S, wait_for
 from tools.audit import audit
 
@@ -119,7 +120,7 @@ def rank_process(pid, rank):
 
 def start(config, *overrides, ranks=1, faults="", **limits):
     """Training in the background; end it with `kill`. limits: see start_stage."""
-    return start_stage("train", config, *overrides, ranks=ranks, DROVER_FAULTS=faults, **limits)
+    return start_stage("train", config, *overrides, *hooked(faults), ranks=ranks, DROVER_FAULTS=faults, **limits)
 
 
 def kill(process, how=signal.SIGKILL):
@@ -167,5 +168,10 @@ def run_train(config, *overrides, **options):
 
 
 def run_with_faults(config, faults, *overrides, ranks=1, expect=0):
-    """A run of the stage to its end, with faults on purpose (pipeline/training/fault_injection.py)."""
-    return run_train(config, *overrides, ranks=ranks, expect=expect, DROVER_FAULTS=faults)
+    """A run of the stage to its end, with faults on purpose (tests/faulty.py)."""
+    return run_train(config, *overrides, *hooked(faults), ranks=ranks, expect=expect, DROVER_FAULTS=faults)
+
+
+def hooked(faults):
+    """The setting that lets faults happen."""
+    return [f"train.hooks={HOOKS}"] if faults else []

@@ -13,7 +13,7 @@ from pipeline.records.checkpoints import MARKER, TrainingProgress
 from pipeline.training import async_saver
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
-from tests.training.copies.copying import save
+from tests.training.uploads.saving import Log, save
 
 
 @pytest.fixture()
@@ -22,7 +22,7 @@ def make(tmp_path, ranks):
     def made(**settings):
         said = []
         checkpoints = Checkpoints(tmp_path / "checkpoints", ranks, said.append)
-        return AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, said.append), checkpoints, said
+        return AsyncSaver(checkpoints, ranks, CheckpointConfig(**settings), {}, said.append, Log()), checkpoints, said
     return made
 
 
@@ -49,7 +49,7 @@ def test_what_follows_a_save_is_no_failure_of_it(make, monkeypatch, part, error,
     saver, checkpoints, said = make(keep=1, attempts=2)
     monkeypatch.setattr(saver if part == "saved" else checkpoints, part, Mock(side_effect=error))
     save(saver, 1)
-    assert [saved.event for saved in saver.ended()] == logged
+    assert saver.event.names() == logged
     assert any("warning" in text and told in text for text in said)
     assert checkpoints.newest_valid()[1].step == 1
 
@@ -69,7 +69,7 @@ def test_a_disk_that_fails_stops_with_a_paragraph(make, monkeypatch):
     monkeypatch.setattr(async_saver, "write_part", Mock(side_effect=broken))
     with pytest.raises(UserError, match=r"Saving failed 1 times: .*Input/output error.*run the same command again"):
         save(saver, 1)
-    assert saver.failed and [saved.event for saved in saver.ended()] == ["checkpoint_failed"]
+    assert saver.failed and saver.event.names() == ["checkpoint_failed"]
     assert not list(checkpoints.folder.glob("*"))
 
 

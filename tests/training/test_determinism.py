@@ -8,7 +8,7 @@ import torch
 import torch._inductor.config as inductor
 
 from pipeline.errors import UserError
-from pipeline.training import session
+from pipeline.training import loop
 from pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
@@ -52,10 +52,10 @@ def test_own_choices_stay_and_one_that_cannot_be_is_refused(monkeypatch):
 
 def test_training_asks_for_it_before_it_touches_a_device(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    monkeypatch.setattr(session, "start_ranks", lambda patience: pytest.fail("the device was there first"))
+    monkeypatch.setattr(loop, "start_ranks", lambda patience: pytest.fail("the device was there first"))
     config = SimpleNamespace(train=SimpleNamespace(deterministic=True))
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
-        session.Session(SimpleNamespace(config=config), None)
+        loop.Loop(SimpleNamespace(config=config), None)
 
 
 @pytest.mark.parametrize(("event", "expected"), [

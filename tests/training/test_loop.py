@@ -7,56 +7,47 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from pipeline import train as stage
 from pipeline.errors import UserError
-from pipeline.training import session as session_module
-from pipeline.training import watchdog
+from pipeline.training.loop import Loop
+from pipeline.training.monitor import Monitor
 
 
-@pytest.mark.parametrize("fails", ["validate", "draw_samples"])
-def test_a_measurement_that_fails_comes_after_the_save(monkeypatch, fails):
-    session = MagicMock()
-    session.of.return_value = session.__enter__.return_value = session
-    session.__exit__.return_value = None
-    session.steps.return_value = [1]
-    getattr(session.monitor, fails).side_effect = MemoryError(fails)
-    monkeypatch.setattr(session_module, "Session", lambda *arguments: session)
-    monkeypatch.setattr(watchdog, "Watchdog", session)
-    monkeypatch.setattr(stage, "is_leader", lambda: False)
+@pytest.mark.parametrize("fails", ["validate", "watch_fp8", "log", "draw_samples"])
+def test_a_measurement_that_fails_comes_after_the_save(fails):
+    loop, monitor, calls = Loop.__new__(Loop), Monitor.__new__(Monitor), MagicMock()
+    for name in ("validate", "watch_fp8", "log", "draw_samples"):
+        setattr(monitor, name, getattr(calls, name))
+    calls.validate.return_value = calls.watch_fp8.return_value = {}
+    calls._agree.return_value = 1, 0
+    getattr(calls, fails).side_effect = MemoryError(fails)
+    for name in ("_start", "_agree", "_update", "_advance", "_save"):
+        setattr(loop, name, getattr(calls, name))
+    loop.batches, loop.guards, loop.recorder, loop.hooks = calls.batches, calls.guards, calls.recorder, [monitor]
+    loop.progress, loop.has_checkpoint, loop.current = SimpleNamespace(step=0), False, (None, 1)
+    loop.config, loop._checkpoint_is_due = SimpleNamespace(train=SimpleNamespace(steps=1)), lambda: True
     with pytest.raises(MemoryError, match=fails):
-        stage.train(None)
-    asked = [name for name, *_ in session.mock_calls]
-    assert asked.index("update") < asked.index("save") < asked.index(f"monitor.{fails}")
-
-
-@pytest.mark.parametrize("through", [False, True])
-def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not_suffice(monkeypatch, capsys, through):
-    """A shorter limit from where all ranks have their batch to where the step is judged."""
-    session, calls = session_module.Session.__new__(session_module.Session), MagicMock()
-    session.watchdog, session.engine, session.guard_runner, session.batch = (
-        calls.watchdog, calls.engine, calls.guards, calls.batch)
-    session.monitor = SimpleNamespace(norms=lambda step: nullcontext({}))
-    session.stop, session.ranks, session.through, session.lr = calls.stop, calls.ranks, through, lambda step: 0.1
-    session.as_rehearsed = "--config c.yaml"
-    assert session.update(3, MagicMock(), MagicMock()) is calls.engine.step.return_value
+        loop.run()
     asked = [name for name, *_ in calls.mock_calls]
-    assert asked.index("watchdog.step_begins") < asked.index("guards.before") < asked.index("engine.step") \
-        < asked.index("watchdog.pulse")
-    calls.engine.step.side_effect = torch.OutOfMemoryError("too much")
-    calls.engine.held.return_value = []
-    with pytest.raises(torch.OutOfMemoryError if through else UserError, match="too much"):
-        session.update(4, MagicMock(), MagicMock())
-    assert ("did not suffice in step 4 (too much)" in capsys.readouterr().err) == through
+    assert asked.index("_update") < asked.index("_advance") < asked.index("_save") < asked.index(fails)
 
 
-def test_a_finished_step_lets_garbage_be_collected_and_profiles_be_written(monkeypatch):
-    session, collected = session_module.Session.__new__(session_module.Session), []
-    monkeypatch.setattr(session_module.garbage, "collect", collected.append)
-    for name in ("saver", "copies", "recorder", "profiling", "watchdog", "config", "phase"):
-        setattr(session, name, MagicMock())
-    session.progress = MagicMock(step=7)
-    session.config.train.steps = 7
-    session.end_step()
-    assert collected == [7]
-    session.profiling.step.assert_called_once_with(7)
-    session.watchdog.pulse.assert_called_once_with(first=False)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not_suffice(capsys, stepped):
+    """A shorter limit from where all ranks have their batch to where the step is judged."""
+    loop, calls = Loop.__new__(Loop), MagicMock()
+    loop.watchdog, loop.engine, loop.guards, loop.batch = calls.watchdog, calls.engine, calls.guards, calls.batch
+    loop.monitor, loop.plan = SimpleNamespace(norms=lambda step: nullcontext({})), MagicMock()
+    loop.hooks, loop.ranks, loop.stepped = [calls.hook], calls.ranks, stepped
+    loop.as_rehearsed, loop.progress = "--config c.yaml", SimpleNamespace(step=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
+        assert loop._update(MagicMock(), 7) is calls.engine.step.return_value
+        asked = [name for name, *_ in calls.mock_calls]
+        assert asked.index("watchdog.step_begins") < asked.index("hook.before_step") < asked.index("engine.step") \
+            < asked.index("watchdog.pulse")
+        loop.progress.step = 3
+        calls.engine.step.side_effect = torch.OutOfMemoryError("too much")
+        calls.engine.held.return_value = []
+        with pytest.raises(torch.OutOfMemoryError if stepped else UserError, match="too much"):
+            loop._update(MagicMock(), 7)
+    assert ("did not suffice in step 4 (too much)" in capsys.readouterr().err) == stepped

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.training import replicas
 from pipeline.training.engines.engine import LocalWeights
-from pipeline.training.replicas import addends, balanced, compare, explain, fingerprint
+from pipeline.training.replicas import addends, balanced, differences, explain, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
@@ -38,15 +38,15 @@ def test_chunks_are_a_matter_of_memory_only(monkeypatch):
     assert fingerprint([values]) == whole == [int((values.view(torch.int32) * odd).sum())]
 
 
-@pytest.mark.parametrize(("found", "labels", "told"), [
-    ([[1, 2], [1, 2], [1, 2]], None, []),
-    ([[1, 2], [1, 2], [1, 3]], ["rank 0", "rank 4", "rank 8"], ["b: rank 8 differs from the other 2"]),
-    ([[1, 2], [1, 3]], None, ["b: replica 0 | replica 1 differ, and which of them is right cannot be told"]),
-    ([[1], [1], [2], [2]], None,
-     ["a: replica 0, replica 1 | replica 2, replica 3 differ, and which of them is right cannot be told"]),
-    ([[1], [5], [1], [2], [1]], None, ["a: replica 1, replica 3 differ from the other 3"])])
-def test_a_majority_names_the_replicas_that_differ(found, labels, told):
-    assert compare(found, ["a", "b"][:len(found[0])], *([labels] if labels else [])) == told
+@pytest.mark.parametrize(("held", "told"), [
+    ([[1, 2], [1, 2], [1, 2]], []),
+    ([[1, 2], [1, 2], [1, 3]], ["b: rank 2 differs from the other 2"]),
+    ([[1, 2], [1, 3], []], ["b: rank 0 | rank 1 differ, and which of them is right cannot be told"]),
+    ([[1], [1], [2], [2]], ["a: rank 0, rank 1 | rank 2, rank 3 differ, and which of them is right cannot be told"]),
+    ([[1], [5], [1], [2], [1]], ["a: rank 1, rank 3 differ from the other 3"])])
+def test_a_majority_names_the_replicas_that_differ(held, told):
+    weights = [[(name, (0,), value) for name, value in zip("ab", values, strict=False)] for values in held]
+    assert differences([f"rank {rank}" for rank in range(len(held))], weights) == told
 
 
 def test_the_explanation_says_since_when_and_what_to_do():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from model.attention.backend import Backend
 from model.config import ModelConfig
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
@@ -38,48 +39,40 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
                                  compiles(config.train, grid.ranks.device, config.parallel), grid.context > 1)
     flash = choose_flash(config.train.flash, grid.ranks.device)
-    make = _zero if config.parallel.engine == "deepspeed" else _fsdp if grid.pipeline == 1 else _pipeline
-    backend = attention.backend
+    backend, train, parallel = attention.backend, config.train, config.parallel
     if grid.context > 1:
         from pipeline.parallel.context_parallel import ContextParallel
         backend = ContextParallel(backend, grid.mesh["context"])
-    engine = make(config, model, grid, precision, accumulation, initial, backend)
+    if parallel.engine == "deepspeed":
+        from pipeline.training.engines.zero import ZeroEngine
+        engine: Engine = ZeroEngine(model, initial, grid.ranks, precision, train, parallel, accumulation, backend,
+                                    lambda placed: build_elementwise(placed, config, grid, model.tied_embeddings))
+    else:
+        from pipeline.parallel.fsdp import parallelize
+        place = partial(parallelize, model, initial, grid, precision, train, parallel, backend)
+        engine = _pipelined(config, model, grid, precision, place) if grid.pipeline > 1 else \
+            _whole(config, model, grid, place())
     # Under context parallelism a sequence that is one document is told to the model as such (context_parallel.part_of).
-    engine.across_documents, engine.attention = config.train.across_documents and grid.context == 1, attention
+    engine.across_documents, engine.attention = train.across_documents and grid.context == 1, attention
     engine.flash = flash
     engine.windowed = model.sliding_window is not None
     return engine
 
 
-def _fsdp(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
-          initial: InitialValues | None, attention: Backend) -> Engine:
-    from pipeline.parallel.fsdp import parallelize
+def _whole(config: Config, model: ModelConfig, grid: Grid, placed: Any) -> Engine:
     from pipeline.training.engines.fsdp import FsdpEngine
-    train = config.train
-    placed = parallelize(model, initial, grid, precision, train, config.parallel, attention)
     return FsdpEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
-                      train.clip_norm, keep_weights=config.parallel.reshard == "never",
+                      config.train.clip_norm, keep_weights=config.parallel.reshard == "never",
                       reduce_last=config.parallel.reduce == "last")
 
 
-def _pipeline(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
-              initial: InitialValues | None, attention: Backend) -> Engine:
+def _pipelined(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype,
+               place: Callable[[Any], Any]) -> Engine:
     from model.llama import Part
-    from pipeline.parallel.fsdp import parallelize
     from pipeline.parallel.pipeline_parallel import PipelinedModel
     from pipeline.training.engines.pipelined import PipelineEngine
-    train, parallel = config.train, config.parallel
-    layers = stage_layers(model, parallel.stages)
-    parts = [Part(layers[stage], model.layers) for stage in parallel.stages_of(grid.pipeline_rank)]
-    stages: list[Any] = [parallelize(model, initial, grid, precision, train, parallel, attention, part)
-                         for part in parts]
-    placed = PipelinedModel(stages, grid, parallel, precision)
+    layers = stage_layers(model, config.parallel.stages)
+    stages = [place(Part(layers[stage], model.layers)) for stage in config.parallel.stages_of(grid.pipeline_rank)]
+    placed = PipelinedModel(stages, grid, config.parallel, precision)
     return PipelineEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
-                          train.clip_norm)
-
-
-def _zero(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
-          initial: InitialValues | None, attention: Backend) -> Engine:
-    from pipeline.training.engines.zero import ZeroEngine
-    return ZeroEngine(model, initial, grid.ranks, precision, config.train, config.parallel, accumulation, attention,
-                      lambda placed: build_elementwise(placed, config, grid, model.tied_embeddings))
+                          config.train.clip_norm)

@@ -18,6 +18,7 @@ from torch import Tensor
 from model.attention.choosing import Choice
 from model.attention.layout import PLAIN
 from model.loss import IGNORED
+from pipeline.console import first
 from pipeline.data.sampling.batch import Batch
 from pipeline.errors import UserError
 from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
@@ -62,7 +63,6 @@ class Engine(ABC):
         windowed: whether the model has layers with a sliding window.
         attention: what computes attention inside documents, and why not something better.
         flash: which flash kernels are used on GPUs (pipeline/parallel/attention.py).
-        loss_factor: what this rank's loss is multiplied by; other than 1 only where a test injects a fault.
         before_update: called in each step between its last backward pass and its update.
         proven: whether a step of this attempt gave every parameter a gradient (`prove_gradients`).
     """
@@ -73,7 +73,6 @@ class Engine(ABC):
     windowed: bool = False
     attention: Choice = Choice(PLAIN)
     flash: str = OWN
-    loss_factor: float = 1.0
     before_update: Callable[[], None] = staticmethod(lambda: None)
     proven: bool = False
     _attending: int = 0
@@ -131,7 +130,7 @@ class Engine(ABC):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum of nats over a micro-batch's targets."""
         loss: Tensor = model(**self.inputs(batch))
-        return loss if self.loss_factor == 1.0 else loss * self.loss_factor
+        return loss
 
     def trial(self, batch: Batch, targets: int) -> None:
         """A forward and a backward pass over a sequence of a step's batch, for those who look at what passes by.
@@ -204,8 +203,7 @@ def without_gradient(names: Sequence[str], counts: Sequence[int], attending: boo
                if count == 0 and (attending or name.split(".")[-2] not in SCORES)]
     if not missing:
         return ""
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return (f"Training stopped in its first step, before any update: {', '.join(missing[:3])}{more}, of {len(names)} "
+    return (f"Training stopped in its first step, before any update: {first(missing)}, of {len(names)} "
             f"parameters, got no gradient (nothing but zeros, over all ranks) and would never be trained. No text "
             f"explains that: the model was compiled or spread wrongly, with torch {torch.__version__}. Set "
             f"train.compile=false, or another parallel.tp or parallel.engine, and report which settings did this.")

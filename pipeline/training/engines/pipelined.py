@@ -53,7 +53,6 @@ class PipelineEngine(FsdpEngine):
         self.schedule.step(*first, target=numbers, return_outputs=False)
         for stage in self.model.stages:
             stage.inputs = None
-        self._spoil()
         self._meet_ends()
         total = torch.zeros((), dtype=torch.float64, device=device)
         for loss in self.losses:
@@ -67,16 +66,8 @@ class PipelineEngine(FsdpEngine):
 
     def _share(self, loss: Tensor, number: Tensor) -> Tensor:
         """A micro-batch's part of the step's mean loss, which is differentiated. On the ranks of the last stage."""
-        if self.loss_factor != 1.0:
-            loss = loss * self.loss_factor
         self.losses.append(loss.detach())
         return loss / self.targets
-
-    def _spoil(self) -> None:
-        """Let a fault that a test injects into this rank's loss befall its gradients, where it has no loss."""
-        if self.loss_factor != 1.0 and not self.losses:
-            for _, gradient in self._gradients():
-                gradient.mul_(self.loss_factor)
 
     def _meet_ends(self) -> None:
         """Add up the gradients of a tied embedding: the first stage has those of its rows, the last those of words.

@@ -7,10 +7,14 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from pipeline.files import read_lines
-from pipeline.training.sinks.background import BackgroundSink, without_secrets
-from pipeline.training.sinks.base import About, SinkSettings
-from pipeline.training.sinks.json_lines import JsonLines
-from pipeline.training.sinks.log import TrainingLog
+from pipeline.training.sinks.base import (
+    About,
+    BackgroundSink,
+    JsonLines,
+    SinkSettings,
+    TrainingLog,
+    without_secrets,
+)
 from tests.waiting import HANG_S, wait_for
 
 
@@ -80,7 +84,7 @@ def test_one_that_fails_is_switched_off_and_said_once(log, fails):
 
 
 def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
-    monkeypatch.setattr("pipeline.training.sinks.log.CLOSE_S", 0.05)
+    monkeypatch.setattr("pipeline.training.sinks.base.CLOSE_S", 0.05)
     gate = threading.Event()
     log_ = log(slow=(slow := told(gate=gate)))
     for step in range(100):
@@ -97,6 +101,7 @@ def test_one_that_falls_too_far_behind_is_switched_off_and_then_closed():
     behind = BackgroundSink("slow", lambda: sink, most_waiting=5)
     for step in range(20):
         behind.tell("step", {"step": step})
+        wait_for(lambda: sink.step.called)
     assert behind.failure == "it is 5 calls behind"
     gate.set()
     wait_for(lambda: sink.close.called)

@@ -7,9 +7,7 @@ import pytest
 
 from pipeline.config.shipped import SINKS
 from pipeline.files import read_lines
-from pipeline.training.sinks.base import About, checkpoint_curves, curves
-from pipeline.training.sinks.json_lines import JsonLines
-from pipeline.training.sinks.log import TrainingLog
+from pipeline.training.sinks.base import About, JsonLines, TrainingLog, checkpoint_curves, curves
 from tests.training.sinks.reading import board_points, mlflow_run, needs_mlflow, needs_wandb, wandb_records, wandb_rows
 from tests.waiting import wait_for
 

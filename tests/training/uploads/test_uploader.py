@@ -5,15 +5,14 @@ import pytest
 from pipeline.copies.claim import LOCK, Lock
 from pipeline.errors import UserError
 from pipeline.stores.store import Store
-from pipeline.training.copies import copier as copier_module
-from tests.training.copies.copying import (
+from pipeline.training import uploads as module
+from tests.training.uploads.saving import (
     Gate,
     kept,
     save,
     save_copied,
     save_held,
     store_put_as_another,
-    waiting_for_the_end,
 )
 from tests.waiting import HANG_S, wait_for
 
@@ -26,15 +25,15 @@ def test_of_what_comes_while_a_copy_is_made_the_newest_is_copied_and_the_rest_to
     assert copier.needs(1) and copier.needs(4) and not copier.needs(3)
     gate.open.set()
     assert copier.finish(4, 1000.0) == ""
-    ended = [(one.event, one.details["step"], one.details.get("left_out")) for one in copier.ended()]
-    assert ended == [("checkpoint_copied", 1, [2, 3]), ("checkpoint_copied", 4, None)]
+    assert [(details["step"], details.get("left_out")) for name, details in copier.event
+            if name == "checkpoint_copied"] == [(1, [2, 3]), (4, None)]
     assert copies.found().whole == [4] and not copier.needs(4)
     assert any("step-00000002, step-00000003 had no time to be" in text for text in said)
 
 
 def test_what_failed_is_tried_again_while_training_goes_on_and_given_up_at_the_end(setting, monkeypatch):
     saver, copier, copies, said, gate = setting
-    monkeypatch.setattr(copier_module, "AGAIN_S", (0.01,))
+    monkeypatch.setattr(module, "RETRY_S", (0.01,))
     gate.failing = True
     save(saver, 1)
     wait_for(lambda: sum("step-00000001 could not be copied to file://" in text for text in said) > 3)
@@ -42,7 +41,8 @@ def test_what_failed_is_tried_again_while_training_goes_on_and_given_up_at_the_e
     wait_for(lambda: copies.found().whole == [1])
     gate.failing = True
     save(saver, 2)
-    assert copier.finish(2, 1000.0) == "the store is away." == copier.ended()[0].details["error"]
+    assert copier.finish(2, 1000.0) == "the store is away."
+    assert copier.event.names().count("checkpoint_copy_failed") > 4
 
 
 def test_the_end_waits_no_longer_than_it_may_and_a_copier_that_is_stopped_makes_no_copy_any_more(setting):
@@ -51,22 +51,20 @@ def test_the_end_waits_no_longer_than_it_may_and_a_copier_that_is_stopped_makes_
     assert copier.finish(1, 0.2) == "it was not done after 0.2 s."
     copier.stop()
     gate.open.set()
-    copier._thread.join()
-    assert copies.found().whole == [] and copier.copied == -1
+    copier._worker.wait()
+    assert copies.found().whole == [] and copier.uploaded == -1
 
 
 def test_the_end_does_not_wait_for_a_thread_that_has_ended(setting, monkeypatch):
-    saver, copier, _, said, gate = setting
+    saver, copier, _, said, _ = setting
 
     def broken(*_):
         raise OSError("broken")
-    monkeypatch.setattr(copier, "_note", broken)
-    save_held(saver, gate, 1)
-    thread, told = waiting_for_the_end(copier, 1)
-    wait_for(lambda: copier._ending)
-    gate.open.set()
-    wait_for(lambda: not thread.is_alive())
-    assert told == ["OSError: broken."] and any("no further checkpoint is copied" in text for text in said)
+    monkeypatch.setattr(copier, "_attempt", broken)
+    save(saver, 1)
+    assert copier.finish(1, 10.0 * HANG_S) == "broken."
+    save(saver, 2)
+    assert any("step-00000002 is not copied" in text and "has ended (broken)" in text for text in said)
 
 
 @pytest.fixture
@@ -88,7 +86,6 @@ def test_a_process_thought_dead_neither_finishes_a_copy_nor_removes_any(made, he
     store_put_as_another(store)
     gate.open.set()
     assert "took over" in copier.finish(2, 1000.0) and copies.found().whole == [1]
-    assert ["took over" in text for text in copier.withdraw(0)] == [True] and copies.found().whole == [1]
     with pytest.raises(UserError, match="took over"):
         copier._prune()
     lock.release()
@@ -114,16 +111,12 @@ def test_a_process_thought_dead_puts_no_marker_or_records_over_its_successors(ma
 
 def test_the_end_does_not_wait_where_the_lock_is_lost(made, held, monkeypatch):
     """Its own thread finds that out while a copy waits to be tried again."""
-    monkeypatch.setattr(copier_module, "BEAT_S", 0.01)
-    monkeypatch.setattr(copier_module, "AGAIN_S", (10.0 * HANG_S,))
+    monkeypatch.setattr(module, "RETRY_S", (10.0 * HANG_S,))
     gate = Gate(monkeypatch)
     store, lock = held
     saver, copier, _, said = made(store.url, lock)
     gate.failing = True
     save(saver, 1)
     wait_for(lambda: any("could not be copied" in text for text in said))
-    thread, told = waiting_for_the_end(copier, 1)
-    wait_for(lambda: copier._ending)
     lock.lost = "Another took over"
-    wait_for(lambda: not thread.is_alive())
-    assert told == ["Another took over, and this run copies nothing there any more."]
+    assert copier.finish(1, 10.0 * HANG_S) == "Another took over, and this run copies nothing there any more."

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from pipeline.contract.state import STOP
-from pipeline.training import stop_request
-from pipeline.training.stop_request import Stop, StopRequest
+from pipeline.training import stop_agreement
+from pipeline.training.stop_agreement import Stop, StopAgreement
 
 
 @dataclass
@@ -23,15 +23,20 @@ class Rank:
         return self.rank == 0
 
 
+def agreed_by(request, sums):
+    request.on_votes(None, sums)
+    return request.stop
+
+
 def ask(folder, signals, world=4, minutes=None, began=0.0):
     """What all ranks agree on where `signals` gives those that each rank got; it must be the same on each."""
-    requests = [StopRequest(Rank(rank, world), folder, minutes, began) for rank in range(world)]
+    requests = [StopAgreement(Rank(rank, world), folder, minutes, began) for rank in range(world)]
     for rank, numbers in signals.items():
         with requests[rank]:
             for number in numbers:
                 os.kill(os.getpid(), number)
     sums = [sum(votes) for votes in zip(*(request.votes() for request in requests), strict=True)]
-    agreed = [request.agreed(sums) for request in requests]
+    agreed = [agreed_by(request, sums) for request in requests]
     assert len({stop and stop.again for stop in agreed}) == 1
     return agreed[0]
 
@@ -60,25 +65,25 @@ def test_the_file_and_the_clock(tmp_path):
 
 def test_the_file_is_looked_for_now_and_then_only(tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(stop_request.time, "monotonic", lambda: clock[0])
-    request = StopRequest(Rank(0, 1), tmp_path, None, 0.0)
-    assert request.agreed(request.votes()) is None
+    monkeypatch.setattr(stop_agreement.time, "monotonic", lambda: clock[0])
+    request = StopAgreement(Rank(0, 1), tmp_path, None, 0.0)
+    assert agreed_by(request, request.votes()) is None
     (tmp_path / STOP).parent.mkdir()
     (tmp_path / STOP).touch()
     clock[0] += 1.5
-    assert request.agreed(request.votes()) is None
+    assert agreed_by(request, request.votes()) is None
     clock[0] += 1
-    assert request.agreed(request.votes()) is not None
+    assert agreed_by(request, request.votes()) is not None
     (tmp_path / STOP).unlink()
-    assert request.agreed(request.votes()) is not None, "who was asked once stays asked"
+    assert agreed_by(request, request.votes()) is not None, "who was asked once stays asked"
 
 
 def test_the_process_is_left_as_it_was_found(tmp_path):
     before = signal.getsignal(signal.SIGUSR2), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     try:
         signal.raise_signal(signal.SIGUSR2)  # waits; to this thread, since others of the test process may hear it
-        with StopRequest(Rank(0, 1), tmp_path, None, 0.0) as request:
-            assert request.agreed(request.votes()) == Stop("SIGUSR2", True)
+        with StopAgreement(Rank(0, 1), tmp_path, None, 0.0) as request:
+            assert agreed_by(request, request.votes()) == Stop("SIGUSR2", True)
         assert signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
         assert signal.getsignal(signal.SIGUSR2) == before[0]
     finally:

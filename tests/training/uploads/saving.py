@@ -14,8 +14,8 @@ from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.stores.store import Store
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.copies.copier import Copier
-from tests.waiting import HANG_S, wait_for
+from pipeline.training.uploads import Uploader
+from tests.waiting import wait_for
 
 
 class Gate:
@@ -36,13 +36,23 @@ class Gate:
         monkeypatch.setattr(Store, "put", gated)
 
 
+class Log(list):
+    """Events, as (name, details)."""
+
+    def __call__(self, name, **details):
+        self.append((name, details))
+
+    def names(self):
+        return [name for name, _ in self]
+
+
 def parts_of(tmp_path, ranks, url, lock):
-    said = []
+    said, log = [], Log()
     config = CheckpointConfig(keep=1, attempts=2)
     copies = CopiedCheckpoints(Store(url))
     checkpoints = Checkpoints(tmp_path / "train" / CHECKPOINTS, ranks, said.append, lambda step: copier.needs(step))
-    copier = Copier(copies, lock, ranks, config, tmp_path / "train", checkpoints.path, said.append, -1)
-    saver = AsyncSaver(checkpoints, ranks, config, {}, said.append, copier.submit)
+    copier = Uploader(copies, lock, ranks, config, tmp_path / "train", checkpoints.path, said.append, log, -1)
+    saver = AsyncSaver(checkpoints, ranks, config, {}, said.append, log, copier.put)
     return saver, copier, copies, said
 
 
@@ -65,7 +75,7 @@ def save_copied(saver, copier, *steps):
     """Save, and wait for the copy of each."""
     for step in steps:
         save(saver, step)
-        wait_for(lambda step=step: copier.copied == step)
+        wait_for(lambda step=step: copier.uploaded == step)
 
 
 def kept(saver):
@@ -75,11 +85,3 @@ def kept(saver):
 def store_put_as_another(store):
     """Beside the gate, which holds back what goes through the store."""
     (Path(store.url.removeprefix("file://")) / LOCK).write_text('{"token": "b"}')
-
-
-def waiting_for_the_end(copier, step):
-    """A thread that waits for the copy of the last checkpoint, longer than any test, and what it was told."""
-    told = []
-    thread = threading.Thread(target=lambda: told.append(copier.finish(step, 10.0 * HANG_S)), daemon=True)
-    thread.start()
-    return thread, told

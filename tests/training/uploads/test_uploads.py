@@ -5,6 +5,7 @@ import shutil
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,14 +15,13 @@ from pipeline.copies.claim import LOCK, RUN, Lock
 from pipeline.errors import UserError
 from pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
 from pipeline.stores.store import Store
+from pipeline.training import uploads as module
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.copies import copying as copying_module
-from pipeline.training.copies.copier import Copier
-from pipeline.training.copies.copying import Copying
-from pipeline.training.data.token_check import SET_ASIDE, _rename
-from pipeline.training.session import Session
-from tests.training.copies.copying import save
+from pipeline.training.data.token_check import _rename
+from pipeline.training.loop import Loop
+from pipeline.training.uploads import Uploader, Uploads
+from tests.training.uploads.saving import Log, save
 from tests.waiting import wait_for
 
 
@@ -37,7 +37,7 @@ class Run:
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
-        return Copying(work, self.ranks, self.checkpoints, self.said.append)
+        return Uploads(work, self.ranks, self.checkpoints, self.said.append, Log())
 
     def at(self, folder, name, store=None):
         """The same run, or a copy of it, in another folder."""
@@ -47,7 +47,7 @@ class Run:
         """Save after these steps and copy each; leave the store."""
         copying = self.start()
         copying.begin(copying.newest_valid())
-        saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, copying.saved)
+        saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, Log(), copying.saved)
         for step in steps:
             save(saver, step)
             wait_for(lambda step=step: step in self.copies.found().whole)
@@ -76,32 +76,29 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     assert run.copies.found().whole == [4] and not run.copies.found().unfinished
 
 
-@pytest.mark.parametrize(("gone", "damaged", "goes_on", "left"), [
-    ([12], {12: MARKER}, 8, [4, 8]), ([4, 8, 12], {12: MARKER, 8: COPY}, 4, [4]),
-    ([4, 8, 12], dict.fromkeys((4, 8, 12), MARKER), None, [4, 8, 12])])
-def test_training_goes_on_from_what_is_sound_and_damaged_copies_go(run, gone, damaged, goes_on, left):
-    """Newer ones would count as the newest later. Where there is nothing else, they stay."""
-    run.train(4, 8, 12)
-    for step in gone:
-        run.remove_here(step)
-    for step, name in damaged.items():
-        run.store.put(f"{checkpoint_name(step)}/{name}", b"{")
+@pytest.mark.parametrize("name", [MARKER, COPY])
+def test_a_damaged_copy_is_refused_unless_there_is_as_new_a_checkpoint_here(run, name):
+    run.train(4, 8)
+    run.store.put(f"{checkpoint_name(8)}/{name}", b"{")
     copying = run.start()
-    if goes_on is None:
-        with pytest.raises(UserError, match="Every copy of a checkpoint"):
-            copying.newest_valid()
-    else:
-        assert copying.newest_valid()[1].step == goes_on
-        assert any("removed damaged copies" in text and "step-00000012" in text for text in run.said)
+    assert copying.newest_valid()[1].step == 8
     copying.close()
-    assert run.copies.found().whole == left
+    run.remove_here(8)
+    copying = run.start()
+    with pytest.raises(UserError, match=r"damaged.*remove .*/step-00000008/ to go on from the checkpoint before it"):
+        copying.newest_valid()
+    copying.close()
+    run.copies.remove(8)
+    copying = run.start()
+    assert copying.newest_valid()[1].step == 4
+    copying.close()
 
 
 def test_what_fails_after_the_lock_was_taken_leaves_none_behind(run, monkeypatch):
     def fail(self, steps):
         raise UserError("the store is away.")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="away"):
-        patch.setattr(Copying, "_without_set_aside", fail)
+        patch.setattr(Uploads, "_remove", fail)
         run.start()
     assert run.store.head(RUN) is not None and run.store.head(LOCK) is None
     copying = run.start()
@@ -113,36 +110,39 @@ def test_what_fails_after_the_lock_was_taken_leaves_none_behind(run, monkeypatch
 
 
 @pytest.mark.parametrize("error", [UserError("other settings"), OSError("no space left")])
-def test_a_session_that_cannot_be_set_up_leaves_the_store(run, monkeypatch, error):
-    def set_up(self, work, watchdog):
-        self.copies = run.start()
+def test_a_loop_that_cannot_be_set_up_leaves_the_store(run, monkeypatch, error):
+    def meet(self):
+        self.uploads = run.start()
         assert run.store.head(LOCK) is not None
         raise error
-    monkeypatch.setattr(Session, "_set_up", set_up)
+    monkeypatch.setattr(Loop, "_meet", meet)
     with pytest.raises(type(error)):
-        Session(None, None)
+        Loop(SimpleNamespace(config=None), None)
     assert run.store.head(LOCK) is None
 
 
-@pytest.mark.parametrize("torn", [False, True])
-def test_a_copy_of_what_was_set_aside_is_not_gone_on_from(run, torn):
-    """Also where an earlier one of its name was, and where the copy is torn."""
-    run.train(4, 8)
-    first = run.checkpoints.path(8)
-    earlier = first.parent / f"{SET_ASIDE}{first.name}"
-    earlier.mkdir()
-    (earlier / MARKER).write_bytes(b"of the first time")
-    _rename(first)
-    assert earlier.with_name(f"{earlier.name}.2").is_dir()
-    if torn:
-        run.store.put(f"step-00000008/{COPY}", b"{")
+@pytest.mark.parametrize("away", [False, True])
+def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(run, monkeypatch, away):
+    run.train(4, 8, 12)
+    copying = run.start()
+    copying.begin(copying.newest_valid())
+    with monkeypatch.context() as patch:
+        if away:
+            patch.setattr(CopiedCheckpoints, "found", Mock(side_effect=UserError("the store is away.")))
+        copying.withdraw(4)
+    copying.saved(16)
+    copying.close()
+    assert run.copies.found().whole == ([4, 8, 12] if away else [4])
+    assert any("the next start does it" in text for text in run.said) == away
+    for step in (8, 12):
+        _rename(run.checkpoints.path(step))
     copying = run.start()
     assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
     copying.close()
 
 
 def test_a_copy_of_a_living_run_s_folder_does_not_take_its_store(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(copying_module, "Lock", partial(Lock, beat_s=0.05, dead_s=1000.0))
+    monkeypatch.setattr(module, "Lock", partial(Lock, beat_s=0.05, dead_s=1000.0))
     run.train(4)
     living, copied = run.start(), tmp_path / "copied"
     shutil.copytree(run.folder, copied)
@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_at_once_where_it_is_and_after_a_wait_where_it_was_
     assert json.loads(run.store.read(RUN))["name"] == "other"
     shutil.copytree(tmp_path / "renamed", tmp_path / "moved")  # to another disk
     moved = run.at(tmp_path / "moved", "other")
-    monkeypatch.setattr(copying_module, "Lock", partial(Lock, dead_s=0.1))
+    monkeypatch.setattr(module, "Lock", partial(Lock, dead_s=0.1))
     copying = moved.start()
     assert "took over" in moved.said[-1] and copying.newest_valid()[1].step == 4
     for one in [*killed, copying]:
@@ -184,6 +184,6 @@ def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch
     copying.begin(copying.newest_valid())
     copying.ranks = SimpleNamespace(patience=timedelta(minutes=2), by_leader=run.ranks.by_leader)
     waited = []
-    monkeypatch.setattr(Copier, "finish", lambda self, step, limit_s: waited.append(limit_s) or "")
+    monkeypatch.setattr(Uploader, "finish", lambda self, step, limit_s: waited.append(limit_s) or "")
     copying.finish(4)
     assert waited == [60.0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.copies.copying import Gate, parts_of
+from tests.training.uploads.saving import Gate, parts_of
 
 
 @pytest.fixture()

@@ -6,9 +6,9 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
-from pipeline.training.copies import copier as copier_module
-from pipeline.training.copies.beside import take_up, whole_records
-from tests.training.copies.copying import save_copied, save_held
+from pipeline.training import uploads as module
+from pipeline.training.uploads import take_records, train_records
+from tests.training.uploads.saving import save_copied, save_held
 
 
 def test_what_goes_on_with_a_checkpoint_ends_before_its_step_however_late_it_is_copied(tmp_path):
@@ -22,8 +22,8 @@ def test_what_goes_on_with_a_checkpoint_ends_before_its_step_however_late_it_is_
         folder.mkdir(exist_ok=True)
         for name, content in contents.items():
             (folder / name).write_bytes(content)
-    assert {record["path"]: data for record, data in whole_records(tmp_path, 5)} == expected
-    take_up(fetched, train, lambda text: pytest.fail(text))
+    assert train_records(tmp_path, 5) == expected
+    take_records(fetched, train, lambda text: pytest.fail(text))
     assert {path.name: path.read_bytes() for path in train.iterdir()} == expected
 
 
@@ -35,43 +35,30 @@ def test_rollbacks_that_came_after_a_copy_stay_when_it_is_fetched(tmp_path, here
         (tmp_path / name).mkdir()
         for step in steps:
             add_rollback(tmp_path / name, Rollback(step, 0, ((step, step + 8),), "a", "a spike"))
-    take_up(tmp_path / "fetched", tmp_path / "train", told.append)
+    take_records(tmp_path / "fetched", tmp_path / "train", told.append)
     assert read_rollbacks(tmp_path / "train") == read_rollbacks(tmp_path / "expected")
     assert ["set aside as rollbacks.json.replaced-1" in text for text in told] == [True] * said
-
-
-def test_copies_of_damaged_training_are_taken_back_and_none_is_made_any_more(setting):
-    saver, copier, copies, said, gate = setting
-    save_copied(saver, copier, 1, 2)
-    save_held(saver, gate, 3)
-    told = copier.withdraw(1)
-    assert len(told) == 1 and "step-00000002" in told[0]
-    gate.open.set()
-    assert copier.finish(3, 1000.0)
-    assert not any("tried again" in text for text in said)
-    assert copies.found().whole == []
 
 
 def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(setting):
     saver, copier, copies, _, gate = setting
     save_copied(saver, copier, 1)
     save_held(saver, gate, 1)
-    assert copies.found().whole == [] and copier.copied == -1
+    assert copies.found().whole == [] and copier.uploaded == -1
     gate.open.set()
     assert copier.finish(1, 1000.0) == "" and copies.found().whole == [1]
 
 
 def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(setting, monkeypatch):
     saver, copier, copies, _, _ = setting
-    monkeypatch.setattr(copier_module, "AGAIN_S", (0.01,))
-    read, broken = copier_module.read_marker, [UserError("Input/output error")]
+    monkeypatch.setattr(module, "RETRY_S", (0.01,))
+    read, broken = module.read_marker, [UserError("Input/output error")]
 
     def read_later(path):
         if broken:
             raise broken.pop()
         return read(path)
-    monkeypatch.setattr(copier_module, "read_marker", read_later)
+    monkeypatch.setattr(module, "read_marker", read_later)
     save_copied(saver, copier, 1)
-    assert [one.event for one in saver.ended()] == ["checkpoint"]
-    assert [one.event for one in copier.ended()] == ["checkpoint_copy_failed", "checkpoint_copied"]
+    assert sorted(copier.event.names()) == ["checkpoint", "checkpoint_copied", "checkpoint_copy_failed"]
     assert copies.found().whole == [1]

@@ -2,8 +2,9 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
-from pipeline.training import garbage
+from pipeline.training.housekeeping import ALL_EVERY, EVERY, Garbage
 
 
 class Node:
@@ -14,21 +15,25 @@ class Node:
 
 
 def test_garbage_goes_after_the_same_steps_on_all_ranks():
+    garbage = Garbage()
+
+    def after(step):
+        garbage.after_step(SimpleNamespace(progress=SimpleNamespace(step=step)))
     try:
-        garbage.begin()
+        garbage.on_start(None)
         node = weakref.ref(Node())
         kept = [[] for _ in range(100_000)]  # so many objects have Python collect
-        garbage.collect(garbage.EVERY - 1)
+        after(EVERY - 1)
         assert node() is not None and len(kept) == 100_000
-        garbage.collect(garbage.EVERY)
+        after(EVERY)
         assert node() is None
         held = Node()
-        garbage.collect(garbage.EVERY)
+        after(EVERY)
         old, held = weakref.ref(held), None
-        garbage.collect(garbage.EVERY)
+        after(EVERY)
         assert old() is not None and held is None
-        garbage.collect(garbage.ALL_EVERY)
+        after(ALL_EVERY)
         assert old() is None
     finally:
-        garbage.end()
+        garbage.on_end(None)
     assert gc.isenabled() and gc.get_freeze_count() == 0

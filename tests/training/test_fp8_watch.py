@@ -13,8 +13,8 @@ from pipeline.parallel.initial_values import drawn
 from pipeline.parallel.ranks import start_ranks, stop_ranks
 from pipeline.training.device_facts import compiled_graphs
 from pipeline.training.engines.build import build_engine
-from pipeline.training.engines.fp8_watch import FACTORS, Fp8Watch, summary
 from pipeline.training.guards import StepLimits
+from pipeline.training.monitor import FACTORS, Fp8Watch, fp8_curves
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 
@@ -51,7 +51,7 @@ def test_largest_values_and_shares_of_zeros_are_those_of_the_layer(ranks, recipe
     lost = weight.shape[1] - 1 if recipe == "rowwise" else weight.numel() - 1  # the others scale the whole once
     assert found[name]["weight"] == (LARGE, pytest.approx(lost / weight.numel(), rel=1e-3))
     assert found["layers.1.feed_forward.w1"]["weight"] == clean["layers.1.feed_forward.w1"]["weight"]
-    seen = summary(found)
+    seen = fp8_curves(found)
     assert seen["fp8_weight_amax"] == LARGE and seen["fp8_weight_zeros"] == found[name]["weight"][1]
     assert seen["fp8_gradient_amax_smallest"] == min(figures["gradient"][0] for figures in found.values()) > 0
 
@@ -77,6 +77,6 @@ def test_compiled_and_checkpointed_blocks_are_looked_at_too_and_stay_compiled(ra
 def test_what_is_no_number_is_told_as_text():
     figures = {"input": ("nan", 0.0), "weight": (1.0, 0.0), "gradient": ("inf", 0.5)}
     others = dict.fromkeys(FACTORS, (2.0, 0.1))
-    seen = summary({"layers.0.attention.wq": figures, "layers.0.attention.wk": others})
+    seen = fp8_curves({"layers.0.attention.wq": figures, "layers.0.attention.wk": others})
     assert seen["fp8_gradient_amax"] == "inf" and seen["fp8_gradient_zeros"] == 0.5
     assert seen["fp8_weight_amax"] == 2.0 and seen["fp8_weight_amax_smallest"] == 1.0

@@ -1,0 +1,506 @@
+"""The training loop: what it is made of, set up in order, its steps, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shlex
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from pipeline.config.batch import BatchPlan
+from pipeline.config.checks import rank_problems
+from pipeline.config.phases import PhasePlan
+from pipeline.config.shipped import HOOKS
+from pipeline.contract.run import code_hashes
+from pipeline.contract.stage_work import Work, git_state, software_versions
+from pipeline.contract.stages import STAGES
+from pipeline.contract.state import write_state
+from pipeline.data.sampling.batch import Batch
+from pipeline.errors import UserError, listed
+from pipeline.files import output_record
+from pipeline.parallel.compiling import compiles
+from pipeline.parallel.fp8 import fp8_lines
+from pipeline.parallel.grid import Grid
+from pipeline.parallel.ranks import start_ranks, stop_ranks
+from pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
+from pipeline.records.generation_settings import FILE
+from pipeline.records.hangs import write_places
+from pipeline.records.metrics import read_metrics
+from pipeline.records.pending_evaluations import PendingEvaluations
+from pipeline.records.rollbacks import ROLLBACKS, excluded_by, no_longer_left_out, read_rollbacks
+from pipeline.training.async_saver import AsyncSaver
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.data.opening import refuse_beyond
+from pipeline.training.data.step_batches import StepBatches
+from pipeline.training.data.token_check import TokenCheck
+from pipeline.training.determinism import is_deterministic, make_deterministic
+from pipeline.training.device_facts import memory_explained
+from pipeline.training.engines.build import build_engine
+from pipeline.training.engines.engine import StepResult
+from pipeline.training.guard_runner import GuardRunner
+from pipeline.training.guards import Verdict
+from pipeline.training.hooks import Hook
+from pipeline.training.housekeeping import Garbage, Saving, TokenChecking
+from pipeline.training.initial_weights import initial_values
+from pipeline.training.monitor import Monitor
+from pipeline.training.optimizers.schedule import planned_rate
+from pipeline.training.precision import DTYPES
+from pipeline.training.profiling import Profiling
+from pipeline.training.rank_agreement import RankAgreement
+from pipeline.training.recorder import Recorder, train_s
+from pipeline.training.replicas import ReplicaCheck
+from pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
+from pipeline.training.stop_agreement import Stop, StopAgreement
+from pipeline.training.summary import kernel_lines, packing_facts, summary_lines
+from pipeline.training.uploads import Uploads
+from pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
+
+
+class Loop:
+    """One attempt at training, from the newest valid checkpoint to the end or to a request to stop.
+
+    Attributes:
+        progress: where training stands.
+        hooks: what takes part in training beside the loop, in order.
+        save_asked: whether a hook asked for a checkpoint after the step that runs.
+        events: that threads have recorded and the log has not yet.
+        current: this rank's batch of the step that runs or ran last, and the targets of the global batch.
+    """
+
+    def __init__(self, work: Work, watchdog: Watchdog) -> None:
+        self.work, self.config, self.watchdog = work, work.config, watchdog
+        self.events = deque[tuple[str, dict[str, Any]]]()
+        self.started = self.stepped = self.save_asked = False
+        try:
+            for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
+                         self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
+                part()
+        except (UserError, OSError):
+            if hasattr(self, "uploads"):
+                self.uploads.close()  # otherwise the store stays locked
+            raise
+
+    # ---- set-up, in this order
+
+    def _meet(self) -> None:
+        """Find the other ranks, and see that all run the same thing."""
+        if self.config.train.deterministic:
+            make_deterministic()
+        self.ranks = start_ranks(longest_wait(self.config), self.work.store)
+        agreement = RankAgreement.gather(self.ranks, self.work)
+        self.nodes = agreement.nodes
+        self.say(str(agreement))
+        if warning := agreement.warning():
+            self.say(warning)
+        if self.ranks.leads:
+            write_places(self.work.folder, self.nodes)
+
+    def _lay_out(self) -> None:
+        """Give each rank its place and its part of the batch; UserError where that does not come out even."""
+        if problems := rank_problems(self.config, self.ranks.world):
+            raise UserError(f"This run does not fit {self.ranks.world} ranks: {listed(problems)}")
+        self.grid = Grid(self.ranks, self.config.parallel)
+        self.plan = PhasePlan.of(self.config.train)
+        self.batch_of_phase = [BatchPlan.of(phase.train, self.config.parallel, self.ranks.world)
+                               for phase in self.plan.phases]
+        self.batch = self.batch_of_phase[0]
+
+    def _open_data(self) -> None:
+        with self.watchdog.paused(self.ranks.barrier):
+            self.batches = StepBatches(self.work, self.grid, self.plan, self.batch_of_phase, self.say)
+        self.data = self.batches.data
+        vocabulary_size = int(self.work.input("tokenizer")[1].counts["vocab_size"])
+        self.model_config = self.config.model.model_copy(
+            update={"vocab_size": self.config.model.vocab_size or vocabulary_size})
+
+    def _find_checkpoint(self) -> None:
+        pending = PendingEvaluations(self.work.run.folder, self.config)
+        self.checkpoints = Checkpoints(self.work.folder / CHECKPOINTS, self.ranks, self.say,
+                                       needed=lambda step: pending(step) or self.tokens.needs(step)
+                                       or self.uploads.needs(step) or step in self.config.convert.average)
+        with self.watchdog.paused(self.ranks.barrier):
+            self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.event)
+            self.found = self.uploads.newest_valid()
+        self.has_checkpoint = self.found is not None
+
+    def _check_plan(self) -> None:
+        """See that the checkpoint may be continued along the plan that is asked for now."""
+        found, self.plan_changes = self.found, list[str]()
+        if self.plan.declared:
+            rollbacks, links = self.ranks.by_leader(lambda: read_rollbacks(self.work.folder)), self.data.order.links
+            if found:
+                self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
+                self.plan_changes += no_longer_left_out(rollbacks, links) if self.plan_changes else []
+            with self.watchdog.paused(self.ranks.barrier):  # what epochs have left may have to be packed
+                self.data.leave_out(excluded_by(rollbacks, links))
+        plan = self.data.plan_at(found[1].samples if found else 0)
+        self.progress = continued(*found, plan, bool(self.work.drift)) if found else TrainingProgress(plan_sha256=plan)
+        if found:
+            self.say(f"continuing after step {self.progress.step} ({self.progress.samples:,} samples used) from "
+                     f"{found[0].name}")
+            if self.ranks.leads and (warning := changed_code(found[0], self._about()["code"])):
+                self.say(warning)
+            for text in self.plan_changes:
+                self.say(f"plan changed: {text}")
+        refuse_beyond(self.config.train, self.data, self.say)
+        self.tokens = TokenCheck(self.work, self.batches.table, self.data, self.ranks, self.progress, self.say,
+                                 lambda name, **details: self.recorder.event(name, **details),
+                                 stored=self.batches.stored is not None)
+
+    def _build_engine(self) -> None:
+        train = self.config.train
+        chosen, self.precision_reason = agreed_precision(train.precision, self.progress.precision, self.ranks)
+        self.progress, precision = dataclasses.replace(self.progress, precision=chosen), DTYPES[chosen]
+        self.decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
+        # So far nothing draws from it; what will must not differ from one start to the next, nor checkpoints' bytes.
+        torch.manual_seed(self.config.seed + self.ranks.rank)
+        self.as_rehearsed = (f"--config {shlex.quote(str(self.work.run.folder.absolute() / 'config.yaml'))} "
+                             f"model.vocab_size={self.model_config.vocab_size}")
+        with (initial_values(self.work, self.model_config, self.ranks, begun=self.has_checkpoint) as initial,
+              memory_explained(None, self.ranks, self.progress.step, self.as_rehearsed, first=True)):
+            self.engine = build_engine(self.decided, self.model_config, self.grid, precision, self.batch.accumulation,
+                                       initial)
+        if compiles(train, self.ranks.device, self.config.parallel):
+            self.watchdog.step_s = COMPILED_STEP_S
+        self.guards = GuardRunner(self.work, self.ranks, self.data, train.guards, self.batch.sequences, self.say)
+
+    def _prepare_saving(self) -> None:
+        self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
+                                self.event, self.uploads.saved)
+        with self.watchdog.paused(self.ranks.barrier):
+            if self.found:
+                load(self.found[0], self.engine, self.ranks, self.progress.updates)
+            self.saver.prepare(self.engine.state_shards())
+
+    def _open_log(self) -> None:
+        precision = DTYPES[self.progress.precision]
+        # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
+        self.recorder = Recorder(self.work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
+        with self.watchdog.paused(self.ranks.barrier):
+            self.monitor = Monitor(self.work, self.grid, self.engine, self.recorder, self.watchdog, self.say,
+                                   self.progress.precision, self.batches.table, self.batches.opener)
+        for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
+                     *kernel_lines(self.config, self.engine, self.ranks.device, precision),
+                     *fp8_lines(self.decided, self.model_config, self.grid.tensor, self.ranks.device)]:
+            self.say(text)
+
+    def _make_hooks(self) -> None:
+        train = self.config.train
+        self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
+        self.hooks: list[Hook] = [
+            Saving(train.checkpoint.every_minutes),
+            TokenChecking(self.tokens),
+            self.stop,
+            ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
+            *(settings.open(self) for settings in HOOKS.made(train.hooks)),
+            self.monitor,
+            *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
+            Garbage()]
+        self.work.run.forget_manifests()  # of very many shards they are large
+        self.uploads.begin(self.found)
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Train to the configured number of steps and commit, or save and leave when asked to stop."""
+        self._start()
+        while self.unfinished:
+            batch = self.batches.next()
+            targets, padding = self._agree(batch)
+            result = self._update(batch, targets)
+            verdict = self.guards.judge(self.progress.step + 1, result, self.progress, self.has_checkpoint,
+                                        self.recorder.event)
+            if verdict.outcome == "rollback":
+                self._roll_back(verdict)
+                continue
+            self._advance(result, verdict, padding)
+            if self._checkpoint_is_due():
+                self._save()
+            for hook in self.hooks:
+                hook.after_step(self)
+            self._end_step()
+            if self.stop.stop is not None and self.unfinished:
+                return self._leave(self.stop.stop)
+        self._finish()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are steps to be done."""
+        return self.progress.step < self.config.train.steps
+
+    def _start(self) -> None:
+        self.monitor.catch_up(self.progress)
+        self.recorder.begin(self.progress, **self._start_facts())
+        self.started = True  # what comes before the record of a start would be the start before's
+        if self.plan.declared and self.progress.step == self.phase.first_step:
+            self._note_phase()
+        if self.plan_changes:
+            self.recorder.plan_changed(self.progress.step, self.plan_changes)
+        for hook in self.hooks:
+            hook.on_start(self)
+        self.step_began = time.perf_counter()
+
+    def _agree(self, batch: Batch) -> tuple[int, int]:
+        """Sum over all ranks what hooks vote, so that all save, leave or fail after the same step, and what the batch
+        has: target tokens and padding of the global one."""
+        self.save_asked = False
+        votes = [hook.votes(self) for hook in self.hooks]
+        counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
+        targets, padding, *sums = self.ranks.sum(*counted, *itertools.chain(*votes))
+        rest = iter(sums)
+        for hook, mine in zip(self.hooks, votes, strict=True):
+            if mine:
+                hook.on_votes(self, list(itertools.islice(rest, len(mine))))
+        return int(targets), int(padding)
+
+    def _update(self, batch: Batch, targets: int) -> StepResult:
+        """Forward, backward and update over the batch. UserError as `memory_explained`."""
+        step = self.progress.step + 1
+        self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
+        self.watchdog.step_begins()
+        with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.stepped):
+            for hook in self.hooks:
+                hook.before_step(self)
+            with self.monitor.norms(step) as self.norms:
+                result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets,
+                                          self.rate, self.guards.guards.limits())
+        self.watchdog.pulse()  # judging may read documents from a store
+        return result
+
+    def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
+        """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""
+        before, step_s = self.progress, time.perf_counter() - self.step_began
+        end = self.guards.excluded.take(before.samples, self.batch.sequences).end
+        after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
+                                    tokens=before.tokens + self.batch.tokens - padding,
+                                    updates=self.engine.updates, plan_sha256=self.data.plan_at(end))
+        record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
+        record |= self.batches.fields(self.batch.tokens, padding)
+        record |= self.guards.step_fields(verdict, before.samples, end) | self.norms
+        record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
+        for hook in self.hooks:
+            hook.on_step(self, result, record)
+        self.progress = dataclasses.replace(after, record=record)
+        self.stepped = True
+        self.watchdog.finished(after.step, step_s)
+
+    def _checkpoint_is_due(self) -> bool:
+        """Whether to save now: every so many steps or minutes, before leaving, at the end, and where `convert.average`
+        names the step."""
+        due = self.monitor.due(self.progress.step, self.config.train.checkpoint.every_steps)
+        return due or self.progress.step in self.config.convert.average or self.save_asked or self.stop.stop is not None
+
+    def _save(self) -> None:
+        """Begin to save a checkpoint."""
+        with self.watchdog.paused(self.ranks.barrier):
+            for hook in self.hooks:
+                hook.on_save(self)
+            self.progress = dataclasses.replace(self.progress, guards=self.guards.guards.state())
+            self.saver.save(self.engine.state_shards(), self.progress)
+        self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
+
+    def _end_step(self) -> None:
+        """All that belongs to a step is done; the next one begins."""
+        self.log_events()
+        entered = self.unfinished and self.progress.step == self.phase.end_step
+        if entered:
+            self._enter_phase()
+        self.step_began = time.perf_counter()
+        self.watchdog.pulse(first=entered)  # its shapes are new
+
+    def _begin(self) -> None:
+        """Go on from `self.progress`: at the start, and after a rollback."""
+        with self.watchdog.paused(self.ranks.barrier):
+            self.guards.begin(self.progress)
+        self._enter_phase()
+        self.batches.begin(self.progress, self.guards.excluded)
+        self.step_began = time.perf_counter()
+        self.watchdog.pulse()
+
+    def _enter_phase(self) -> None:
+        """Take the batch and the sequence length of the next step's phase; where one begins, say so."""
+        self.phase = self.plan.phase_of(self.progress.step + 1)
+        self.batch = self.batch_of_phase[self.phase.number]
+        self.guards.batch_sequences = self.batch.sequences
+        # By the full-attention formula: 6 x matrix parameters + attention, not halved.
+        self.recorder.flops_per_token = self.model_config.flops_per_token(self.batch.sequence_length, causal=False)
+        if self.plan.declared and self.progress.step == self.phase.first_step:
+            self.guards.guards.forget()
+            self.say(f"{self.phase}; batch {self.batch}")
+            if self.started:
+                self._note_phase()
+
+    def _note_phase(self) -> None:
+        self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
+
+    def _roll_back(self, verdict: Verdict) -> None:
+        """Go back to the newest checkpoint, and leave the samples of the judged step out for good.
+
+        Raises:
+            UserError: there is none any more.
+        """
+        with self.watchdog.paused(self.ranks.barrier):
+            self.saver.wait()
+            self.batches.pause()
+            found = self.checkpoints.newest_valid()
+            if found is None:
+                raise UserError(f"{verdict.text}: training was to go back to a checkpoint, but there is none any more "
+                                f"in {self.checkpoints.folder}. Start again with --force, or with "
+                                f"train.guards.spike=skip.")
+            path, progress = found
+            self.guards.exclude(verdict, progress.step)
+            self.progress = dataclasses.replace(progress, restarts=self.progress.restarts,
+                                                precision=self.progress.precision,
+                                                plan_sha256=self.data.plan_at(progress.samples))
+            load(path, self.engine, self.ranks, self.progress.updates)
+        self.recorder.event("rolled_back", step=progress.step, train_s=train_s(progress),
+                            lost_s=round(time.perf_counter() - self.step_began, 3))
+        self._begin()
+
+    # ---- the end
+
+    def _leave(self, stop: Stop) -> None:
+        """Say and record why training ends early, once the checkpoint is there."""
+        self.recorder.line.interrupt()
+        ending = self._settle()
+        self.ranks.barrier()  # without an agent, rank 0 has the store in which the others hear that the save is done
+        step = self.progress.step
+        self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
+        self.recorder.event("stop", step=step, reason=stop.reason, **ending)
+        if self.ranks.leads:
+            write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
+        self.uploads.leave(step, self.config.launch.signal_s)
+
+    def _finish(self) -> None:
+        """Prove the last checkpoint once more, and write the manifest."""
+        if self.progress.step > self.config.train.steps:
+            raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
+                            f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
+        ending = self._settle()
+        checked = self.tokens.finish(self.settle_damaged)
+        self.uploads.finish(self.progress.step)
+        self.log_events()
+        self.saver.prune()  # until now the one that this start went on from may have been needed
+        found = self.checkpoints.newest_valid()
+        if found is None or found[1].step != self.config.train.steps:
+            raise UserError(f"The checkpoint of the last step does not read back from {self.checkpoints.folder}. "
+                            f"Check the disk and run the stage again; it continues from the last good one.")
+        self.recorder.event("finish", step=self.progress.step, **ending)
+        self.recorder.close()
+        if self.ranks.leads:
+            self._commit(found[0], checked)
+        self.ranks.barrier()
+
+    def _settle(self) -> dict[str, Any]:
+        """Wait until what was saved is on the disk; what to record of the end."""
+        self.watchdog.pause()
+        began = time.perf_counter()
+        self.saver.wait()
+        self.log_events()
+        return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3),
+                **self.batches.finish()}
+
+    def settle_damaged(self) -> None:
+        """Let a save in flight end, since what it is made of is damaged; nobody may go on from a copy of it."""
+        self.saver.settle()
+        self.uploads.withdraw(self.tokens.sound_to)
+
+    def _commit(self, checkpoint: Path, shards_checked: int) -> None:
+        """Write the manifest. For one rank."""
+        folder, name, progress = self.work.folder, f"{CHECKPOINTS}/{checkpoint.name}", self.progress
+        # What was logged beyond the last step, before this training was made shorter, is of no model that there is.
+        metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= progress.step]
+        # The marker's hashes were compared with the files a moment ago, by all ranks together.
+        outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
+        outputs += [output_record(folder, path) for path in
+                    (checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
+                     *([folder / ROLLBACKS] if self.guards.rollbacks else []),
+                     *([folder / FILE] if (folder / FILE).is_file() else []))]
+        self.work.commit(outputs, {
+            "checkpoint": name, "steps": progress.step, "tokens": progress.tokens, "samples": progress.samples,
+            "targets": progress.targets, "restarts": progress.restarts, "precision": progress.precision,
+            "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
+            **self._consumed(metrics), "plan_sha256": self.data.order.plan_sha256, "ranks": self.ranks.world,
+            "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
+            **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": shards_checked,
+            "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
+            "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
+            "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
+
+    def _consumed(self, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+        """How often each source was gone through, and of each phase what it has trained on and what rollbacks left
+        out: tokens by source. Of packed documents those are means of sequences, and `learned` is the sum that was
+        counted, where the log has it."""
+        data, samples = self.data, self.progress.samples
+        phases = [{"steps": phase.steps, "tokens": taken.consumed, "left_out": taken.left_out} for phase, taken in
+                  zip(data.order.plan.phases, data.order.taken(samples), strict=True)]
+        if data.packings:
+            done = {0: 0, **{record["step"]: record["tokens"] for record in metrics}}
+            for phase, counted in zip(data.order.plan.phases, phases, strict=True):
+                if phase.first_step in done and phase.end_step in done:
+                    counted["learned"] = done[phase.end_step] - done[phase.first_step]
+        return {"epochs": data.order.epochs(samples), "phases": phases}
+
+    def __enter__(self) -> Loop:
+        self.stop.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.watchdog.pause()
+        for hook in self.hooks:
+            hook.on_end(self)
+        self.stop.__exit__()
+        self.batches.close()
+        if isinstance(error, (UserError, OSError)):
+            # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished is
+            # removed, which makes room to say so.
+            self.saver.settle()
+            self.uploads.close()
+        self.log_events()
+        self.recorder.close()
+        if error is None:  # after a failure the other ranks are not here to take leave of
+            stop_ranks()
+
+    # ---- what is said and recorded
+
+    def say(self, text: str) -> None:
+        """One line of the stage's story, from rank 0."""
+        if self.ranks.leads:
+            self.work.say(text)
+
+    def event(self, name: str, **details: Any) -> None:
+        """Record that something happened, from any thread; it goes to the log with the next step."""
+        self.events.append((name, details))
+
+    def log_events(self) -> None:
+        """Write the events of other threads to the log."""
+        while self.events:
+            name, details = self.events.popleft()
+            self.recorder.event(name, **details)
+
+    def _start_facts(self) -> dict[str, Any]:
+        """What is recorded of a start of training."""
+        ranks, train = self.ranks, self.config.train
+        return {"samples": self.progress.samples, "drift": self.work.drift,
+                "parallel": self.config.parallel.model_dump(),
+                "micro_batch": [batch.micro_batch for batch in self.batch_of_phase] if self.plan.declared else
+                self.batch.micro_batch, "device": ranks.device_name or ranks.device.type,
+                "deterministic": is_deterministic(ranks.device, train.deterministic),
+                "precision": self.progress.precision, "attention": self.engine.attention.backend.name,
+                "flash": self.engine.flash, "compile": train.compile, **packing_facts(self.data),
+                "torch": torch.__version__, "job": os.environ.get("SLURM_JOB_ID", "")}
+
+    def _about(self) -> dict[str, Any]:
+        """What a checkpoint's marker says of how it was made; rank 0 writes it, and it alone looks."""
+        if not self.ranks.leads:
+            return {}
+        return {"config": self.config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),
+                "code": code_hashes(STAGES["train"], self.config)}

@@ -1,0 +1,129 @@
+"""Log sinks that may need a network: MLflow, and Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+from uuid import uuid4
+
+from pipeline.config.section import flatten
+from pipeline.training.sinks.base import About, CurveSink, Sink, SinkSettings, kept_id
+
+AT_ONCE = 100
+"""Parameters that MLflow takes in one call."""
+LONGEST_TAG = 5000
+"""Characters of a tag that MLflow takes."""
+ENDINGS = {"finish": "FINISHED", "stop": "KILLED"}
+"""MLflow's word for how a run ended, by the event; for any other end it is FAILED."""
+
+
+class MLflow(SinkSettings):
+    """Curves, settings and the newest sample texts in MLflow.
+
+    Every start of one training continues the same run, whose ID stands in train/mlflow.json. MLflow keeps every value
+    of a step: those of steps that are done again after a kill are further points at the same place, with later times,
+    of which the last counts. Sample texts are tags, one a prompt, each the newest (samples.jsonl has all). User and
+    password of a server are MLflow's own affair (MLFLOW_TRACKING_USERNAME and the like in the environment).
+    """
+
+    package = "mlflow"
+    extra = "mlflow"
+
+    experiment: str = "drover"
+    """MLflow's experiment; it is made if there is none of that name."""
+    tracking_uri: str | None = None
+    """The tracking server, as http://host:5000; null: `mlflow/` in the run folder, without a network. `mlflow ui
+    --backend-store-uri runs/<name>/mlflow` of the whole package mlflow shows that, where MLFLOW_ALLOW_FILE_STORE=true
+    is set. A password in it would be written to files: leave it to the environment."""
+
+    def open(self, about: About) -> Sink:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # offline means offline
+        uri = self.tracking_uri
+        if uri is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # from version 3.13 on it asks for that
+            uri = (about.run_folder.absolute() / "mlflow").as_uri()
+        from mlflow import MlflowClient
+        return _MLflowRun(MlflowClient(tracking_uri=uri), self.experiment, about)
+
+
+class _MLflowRun(CurveSink):
+    def __init__(self, client: Any, experiment: str, about: About) -> None:
+        self._client, self._prompts = client, dict[str, int]()
+
+        def make() -> str:
+            found = client.get_experiment_by_name(experiment)
+            place = found.experiment_id if found else client.create_experiment(experiment)
+            return str(client.create_run(place, run_name=about.name).info.run_id)
+        self._id, new = kept_id(about, "mlflow", make)
+        if not new:
+            client.update_run(self._id, status="RUNNING")
+            return
+        from mlflow.entities import Param
+        settings = [Param(name, str(value)[:LONGEST_TAG]) for name, value in flatten(dict(about.settings)).items()]
+        for start in range(0, len(settings), AT_ONCE):
+            client.log_batch(self._id, params=settings[start:start + AT_ONCE])
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
+        self._client.set_tag(self._id, f"sample {number}", f"after step {step}: {prompt}{text}"[:LONGEST_TAG])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id, status=ENDINGS.get(self.ended, "FAILED"))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+
+class WeightsAndBiases(SinkSettings):
+    """Curves and sample texts in Weights & Biases.
+
+    Every start of one training continues the same run, whose ID stands in train/wandb.json. W&B takes nothing for a
+    step of its own counter that lies behind, so that counter is one of rows, which goes on over starts, and charts are
+    drawn over the metric `step`: steps that are done again after a kill are further points at the same place, of which
+    the later ones count. Offline, each start writes a folder of its own, `wandb/offline-run-<time>-<ID>`;
+    `wandb sync runs/<name>/wandb/offline-run-*` uploads them, in order, into the one run.
+    The key is W&B's own affair (WANDB_API_KEY, `wandb login`).
+    """
+
+    package = "wandb"
+    extra = "wandb"
+
+    project: str = "drover"
+    """W&B's project."""
+    entity: str | None = None
+    """The user or team that the project belongs to; null: W&B's default of the key."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline` writes to `wandb/` in the run folder and needs neither network nor key; `online` sends it too."""
+
+    def open(self, about: About) -> Sink:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # offline means offline
+        import wandb
+        identity, _ = kept_id(about, "wandb", lambda: uuid4().hex[:12])
+        # Neither the console nor the checkout's changes are copied: nobody asked for them, and they may hold anything.
+        quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+        run = wandb.init(project=self.project, entity=self.entity, mode=self.mode, id=identity, resume="allow",
+                         name=about.name, dir=str(about.run_folder), config=dict(about.settings), settings=quiet,
+                         reinit="create_new")
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return _WandbRun(run, about.told)
+
+
+class _WandbRun(CurveSink):
+    def __init__(self, run: Any, rows: int) -> None:
+        self._run, self._rows, self._prompts = run, rows, dict[str, int]()
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        number = self._prompts.setdefault(prompt, len(self._prompts) + 1)
+        self.log({f"samples/{number}": f"{prompt}{text}"}, step)
+
+    def close(self) -> None:
+        self._run.finish(exit_code=0 if self.ended else 1)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        self._rows += 1
+        self._run.log({"step": step, **values}, step=self._rows, commit=True)

@@ -1,0 +1,526 @@
+"""Upload checkpoints to an object store in background (`train.checkpoint.copy_to`), and fetch them at a start.
+
+Every rank sends a share of the files; rank 0 decides what is uploaded and puts copy.json last, without which a copy
+does not count. One upload runs at a time. Of the checkpoints that come meanwhile only the newest waits; the others are
+left out. A failure is logged, and tried again after a while or with the next checkpoint. It never stops training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from pipeline.config.training import CheckpointConfig
+from pipeline.contract.background import BackgroundWorker
+from pipeline.contract.manifest import differences
+from pipeline.contract.stage_work import Work
+from pipeline.contract.stages import STAGES
+from pipeline.contract.start_record import STARTED, read_start
+from pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
+from pipeline.copies.claim import RUN, Lock, RunRecord
+from pipeline.copies.transfer import DamagedCopyError, fetch, send
+from pipeline.errors import UserError, is_full_disk, listed
+from pipeline.files import atomic_file, output_record, read_record, write_sealed
+from pipeline.parallel.host_channel import HostChannel
+from pipeline.parallel.ranks import Ranks
+from pipeline.records.checkpoints import (
+    CHECKPOINTS,
+    MARKER,
+    TrainingProgress,
+    checkpoint_name,
+    complete_checkpoints,
+    read_marker,
+    step_of,
+)
+from pipeline.records.generation_settings import FILE
+from pipeline.records.rollbacks import ROLLBACKS
+from pipeline.stores.store import Store, preflight
+from pipeline.training.async_saver import Event, tried
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.data.token_check import COMPARED, SET_ASIDE
+
+OWNER = "copying.json"
+"""In the train folder: `Owner`."""
+FETCHED = "records.tmp"
+"""In the train folder: what goes with a checkpoint, while it is fetched."""
+LOGS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
+"""Files that only grow: of one that is being written to, whole lines are taken. The first two have lines of steps."""
+OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
+"""The last two hold the IDs under which log sinks know the run."""
+RETRY_S = (10.0, 30.0, 120.0, 600.0)
+"""Seconds before a failed upload is tried again, if no newer checkpoint came; then the last of these."""
+END_RETRY_S = 10.0
+"""The same at the end of training, which waits for the last upload."""
+SLACK = timedelta(minutes=5)
+"""Rank 0 stops waiting for the last upload so much sooner than a collective times out."""
+PATIENCE = timedelta(days=365)
+"""How long ranks wait for the next upload, and rank 0 for the slowest rank."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it."""
+
+    id: str
+    folder: str
+
+
+class Uploads:
+    """The copies of one training's checkpoints; without `copy_to` it does nothing. Called on all ranks alike, except
+    where it says otherwise."""
+
+    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, say: Callable[[str], None],
+                 event: Event) -> None:
+        """Claim the store.
+
+        Raises:
+            UserError: it is another run's, another process uploads there, or it cannot be used; the same on every rank.
+        """
+        self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
+        self.config = work.config.train.checkpoint
+        self._lock: Lock | None = None
+        self._uploader: Uploader | None = None
+        self._stored: list[int] = []
+        if self.config.copy_to is not None:
+            self._copies = CopiedCheckpoints(Store(self.config.copy_to))
+            try:
+                self._stored, work.drift = ranks.by_leader(self._claim)
+            except BaseException:
+                self.close()
+                raise
+
+    def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
+        """The newest checkpoint, as `Checkpoints.newest_valid` finds it; one that is newer in the store is fetched.
+
+        Raises:
+            UserError: as there; or the newest copy is damaged, or cannot be fetched.
+            OSError: the disk is full, or does not work.
+        """
+        newest = self._stored[-1] if self._stored else -1
+        try:
+            found = self.checkpoints.newest_valid()
+        except UserError:  # all local ones are damaged
+            if newest < 0:
+                raise
+            found = None
+        if newest < 0 or (found is not None and found[1].step >= newest):
+            return found
+        self._fetch(newest)
+        self.event("checkpoint_fetched", step=newest)
+        return self.checkpoints.newest_valid()
+
+    def begin(self, found: tuple[Path, TrainingProgress] | None) -> None:
+        """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
+        if self.config.copy_to is None:
+            return
+        newest = self._stored[-1] if self._stored else -1
+        self._uploader = Uploader(self._copies, self._lock, self.ranks, self.config, self.work.folder,
+                                  self.checkpoints.path, self.say, self.event, newest)
+        if found is not None and found[1].step > newest:
+            self.saved(found[1].step)
+
+    def saved(self, step: int) -> None:
+        """The checkpoint after `step` is complete. Nothing is read here, where a failure would be the save's."""
+        if self._uploader is not None and self.ranks.leads:
+            self._uploader.put(step)
+
+    def needs(self, step: int) -> bool:
+        """Whether the checkpoint after `step` must not be removed. For rank 0."""
+        return self._uploader is not None and self._uploader.needs(step)
+
+    def withdraw(self, after: int) -> None:
+        """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
+        if self._uploader is None or not self.ranks.leads:
+            return
+        try:
+            self._uploader.stop()
+            with self._uploader.final:
+                self._uploader.refuse_lost()
+                self._remove([step for step in self._copies.found().whole if step > after])
+        except UserError as error:
+            self.say(f"Their copies in {self.config.copy_to} could not be removed ({error}); the next start does it, "
+                     f"if it finds this folder.")
+
+    def finish(self, step: int) -> None:
+        """Wait for the upload of the last checkpoint, then leave the store to others.
+
+        Raises:
+            UserError: it failed; the same on every rank.
+        """
+        patience = self.ranks.patience
+        if problem := self._wait(step, max(patience - SLACK, patience / 2)):
+            raise UserError(f"The last checkpoint could not be copied to {self.config.copy_to}: {problem} Training is "
+                            f"done, and its checkpoint {self.checkpoints.path(step)} is sound. Run the same command "
+                            f"again, which copies it and finishes the stage; or with train.checkpoint.copy_to=null, to "
+                            f"go on without the copy.")
+
+    def leave(self, step: int, limit_s: float) -> None:
+        """Wait for the upload of the checkpoint after `step` as long as there is time; say if it was not done."""
+        if problem := self._wait(step, timedelta(seconds=limit_s)):
+            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.config.copy_to}: {problem} It is in "
+                     f"{self.checkpoints.folder}; the next start copies it, if it finds this folder")
+
+    def close(self) -> None:
+        """Upload no more and leave the store to others, whatever came of it. Idempotent."""
+        if self._uploader is not None:
+            self._uploader.stop()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def _wait(self, step: int, limit: timedelta) -> str:
+        """Wait for the upload of the checkpoint after `step`; why there is none, or "", on every rank."""
+        def wait() -> str:
+            assert self._uploader is not None
+            if self._uploader.uploaded != step:
+                self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.config.copy_to}")
+            problem = self._uploader.finish(step, limit.total_seconds())
+            self.close()
+            return problem
+        return "" if self._uploader is None else str(self.ranks.by_leader(wait))
+
+    def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """The steps in the store, and the drift of the training that they are of. For rank 0."""
+        store, folder = self._copies.store, self.work.folder
+        preflight(store)
+        record, mark = RunRecord(store), _mark(folder)
+        mine = read_record(folder / OWNER, Owner)
+        if problem := self._conflict(record.content, mine, mark):
+            if not complete_checkpoints(folder):
+                (folder / STARTED).unlink(missing_ok=True)  # nothing was started: other settings may be tried
+            raise UserError(problem)
+        lock = Lock(store, mark, self.say)
+        lock.take()
+        self._lock = lock
+        theirs = record.content
+        known = mine.id if mine is not None and mine.folder == mark else uuid4().hex
+        owner = Owner(theirs["id"] if theirs else known, mark)
+        write_sealed(folder / OWNER, asdict(owner))
+        drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
+                 *self.work.drift]
+        if drift != self.work.drift:  # accepted before the folder was lost: kept for the manifest
+            started = read_start(folder)
+            assert started is not None, "the stage was begun"
+            write_sealed(folder / STARTED, asdict(dataclasses.replace(started, drift=drift)))
+        content = {"name": self.work.config.name, "id": owner.id, "fingerprint": self.work.fingerprint, "drift": drift}
+        if theirs is None or any(theirs[key] != value for key, value in content.items()):
+            record.write(**content)
+        found, complete = self._copies.found(), complete_checkpoints(folder)
+        if found.unfinished:
+            self.say(f"removed what a start that ended had copied in part to {store.url}: "
+                     f"{', '.join(map(checkpoint_name, found.unfinished))}")
+            store.delete(path for paths in found.unfinished.values() for path in paths)
+        # Set aside here since they may be made of damaged tokens, while the store did not answer.
+        self._remove(aside := [step for step in found.whole
+                               if step > (step_of(complete[-1]) if complete else -1)
+                               and any((folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))])
+        return [step for step in found.whole if step not in aside], drift
+
+    def _conflict(self, theirs: dict[str, Any] | None, mine: Owner | None, mark: str) -> str:
+        """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
+        url, name = self.config.copy_to, self.work.config.name
+        if theirs is None:
+            found = self._copies.found()
+            steps = sorted([*found.whole, *found.unfinished])
+            return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {RUN} that says "
+                    f"whose they are. Nothing there is touched; give another train.checkpoint.copy_to, or move away "
+                    f"what is there.") if steps else ""
+        same = mine is not None and mine.id == theirs["id"]
+        ways = ("Nothing there is overwritten. Give this run another train.checkpoint.copy_to, or move away what is "
+                "there.")
+        if theirs["name"] != name:
+            if same and mine is not None and mine.folder == mark:
+                return ""  # renamed
+            moved = (f" {self.work.folder} seems to be a copy of that run's. If it is the run itself, moved here from "
+                     f"another disk, give it its name again (name={theirs['name']}).") if same else ""
+            return f"{url} holds the checkpoints of the run {theirs['name']}, not of {name}.{moved} {ways}"
+        if same:
+            return ""
+        if self.work.afresh:
+            return (f"{url} holds the checkpoints of an earlier training of {name}, which --force leaves behind. "
+                    f"{ways} Without --force, training goes on from them.")
+        if mine is not None or complete_checkpoints(self.work.folder):
+            return (f"{url} holds the checkpoints of another training of {name} than the one in {self.work.folder}: "
+                    f"they began apart, so one must not replace the other. {ways}")
+        if STAGES["train"].may_renew(theirs["fingerprint"], self.work.fingerprint):
+            return ""  # other phases: whether one that has begun is among them shows with the checkpoint
+        changed = differences(theirs["fingerprint"], self.work.fingerprint)
+        return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are asked for "
+                f"now. What differs, old -> new:\n{listed([str(one) for one in changed])}\n{ways}") if changed else ""
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        """Remove copies of damaged training. For rank 0."""
+        self._copies.remove(*steps)
+        if steps:
+            self.say(f"Copies of damaged training in {self.config.copy_to} are removed: "
+                     f"{', '.join(map(checkpoint_name, steps))}.")
+
+    def _fetch(self, step: int) -> None:
+        """Fetch a checkpoint; every rank takes a share of the files. UserError and OSError, the same on every rank."""
+        final, store, prefix = self.checkpoints.path(step), self._copies.store, prefix_of(step)
+        temporary, records = final.with_name(f"{final.name}.tmp"), self.work.folder / FETCHED
+
+        def ready() -> list[dict[str, Any]]:
+            files = self._copies.read(step)
+            shutil.rmtree(records, ignore_errors=True)
+            (records / RECORDS).mkdir(parents=True)
+            self.checkpoints.make_room(temporary)
+            self.say(f"fetching {final.name} from {store.url} "
+                     f"({sum(record['bytes'] for record in files) / 1e6:,.1f} MB in {len(files)} files)")
+            return files
+
+        def fetch_share(files: Sequence[dict[str, Any]]) -> None:
+            apart = [record for record in files if record["path"] == MARKER or record["path"].startswith(RECORDS)]
+            tensors = [record for record in files if record not in apart]
+            fetch(store, prefix, temporary, tensors[self.ranks.rank::self.ranks.world])
+            if self.ranks.leads:
+                fetch(store, prefix, records, apart)
+
+        def publish() -> None:
+            take_records(records / RECORDS, self.work.folder, self.say)
+            self.checkpoints.place(temporary, step)
+            with atomic_file(final / MARKER) as file:
+                file.write((records / MARKER).read_bytes())
+
+        try:
+            files = self.ranks.by_leader(ready)
+            found = self.ranks.gather(tried(lambda: fetch_share(files), temporary))
+            if errors := [error for error in found if error is not None]:
+                raise min(errors, key=lambda error: not is_full_disk(error))
+            self.ranks.by_leader(publish)
+        except DamagedCopyError as error:
+            raise UserError(f"The newest copy of a checkpoint is damaged: {error}. Put sound objects back; or remove "
+                            f"{store.url}/{prefix} to go on from the checkpoint before it.") from error
+        finally:
+            if self.ranks.leads:
+                for folder in (temporary, records):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Uploader:
+    """The thread that uploads. Made on all ranks alike; everything else is called on rank 0 only.
+
+    Args:
+        lock: rank 0's right to upload there.
+        folder: the train stage's.
+        path: from a step to the checkpoint's folder.
+
+    Attributes:
+        uploaded: the newest step whose copy is complete; -1 before there is one.
+        final: held while a copy becomes complete or is removed.
+    """
+
+    def __init__(self, copies: CopiedCheckpoints, lock: Lock | None, ranks: Ranks, config: CheckpointConfig,
+                 folder: Path, path: Callable[[int], Path], say: Callable[[str], None], event: Event,
+                 uploaded: int) -> None:
+        self.copies, self.lock, self.ranks, self.config = copies, lock, ranks, config
+        self.folder, self.path, self.say, self.event, self.uploaded = folder, path, say, event, uploaded
+        self.final = threading.Lock()
+        self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
+        self._stopped, self._problem, self._left_out = False, "", list[int]()
+        self._worker = BackgroundWorker("uploads", self._upload if ranks.leads else self._follow, newest_only=True)
+        if not ranks.leads:
+            self._worker.put((0, 0.0))
+
+    def put(self, step: int) -> None:
+        """Upload the checkpoint after `step`."""
+        dropped = [left_out for left_out, _ in self._worker.put((step, time.monotonic()))]
+        self._left_out += dropped
+        if self._worker.error is not None:
+            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.copies.store.url}, since copying has "
+                     f"ended ({self._worker.error}). Training goes on; the next start copies the newest")
+
+    def needs(self, step: int) -> bool:
+        """Whether the checkpoint after `step` is being uploaded or waits for it."""
+        return any(step == waiting for waiting, _ in self._worker.pending())
+
+    def finish(self, step: int, limit_s: float) -> str:
+        """Let the upload of the last checkpoint end, for so long; why there is none, or "" if there is."""
+        if self._worker.close(limit_s) and self._worker.error is None:
+            with suppress(dist.DistError):
+                self._channel.same(None)  # the other ranks' threads end
+        if self.uploaded == step:
+            return ""
+        broken = f"{self._worker.error}." if self._worker.error else ""
+        return self._lost() or broken or self._problem or f"it was not done after {limit_s:g} s."
+
+    def stop(self) -> None:
+        """Upload no more: what is being sent does not become a copy, and nothing is waited for."""
+        self._stopped = True
+        self._worker.close(0.0, drop=True)
+
+    def refuse_lost(self) -> None:
+        """UserError if the store is another process's by now. Called before anything that others may see is changed: a
+        process that stood still for long hears of it here first."""
+        if self.lock is not None and not self.lock.held():
+            raise UserError(self._lost())
+
+    def _lost(self) -> str:
+        if self.lock is None or not self.lock.lost:
+            return ""
+        return f"{self.lock.lost}, and this run copies nothing there any more."
+
+    def _refuse_stopped(self) -> None:
+        if self._stopped:
+            raise UserError(self._lost() or "copying was stopped.")
+        self.refuse_lost()
+
+    def _follow(self, _: tuple[int, float]) -> None:
+        """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
+        while (job := self._channel.same(None)) is not None:
+            self._channel.joined(self._send(*job), _first)
+
+    def _upload(self, item: tuple[int, float]) -> None:
+        """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead."""
+        (step, saved_at), url, name = item, self.copies.store.url, checkpoint_name(item[0])
+        for failures in itertools.count(1):
+            began = time.monotonic()
+            problem = self._attempt(step)
+            seconds = round(time.monotonic() - began, 3)
+            if problem is None:
+                break
+            self._problem = f"{str(problem).rstrip('.')}."
+            self.event("checkpoint_copy_failed", step=step, error=self._problem, seconds=seconds)
+            if self._stopped:
+                return
+            wait_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
+            self.say(f"warning: {name} could not be copied to {url}: {self._problem} Training goes on; it is tried "
+                     f"again in {wait_s:.0f} s, or with the next checkpoint")
+            if self._worker.waiting(wait_s):
+                self._left_out.append(step)
+                return
+            if self._worker.closing:
+                if failures >= self.config.attempts or self._lost():
+                    return
+                time.sleep(min(wait_s, END_RETRY_S))
+        if problem := tried(self._prune):
+            self.say(f"warning: old copies in {url} could not be removed ({problem}); tried again after the next copy")
+        left_out, self._left_out = self._left_out, []
+        self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
+                   behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
+        if left_out:
+            self.say(f"{name} is copied to {url}; {', '.join(map(checkpoint_name, left_out))} had no time to be")
+        self.uploaded = step
+
+    def _attempt(self, step: int) -> Exception | None:
+        """Upload a checkpoint once; why it failed. Every rank goes through both messages, whatever fails."""
+        opened = tried(lambda: self._open(step))
+        files, problem = ([], opened) if isinstance(opened, Exception) else (opened, None)
+        sent = self._channel.joined(self._send(*self._channel.same((step, files))), _first)
+        return problem or sent or tried(lambda: self._complete(step, files))
+
+    def _open(self, step: int) -> list[dict[str, Any]]:
+        """The files to be sent, once the store has no copy of this step that counts: one whose objects are put again,
+        one by one, would be neither the old nor the new."""
+        files: list[dict[str, Any]] = read_marker(self.path(step))["files"]
+        with self.final:
+            self._refuse_stopped()
+            if self.uploaded == step:
+                self.uploaded = -1
+            self.copies.reopen(step)
+        return files
+
+    def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
+        """Send this rank's share; why it failed."""
+        share = files[self.ranks.rank::self.ranks.world]
+        sent = tried(lambda: send(self.copies.store, self.path(step), prefix_of(step), share))
+        return sent if isinstance(sent, Exception) else None
+
+    def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
+        """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
+        store, prefix, folder = self.copies.store, prefix_of(step), self.path(step)
+        self.refuse_lost()  # sending took long
+        marker = output_record(folder, folder / MARKER)
+        send(store, folder, prefix, [marker])
+        records = train_records(self.folder, step)
+        self.refuse_lost()
+        for name, data in records.items():
+            store.put(f"{prefix}{RECORDS}{name}", data)
+        all_files = [*files, marker, *({"path": f"{RECORDS}{name}", "bytes": len(data),
+                                        "sha256": hashlib.sha256(data).hexdigest()} for name, data in records.items())]
+        with self.final:
+            self._refuse_stopped()
+            self.copies.finish(step, all_files)
+        self._bytes = sum(record["bytes"] for record in all_files)
+
+    def _prune(self) -> None:
+        self.refuse_lost()
+        self.copies.prune(self.config.keep, self.config.permanent_every)
+
+
+def train_records(folder: Path, step: int) -> dict[str, bytes]:
+    """The files of the train folder that go with the checkpoint after `step`, by name, as far as they are there: a run
+    whose folder is lost takes them up again, and its log has no hole.
+
+    Of metrics and samples only lines of steps before: who continues from a checkpoint does first what belongs to its
+    own step (`Monitor.catch_up`), and what of that was written when the copy was made is a matter of chance.
+    """
+    found = {}
+    for name in (*LOGS, *OTHERS):
+        with suppress(FileNotFoundError):
+            data = (folder / name).read_bytes()
+            found[name] = data[:_end_before(data, step if name in LOGS[:2] else None)] if name in LOGS else data
+    return found
+
+
+def _end_before(lines: bytes, step: int | None) -> int:
+    """Where whole lines end, without the last ones that are of `step` or later."""
+    end = lines.rfind(b"\n") + 1
+    while step is not None and end:
+        start = lines.rfind(b"\n", 0, end - 1) + 1
+        if json.loads(lines[start:end])["step"] < step:
+            break
+        end = start
+    return end
+
+
+def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Put fetched files into the train folder. A local file that continues the fetched one stays; one that says
+    something else is renamed, and this is said."""
+    for path in sorted(fetched.iterdir()):
+        data, mine = path.read_bytes(), folder / path.name
+        if mine.is_file():
+            here = mine.read_bytes()
+            if _continues(path.name, data, here):
+                continue
+            if here and not _continues(path.name, here, data):
+                number = next(number for number in itertools.count(1)
+                              if not mine.with_name(f"{mine.name}.replaced-{number}").exists())
+                aside = mine.rename(mine.with_name(f"{mine.name}.replaced-{number}"))
+                say(f"{mine.name} is not what went on with the checkpoint; it is set aside as {aside.name}")
+        with atomic_file(mine) as file:
+            file.write(data)
+
+
+def _continues(name: str, before: bytes, after: bytes) -> bool:
+    """Whether `after`, a file's content, is what `before` was or became by growing."""
+    if name == ROLLBACKS:  # a list that grows; what is excluded by a rollback must never be seen again
+        with suppress(ValueError, KeyError, TypeError):
+            old, new = json.loads(before)["rollbacks"], json.loads(after)["rollbacks"]
+            return bool(new[:len(old)] == old)
+    return after.startswith(before) if name in LOGS else after == before
+
+
+def _mark(folder: Path) -> str:
+    """What a folder keeps when it is renamed, and a copy of it does not have. Of its disk not the number of the device,
+    which another node may have given to another disk."""
+    return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"
+
+
+def _first(problems: Sequence[Exception | None]) -> Exception | None:
+    return next(filter(None, problems), None)
