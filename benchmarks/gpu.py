@@ -47,6 +47,7 @@ SECTIONS: dict[str, tuple[str, Mapping[str, str]]] = {
         "forward + backward ms": "{both_ms:.3f}", "TFLOP/s": "{tflops:.1f}",
         "difference from the first": "{difference:.1e}"}),
     "checkpoint": ("Checkpoint", {
+        "": "{name}",
         "GB": "{gigabytes:.2f}", "stall s": "{stall_s:.4f}", "plain copy s": "{copy_s:.4f}",
         "ratio": "{stall_ratio:.2f}", "copy GB/s": "{copy_gb_per_s:.1f}", "write GB/s": "{write_gb_per_s:.2f}",
         "taking the memory s": "{prepare_s:.2f}",
