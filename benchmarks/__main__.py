@@ -27,7 +27,7 @@ from benchmarks.measuring import Record, positive, spread
 from pipeline.errors import UserError
 from pipeline.files import read_json
 
-NAMES = ("train", "generate", "data", "start", "gpu", "layouts")
+MODULES = {name: name for name in ("train", "generate", "data", "start")} | {"gpu": "suite", "layouts": "suite"}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name in NAMES:
-        module = import_module(f"benchmarks.{name}")
+    for name, file in MODULES.items():
+        module = import_module(f"benchmarks.{file}")
         one = parsers.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         one.add_argument("--out", type=Path, metavar="FOLDER", help="write results.json and results.md there")
         one.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another checkout, measured by turns")
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.beside is not None:
             return beside(options, arguments)
         record = Record(options.name, options.out)
-        failed = import_module(f"benchmarks.{options.name}").run(options, record)
+        failed = import_module(f"benchmarks.{MODULES[options.name]}").run(options, record)
         record.save()
     except UserError as error:
         print(error, file=sys.stderr)

@@ -95,7 +95,7 @@ def _begin(pipe: Connection, variables: Mapping[str, str], log: Path | None, wor
         os.dup2(file, 2)
     try:
         work(pipe, *arguments)
-    except EOFError:  # the parent wants no more
+    except (EOFError, BrokenPipeError):  # the parent wants no more
         return
     except Exception as error:  # noqa: BLE001 - the parent makes a row of it, the log has the rest
         traceback.print_exc()

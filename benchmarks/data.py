@@ -33,7 +33,6 @@ from pipeline.contract.manifest import Manifest, read_manifest
 from pipeline.errors import UserError
 from pipeline.files import read_json
 
-PIECE_CHARACTERS = 20_000
 FILES = 4
 """That the corpus is cut into, so that two processes have something each."""
 PROCESSES = 2
@@ -59,8 +58,7 @@ SEQUENCES = 8192
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what can be asked for."""
     add = parser.add_argument
-    add("--text", nargs="+", type=Path, help="text files to take (default: the standard library's)")
-    add("--mb", type=float, default=12.0, help="MB of text at most (%(default)s)")
+    add("--mb", type=float, default=12.0, help="MB of text, of the standard library (%(default)s)")
     add("--vocab", type=positive, default=16384, help="ids of the vocabulary (%(default)s)")
     add("--only", default=",".join(SECTIONS), help="sections, by comma (%(default)s)")
 
@@ -70,34 +68,23 @@ def run(options: argparse.Namespace, record: Record) -> None:
     names = options.only.split(",")
     if unknown := sorted(set(names) - set(SECTIONS)):
         raise UserError(f"--only does not know {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}.")
-    texts = corpus(options.text, options.mb)
+    texts = corpus(options.mb)
     record.facts |= {"text_mb": sum(len(text.encode()) for text in texts) / 1e6, "documents": len(texts)}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
         for name in names:
             record.add(name, RATES, *SECTIONS[name](texts, record.facts["text_mb"], Path(place), options))
 
 
-def corpus(files: list[Path] | None, most_mb: float) -> list[str]:
-    """Different texts of about `most_mb` in all: files as they are, long ones in pieces of 20,000 characters."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    paths = files or [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
-    found: dict[str, None] = {}
-    left = most_mb * 1e6
-    for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8", errors="strict" if files else "replace")
-        except UnicodeDecodeError:
-            raise UserError(f"{path} is not UTF-8 text.") from None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-        step = PIECE_CHARACTERS if files else max(1, len(text))
-        for start in range(0, len(text), step):
-            piece = text[start:start + step]
-            if piece.strip() and piece not in found:
-                found[piece] = None
-                left -= len(piece.encode())
-            if left <= 0:
-                return list(found)
+def corpus(most_mb: float) -> list[str]:
+    """Different texts of about `most_mb` in all: the standard library's files."""
+    found, left = dict[str, None](), most_mb * 1e6
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "site-packages" not in path.parts and text.strip() and text not in found:
+            found[text] = None
+            left -= len(text.encode())
+        if left <= 0:
+            break
     return list(found)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import CASES
+from benchmarks.suite import cases_of
 from pipeline.contract.stages import STAGES
 from tests.conftest import environment
 
@@ -97,7 +97,7 @@ def test_nothing_is_there_for_tests_only():
                 named[node.id if isinstance(node, ast.Name) else node.attr] += 1
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
                 named.update(re.findall(r"\w+", node.value))  # "module:function", "{name}_{kind}"
-    cases = {case["kind"] for case in CASES}  # methods of benchmarks.gpu_cases.Bench
+    cases = {case.get("kind", "step") for case in cases_of("gpu")}  # methods of benchmarks.cases.Bench
     assert {name: str(path) for name, path in defined.items()
             if not name.startswith("__") and not named[name] and name not in cases} == {}
 
@@ -118,7 +118,7 @@ REFUSED = {  # program: wrong arguments, and what is said of them
     "launch.slurm.evaluations": ("--run nope --step 1", "nope/config.yaml cannot be read"),
     **{f"pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES},
     "pipeline.copies": ("file:///nope", "required: folder"),
-    "benchmarks": ("layouts --only nope", "No layout's name contains nope"),
+    "benchmarks": ("layouts --only nope", "No case of layouts contains nope"),
     "tools.audit": ("--run nope", "there is nothing to audit"),
     "tools.chaos": ("--lab nope", "The lab in nope is not up"),
     "tools.chat": ("--model nope x", "nope is no folder"),

@@ -477,7 +477,7 @@ class Lab:
         return "".join(f"\n==> {name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
                        for name, path in said.items())
 
-    def show(self) -> None:
+    def status(self) -> None:
         """Print the daemons, nodes and jobs."""
         settings, states = self.settings, self.node_states()
         for name in self.daemons():
@@ -557,11 +557,11 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-COMMANDS = {"kill-node": "a node loses power", "start-node": "it comes back", "status": "daemons, nodes and jobs",
-            "stop-controller": "no command is answered", "start-controller": "answered again",
-            "restart-controller": "stop and start slurmctld", "stop-accounting": "sacct stops answering",
-            "start-accounting": "answers again"}
-"""Those that are a method of Lab's, and what they do."""
+COMMANDS = {"kill_node": "a node loses power", "start_node": "it comes back", "status": "daemons, nodes and jobs",
+            "stop_controller": "no command is answered", "start_controller": "answered again",
+            "restart_controller": "stop and start slurmctld", "stop_accounting": "sacct stops answering",
+            "start_accounting": "answers again"}
+"""Those that are a method of Lab, by its name, and what they do."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -578,8 +578,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--cpus", type=int, default=4, help="of each node; the machine may have fewer (%(default)s)")
     up.add_argument("--mem", type=int, default=6000, help="MB of each node; not enforced (%(default)s)")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, parents=[shared], help=text)
-        if name.endswith("-node"):
+        command = commands.add_parser(name.replace("_", "-"), parents=[shared], help=text)
+        if name.endswith("_node"):
             command.add_argument("node")
     down = commands.add_parser("down", parents=[shared], help="stop everything that `up` started")
     down.add_argument("--keep", action="store_true", help="leave the folder, for its logs")
@@ -608,8 +608,6 @@ def main(arguments: list[str] | None = None) -> int:
             _up(Lab(options.folder), options)
         elif options.command == "down":
             Lab(options.folder).down(options.keep)
-        elif options.command == "status":
-            Lab(options.folder).show()
         else:
             method = getattr(Lab(options.folder), options.command.replace("-", "_"))
             method(*([options.node] if "node" in options else []))

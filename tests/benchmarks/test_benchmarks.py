@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from benchmarks import data, gpu, train
+from benchmarks import data, train
 from benchmarks.__main__ import main
-from benchmarks.layouts import LAYOUTS, config_of, exposed
+from benchmarks.cases import exposed
+from benchmarks.suite import cases_of, config_of, derived
 from model.presets import preset
 from pipeline.config.checks import problems, rank_problems
 from tests.conftest import run_python
@@ -25,16 +26,15 @@ def test_training_steps_are_measured_beside_transformers(tmp_path, monkeypatch):
     found = measured(tmp_path, "train", "--steps", "1", "--rounds", "2", "--threads", "1", "--only", "ours",
                      "transformers", "ours, pipeline 2")
     assert [row["name"] for row in found["rows"]] == ["ours", "transformers", "ours, pipeline 2"]
-    assert found["parameters"] == train.SHAPE.parameter_count
     for row in found["rows"]:
         assert row["rate"] * row["median_ms"] == pytest.approx(8 * 256 * 1e3)
         assert row["mfu_causal"] < row["mfu_full"] <= 1 and row["min_ms"] <= row["median_ms"] <= row["max_ms"]
 
 
 def test_nothing_is_used_by_more_than_all_of_it():
-    rows = [{"rate": 1.0}, {"rate": 4.0}]
-    train.utilised(rows, [2.0 * train.SHAPE.flops_per_token(256, causal=False)])  # steps were faster than products
-    assert [row["mfu_full"] for row in rows] == [0.25, 1.0]
+    rows = [{"tflops_full": 1.0, "tflops_causal": 0.5}, {"tflops_full": 4.0, "tflops_causal": 2.0}]
+    found = train.utilised(rows, [2e12])  # steps were faster than products
+    assert [(row["mfu_full"], row["mfu_causal"]) for row in found] == [(0.25, 0.125), (1.0, 0.5)]
 
 
 @pytest.mark.slow
@@ -43,15 +43,6 @@ def test_both_write_the_same_text(tmp_path):
                      "7", "--rounds", "1", "--threads", "1")
     assert [row["same"] for row in found["rows"]] == ["yes", "yes"]
     assert found["parameters"] == preset("ladder_1m").model_copy(update={"vocab_size": 256}).parameter_count
-
-
-def test_the_corpus_is_of_different_texts_up_to_a_size(tmp_path):
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for file, end in zip(files, ("y" * 100, "z" * 50), strict=True):
-        file.write_text("x" * 20_000 + end)
-    assert [len(text) for text in data.corpus(files, 1.0)] == [20_000, 100, 50]
-    assert [len(text) for text in data.corpus(files, 0.01)] == [20_000]
-    assert sum(len(text.encode()) for text in data.corpus(None, 0.2)) >= 200_000
 
 
 @pytest.mark.slow
@@ -79,13 +70,13 @@ def test_the_starts_of_stages_and_tools_are_measured(tmp_path):
 
 @pytest.mark.slow
 def test_the_gpu_self_test_measures_every_kind_of_case(tmp_path):
-    found = measured(tmp_path, "gpu", "--self-test", "--only", "peaks", "attention 8b", "checkpoint",
+    found = measured(tmp_path, "gpu", "--self-test", "--only", "peaks", "attention 8b",
                      "causal, compiled", "eager")
     rows, text = found["rows"], (tmp_path / "results.md").read_text()
-    assert {row["kind"] for row in rows if row["status"] == "ok"} == {case["kind"] for case in gpu.CASES}
+    assert {row["kind"] for row in rows if row["status"] == "ok"} == {"matrix", "attention", "step"}
     assert "NaN" not in json.dumps(found) and all(row["name"] in text for row in rows)
     by_name = {row["name"]: row for row in rows}
-    assert by_name["attention 8b, causal: causal, cudnn"]["status"] == "not here"  # and stops nothing
+    assert by_name["attention 8b: causal, cudnn"]["status"] == "not here"  # and stops nothing
     assert max(row["difference"] for row in rows if "difference" in row) < 0.02, "other ways of computing it agree"
     steps = [row for row in rows if "step_s" in row]
     assert len(steps) >= 5 and {row[name] for row in steps for name in ("mfu_full", "mfu_causal")} == {None}
@@ -94,14 +85,14 @@ def test_the_gpu_self_test_measures_every_kind_of_case(tmp_path):
 
 
 def test_mfu_is_taken_of_both_counts_and_both_peaks():
-    row = gpu.derived({"status": "ok", "tokens": 8192, "step_s": [0.2, 0.16384, 0.1], "first_step_s": 30.0,
+    row = derived({"status": "ok", "gpus": 1, "tokens": 8192, "step_s": [0.2, 0.16384, 0.1], "first_step_s": 30.0,
                        "flops_causal": 8e9, "flops_full": 1e10}, datasheet=989.5, measured=700.0)
     assert row["rate"] == pytest.approx(50_000) and row["compile_s"] == pytest.approx(30 - 0.16384)
     assert (row["mfu_full"], row["mfu_causal"]) == pytest.approx((500 / 989.5, 400 / 989.5))
     assert (row["of_peak_full"], row["of_peak_causal"]) == pytest.approx((5 / 7, 4 / 7))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout["name"])
+@pytest.mark.parametrize("layout", cases_of("layouts"), ids=lambda layout: layout["name"])
 def test_a_layout_can_be_had_on_its_nodes(layout):
     for gpus in (8 * layout.get("nodes", 1), 32):
         config = config_of(layout, gpus)
@@ -121,10 +112,10 @@ def test_layouts_are_measured_and_one_that_fails_stops_no_other(tmp_path):
     done = run_python(*command, "pp 2 x tp 4", "cp 8", "copy on", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
-    assert rows.pop("8b, a copy on each node")["step"] == "left out: needs 2 nodes"
+    assert rows.pop("8b, a copy on each node")["note"] == "needs 2 nodes"
     assert list(rows) == ["8b, pp 2 x tp 4", "8b at 131,072 tokens, cp 8", "70b, 16 of 80 layers, pp 2 x tp 4"]
-    assert all(row["rate"] > 0 and row["gpus"] == 2 and len(row["step_ms"]) == 2 for row in rows.values())
-    done = run_python(*command, "8b, tp 8", "8b, eager", "--gpus", "3", check=False)  # four heads over three ranks
+    assert all(row["rate"] > 0 and row["gpus"] == 2 and len(row["step_s"]) == 2 for row in rows.values())
+    done = run_python(*command, "8b, eager", "8b, tp 8", "--gpus", "3", check=False)  # four heads over three ranks
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert done.returncode == 1 and [row["status"] for row in rows] == ["ok", "failed", "failed"]
-    assert "Error: " in rows[1]["step"] and "rate" not in rows[1]
+    assert done.returncode == 1 and [row["status"] for row in rows] == ["ok", "failed"]
+    assert "Error: " in rows[1]["note"] and "rate" not in rows[1]

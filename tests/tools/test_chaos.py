@@ -67,5 +67,6 @@ def test_faults_come_in_their_order_until_training_is_done(monkeypatch):
         step=lambda: 7,
         log=lambda event, kind, at_step, what: logged.append((event, kind)))
     counted = soak.disturb(training, 1e9, SEED)
-    assert logged == [("missed" if number == 2 else "fault", name) for number, name in enumerate(islice(order(SEED), 4))]
+    assert logged == [("missed" if number == 2 else "fault", name)
+                      for number, name in enumerate(islice(order(SEED), 4))]
     assert counted == Counter(name for event, name in logged if event == "fault")
