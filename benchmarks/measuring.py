@@ -77,7 +77,7 @@ def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, beside:
         row: Row = {"name": name, "unit": unit, "seconds": [one.wall for one in times],
                     "rate": amount / statistics.median(one.wall for one in times),
                     "cpu_rate": amount / max(1e-9, statistics.median(one.cpu for one in times))}
-        if beside in taken and name != beside:
+        if beside is not None and beside in taken and name != beside:
             row["beside"] = beside
             for which in ("wall", "cpu"):
                 ratios = [getattr(other, which) / max(1e-9, getattr(own, which))

@@ -250,13 +250,17 @@ def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     bench, speaks = Bench(tiny), os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def report(part: str, **figures: Any) -> None:
+        if speaks:
+            pipe.send(("row", {"part": part, **figures}))
     if speaks:
         pipe.send(("facts", bench.facts()))
     while True:
         case = pipe.recv()
         print(f"\n==== {case['name']}", flush=True)
         try:
-            bench.run(case, lambda part, **figures: speaks and pipe.send(("row", {"part": part, **figures})))
+            bench.run(case, report)
         except Exception as error:  # noqa: BLE001 - told to the parent, with the trace in the log
             traceback.print_exc()
             pipe.send(("row", classify(error, bench.on_gpu)))

@@ -395,18 +395,17 @@ def judge(run: SoakRun, faults: Counter[str], wall: float) -> tuple[list[str], l
                         for key in ("loss", "grad_norm")), default=(0.0, 0))
     if worst >= BOUND:
         problems.append(f"step {where} differs from the undisturbed one by {worst:.1e} (bound {BOUND:.0e})")
-    found, spent, report, attempts = audit(run.run), goodput(run.run), run.run / "report.html", read_attempts(run.run)
+    found, spent, report = audit(run.run), goodput(run.run), run.run / "report.html"
     problems += found.faults
     if spent is None or not report.is_file() or "goodput" not in report.read_text():
         problems.append("the report does not state the goodput")
-    of_train = [event for event in attempts if event["stage"] == "train"]
-    restarts = Counter(event["next"] for event in of_train if event["event"] == "ended")
-    jobs = {(event["job"], event["restart"]) for event in of_train if event["event"] == "job"}
+    nexts = Counter(event["next"] for event in read_attempts(run.run)
+                    if event["event"] == "ended" and event["stage"] == "train")
     kinds = ", ".join(f"{name} {number}" for name, number in sorted(faults.items()))
     lines = [
         f"faults       {sum(faults.values())}: {kinds}",
-        f"train        {len(ours)} steps in {len(jobs)} allocations of {run.submissions} submissions: "
-        f"{restarts['restart']} restarts inside one, {restarts['requeue']} requeues, {restarts['stop']} stops",
+        f"train        {len(ours)} steps in {run.submissions} submissions: {nexts['restart']} restarts inside a job, "
+        f"{nexts['requeue']} requeues, {nexts['stop']} stops",
         f"losses       within {worst:.1e} of the undisturbed ones (bound {BOUND:.0e}), step by step",
         *(f"samples      {line}" for line in found.lines()),
         f"wall         {duration(wall)} from the first submission to the report"]

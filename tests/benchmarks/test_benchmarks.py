@@ -100,6 +100,14 @@ def test_a_layout_can_be_had_on_its_nodes(layout):
         assert config.train.batch_tokens <= 64 * 131072
 
 
+@pytest.mark.parametrize("case", [*cases_of("gpu"), *train.CANDIDATES.values()], ids=lambda case: case["name"])
+def test_a_case_can_be_had_on_its_ranks(case):
+    if "recipe" in case:
+        config = config_of(case, case.get("ranks", 1))
+        assert not problems(config) and not rank_problems(config, case.get("ranks", 1))
+        assert case["name"] not in train.CANDIDATES or config.train.batch_tokens == 8 * 256
+
+
 def test_collectives_are_exposed_where_nothing_else_runs():
     kernels = [(0, 10, "gemm"), (8, 14, "ncclDevKernel_AllGather"), (12, 18, "ncclDevKernel_ReduceScatter"),
                (16, 20, "triton_"), (30, 40, "ncclDevKernel_SendRecv"), (32, 33, "copy"), (36, 40, "gemm")]

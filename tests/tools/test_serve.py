@@ -213,7 +213,7 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
     ({"prompt": "x", "stop": [1]}, "stop must be", 400),
     ({"prompt": "x", "stop": ["x"] * 200_000}, "stop must be at most 16 strings of at most 256 characters", 400),
-    ({"prompt": "x" * (CONTEXT + 10_001)}, "prompt has a text of more than 310000 characters", 400),
+    ({"prompt": "x" * (32 * CONTEXT + 10_001)}, "prompt has a text of more than 9610000 characters", 400),
     ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty must be from 0.01 to 100.0", 400),
     ({"prompt": "x", "temperature": 1e-300}, "temperature must be 0, or at least 0.001", 400),
     ({"prompt": {}}, "prompt must be", 400),

@@ -189,13 +189,13 @@ class Answer:
                 if isinstance(piece, RefusedError):
                     raise piece
                 if piece is not None:
-                    assert isinstance(piece.key, int)
                     if self._asked.silent:
                         piece = replace(piece, text="", tokens=0, end="length", scores=())
-                    self._counts[piece.key] = piece.tokens
+                    number, tellings = piece.key, self._asked.tellings
+                    assert isinstance(number, int)
+                    self._counts[number] = piece.tokens
                     left -= piece.end is not None
-                    tellings = self._asked.tellings
-                    yield piece.key, piece, tellings[piece.key].of(piece) if tellings else None
+                    yield number, piece, tellings[number].of(piece) if tellings else None
         finally:
             self.close()
 

@@ -6,7 +6,6 @@ import codecs
 import json
 import secrets
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,8 +22,9 @@ MOST_CHOICES, MOST_LOGPROBS = 128, 5
 """OpenAI's limits for n and logprobs."""
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Of a request: strings in `stop`, and characters of each. They are looked for after every token."""
-SPARE = 10_000
-"""Characters, white space for example, that a tokenizer may leave out of a text."""
+LONGEST_TOKEN, SPARE = 32, 10_000
+"""Characters of a text that is made into tokens: so many for each token of the context, and some that a tokenizer may
+leave out. A text of tokens that are longer on average is refused."""
 UNSUPPORTED = {"presence_penalty": "take repetition_penalty, or leave it out", "suffix": "leave it out",
                "frequency_penalty": "take repetition_penalty, or leave it out", "logit_bias": "leave it out"}
 """OpenAI's fields that only their default values may have, and what to do."""
@@ -166,22 +166,14 @@ class Reader:
                                code="model_not_found", param="model")
         return asked
 
-    @cached_property
-    def _most_characters(self) -> int:
-        """More than so many are not made into tokens: as many as the context's tokens hold at most, each the longest
-        of the vocabulary, and some that a tokenizer drops."""
-        content = readable_bytes(self.opened)
-        longest = max(len(content(id)) for id in range(self.opened.config.vocab_size or 0))
-        return SPARE + longest * self.opened.config.context_length
-
     def _refuse_long(self, texts: list[str], param: str) -> None:
         """Before they are made into tokens, which takes a tokenizer seconds for megabytes."""
         if len(texts) > MOST_CHOICES:
             raise RefusedError(f"{param} has {len(texts)} texts; at most {MOST_CHOICES} are taken.", param=param)
-        if any(len(text) > self._most_characters for text in texts):
-            raise RefusedError(f"{param} has a text of more than {self._most_characters} characters, too long for "
-                               f"{self.opened.config.context_length} tokens.", code="context_length_exceeded",
-                               param=param)
+        context = self.opened.config.context_length
+        if any(len(text) > SPARE + LONGEST_TOKEN * context for text in texts):
+            raise RefusedError(f"{param} has a text of more than {SPARE + LONGEST_TOKEN * context} characters, too "
+                               f"long for {context} tokens.", code="context_length_exceeded", param=param)
 
     def _asked(self, asked: Common, prompts: list[list[int]], texts: list[str], max_tokens: int) -> Asked:
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
