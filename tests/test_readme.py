@@ -50,7 +50,7 @@ WHOLE_CHAIN, *OTHERS = [command for command in RUN_HERE if not command.startswit
 def home(tmp_path_factory, corpus):
     """A folder that looks like the checkout, with miniature configurations under the README's names."""
     folder = tmp_path_factory.mktemp("home")
-    for name in ("launch", "pipeline", "model", "tools"):
+    for name in ("launch", "pipeline", "model", "tools", "benchmarks"):
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / "configs").mkdir()
     shutil.copytree(REPOSITORY / "configs/tasks", folder / "configs/tasks")

@@ -21,7 +21,6 @@ from pipeline.evaluation.open_model import run_of
 from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
 from pipeline.records.weight_files import weights_folder
 from tools.model_options import add_model_options, opened_model
-from tools.serving import LOCAL
 
 KEY_VARIABLE = "DROVER_API_KEY"
 CLOSING_S = 5
@@ -65,7 +64,7 @@ def serve(options: argparse.Namespace) -> None:
         try:
             import uvicorn
 
-            from tools.serving.app import Server
+            from tools.serving.app import LOCAL, Server
         except ImportError as error:
             raise UserError(f"tools.serve needs the package {error.name}, which is not installed: "
                             f"pip install -e '.[serve]'") from None

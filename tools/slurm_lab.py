@@ -13,19 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pwd
+import random
+import re
 import secrets
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from pipeline.errors import UserError
-from tools.slurm_processes import Daemons
-from tools.slurm_settings import NO_REQUEUE, STEP_DAEMON, LabSettings, check_folder, default_folder, free_ports, is_open
 
 PACKAGES = ["slurm-wlm", "slurmdbd", "munge", "mariadb-server"]
 PROGRAMS = ["slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "munged"]
@@ -35,6 +41,120 @@ PATIENCE_S = 600.0
 TAIL = 8
 """Lines of each log that are told when the lab fails."""
 USABLE = {"idle", "mixed", "allocated", "completing"}
+PORTS = range(10000, 20000, 64)
+"""Where labs find their blocks: below the ports that the kernel hands out and those that training ranks meet at."""
+LONGEST_FOLDER = 108 - len("/spool/n99/n99_1234567.4294967291") - 1
+"""The path of a local socket has room for 108 characters, its end included; Slurm's longest is that of a step."""
+
+SLURM_CONF = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+# A requeued job is held back until its old credential has expired: 120 s if this were left out.
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool/%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+# No control groups, no systemd, no MPI: a container without rights has to do.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+MailProg=/bin/true
+# The nodes have more CPUs and memory together than the machine.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+# Quick decisions: tests wait for them.
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
+# But patience with whatever is only slow: these decide only where something is gone for good.
+SlurmdTimeout=60
+KillWait=30
+ReturnToService=2
+# An srun that looks for a controller that is away in vain gives up after a few of these.
+MessageTimeout=5
+TCPTimeout=1
+InactiveLimit=0
+MinJobAge=600
+JobRequeue=1
+MaxJobCount=10000
+NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs={cpus} RealMemory={memory_mb} State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+ACCOUNTING_CONF = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={database_port}
+AccountingStoragePass={folder}/munge.sock
+"""
+# The database listens on a socket only, in a folder closed to others.
+SLURMDBD_CONF = """\
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={database_port}
+SlurmUser={user}
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_accounting
+LogFile={folder}/log/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+"""
+NO_REQUEUE = """\
+-- A site where no job may be requeued, whatever it asks for: slurm.conf's JobRequeue is only a default.
+function slurm_job_submit(job, partitions, user)
+  job.requeue = 0
+  return slurm.SUCCESS
+end
+
+function slurm_job_modify(job, record, partitions, user)
+  return slurm.SUCCESS
+end
+"""
+STEP_DAEMON = """\
+#!/bin/sh
+# Becomes Slurm's step daemon as a sub-reaper (prctl 36): it then inherits, and finds to kill, what a task's death
+# leaves behind. On a real cluster control groups see to that; without them such a process keeps a job COMPLETING.
+exec {python} -I -S -c 'import ctypes, os, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+os.execv(sys.argv[1], ["slurmstepd", *sys.argv[2:]])' {program} "$@"
+"""
+
+
+@dataclass(frozen=True)
+class LabSettings:
+    """A lab as it was asked for. Ports from `port` on: the controller, the accounting daemon, the nodes."""
+
+    folder: str
+    nodes: int
+    cpus: int
+    memory_mb: int
+    accounting: bool
+    requeue: bool
+    port: int = 0
+
+    def filled(self, template: str) -> str:
+        """A configuration file."""
+        first, last = self.port + 2, self.port + 1 + self.nodes
+        several = self.nodes > 1  # Slurm takes no range of one
+        return template.format(**asdict(self), host=socket.gethostname().split(".")[0], user=user_name(),
+                               database_port=self.port + 1, ports=f"[{first}-{last}]" if several else first,
+                               names=f"n[1-{self.nodes}]" if several else "n1")
+
+    def slurm_conf(self) -> str:
+        """The text of slurm.conf."""
+        return self.filled(SLURM_CONF + ACCOUNTING_CONF * self.accounting
+                           + "JobSubmitPlugins=lua\n" * (not self.requeue))
 
 
 def missing_programs(accounting: bool = True) -> list[str]:
@@ -47,15 +167,11 @@ class Lab:
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = Path(folder or default_folder()).resolve()
-        self.daemons = Daemons(self.folder)
+        self._children: list[subprocess.Popen[bytes]] = []
 
     @property
     def settings(self) -> LabSettings:
-        """What the lab was started with.
-
-        Raises:
-            UserError: there is no lab in this folder.
-        """
+        """What the lab was started with. UserError where there is no lab in this folder."""
         try:
             return LabSettings(**json.loads((self.folder / "lab.json").read_text()))
         except FileNotFoundError:
@@ -70,7 +186,7 @@ class Lab:
     @property
     def is_up(self) -> bool:
         """Whether any of its Slurm daemons lives: the controller, or a node while that is stopped."""
-        return any(name.startswith("slurm") and self.daemons.running(name) for name in self.daemons.names())
+        return any(name.startswith("slurm") and self.daemon(name) for name in self.daemons())
 
     def environment(self) -> dict[str, str]:
         """What to add to a process's environment so that Slurm's programs speak to this lab."""
@@ -96,11 +212,11 @@ class Lab:
             raise UserError(f"{self.folder} holds something that is not a Slurm lab; choose another with --folder.")
         settings = LabSettings(str(self.folder), nodes, cpus, memory_mb, accounting, requeue)
         try:
-            return self._bring_up(settings)
+            self._bring_up(settings)
         except UserError as first:
             print(f"{str(first).partition(chr(10))[0]} Trying once more.", file=sys.stderr, flush=True)
-        self.down()
-        self._bring_up(settings)
+            self.down()
+            self._bring_up(settings)
 
     def _bring_up(self, settings: LabSettings) -> None:
         with free_ports(settings.nodes + 2) as port:
@@ -110,7 +226,7 @@ class Lab:
                 if settings.accounting:
                     self._make_database()
                     self.start_accounting()
-                self._start_controller()
+                self._start_slurm("slurmctld")
                 for node in self.nodes:
                     self._start_slurmd(node)
                 self._wait("all nodes idle", lambda: set(self.node_states().values()) == {"idle"})
@@ -122,17 +238,16 @@ class Lab:
         """Stop every process of the lab and of its jobs, and remove its folder (`keep`: leave it, with the logs)."""
         if not (self.folder / "lab.json").exists():
             return
-        grace_s = 5.0 if keep else 0.0
-        names = self.daemons.names()
         for prefix in ("slurmd-", "slurmctld", "slurmdbd", "mariadbd", "munged"):
-            for name in names:
+            for name in self.daemons():
                 if name.startswith(prefix):
-                    self.daemons.stop(name, grace_s)
+                    self.stop_daemon(name, grace_s=5.0 if keep else 0.0)
             if prefix == "slurmd-":
-                self.daemons.kill_jobs(self.nodes)
-        if not keep:
+                self._kill_jobs(self.nodes)
+        for _ in range(0 if keep else 2):  # what was killed may have written meanwhile
             shutil.rmtree(self.folder, ignore_errors=True)
-            shutil.rmtree(self.folder, ignore_errors=True) if self.folder.exists() else None
+
+    # ---- faults
 
     def kill_node(self, node: str, told: bool = True) -> None:
         """The node loses power: its daemon, and everything that runs on it, is gone at once.
@@ -141,42 +256,43 @@ class Lab:
         SlurmdTimeout.
         """
         self._check(node)
-        self.daemons.stop(f"slurmd-{node}")
-        self.daemons.kill_jobs([node])
+        self.stop_daemon(f"slurmd-{node}")
+        self._kill_jobs([node])
         if told:
             self.tell_of_loss(node)
 
     def tell_of_loss(self, node: str) -> None:
         """Have the controller, if there is one, take a node for lost without waiting for SlurmdTimeout."""
-        if self.daemons.running("slurmctld") is not None:
+        if self.daemon("slurmctld"):
             self._ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def start_node(self, node: str) -> None:
         """The node comes back; returns when the controller will give it jobs."""
         self._check(node)
-        if self.daemons.running(f"slurmd-{node}") is None:
-            self._start_slurmd(node)
+        self._start_slurmd(node)
         port = self.settings.port + 2 + self.nodes.index(node)
         self._wait(f"{node} listening", lambda: is_open(port))
-        if self.daemons.running("slurmctld") is None or self._until(lambda: self._is_usable(node), 5.0):
-            return
-
-        self._run("scontrol", "update", f"NodeName={node}", "State=RESUME")  # refused where it needs none
-        self._wait(f"{node} usable", lambda: self._is_usable(node))
-
-    def _is_usable(self, node: str) -> bool:
-        return self.node_states().get(node) in USABLE
+        patient_until = time.monotonic() + 5
+        while self.daemon("slurmctld") and self.node_states().get(node) not in USABLE:
+            if time.monotonic() > patient_until:
+                self._run("scontrol", "update", f"NodeName={node}", "State=RESUME")  # refused where it needs none
+                self._wait(f"{node} usable", lambda: self.node_states().get(node) in USABLE)
+            time.sleep(0.05)
 
     def stop_controller(self) -> None:
         """slurmctld ends in good order: jobs go on, and no command of Slurm's is answered."""
-        self.daemons.stop("slurmctld", grace_s=PATIENCE_S)
+        self.stop_daemon("slurmctld", PATIENCE_S)
 
     def start_controller(self) -> None:
         """slurmctld takes over what the last one left; returns when it has heard from every living node."""
-        self._start_controller()
-        living = [node for node in self.nodes if self.daemons.running(f"slurmd-{node}")]
-        self._wait("slurmctld answering", lambda: all(
-            not state.endswith("*") and state not in ("unknown", "down") for state in self.states_of(living)))
+        self._start_slurm("slurmctld")
+        living = [node for node in self.nodes if self.daemon(f"slurmd-{node}")]
+
+        def heard() -> bool:
+            states = self.node_states()
+            return bool(states) and all(not state.endswith("*") and state not in ("unknown", "down")
+                                        for state in (states.get(node, "unknown") for node in living))
+        self._wait("slurmctld answering", heard)
 
     def restart_controller(self) -> None:
         """slurmctld goes and comes."""
@@ -185,13 +301,13 @@ class Lab:
 
     def stop_accounting(self) -> None:
         """sacct is no longer answered; everything else is."""
-        self.daemons.stop("slurmdbd", grace_s=PATIENCE_S)
-        self.daemons.stop("mariadbd", grace_s=PATIENCE_S)
+        self.stop_daemon("slurmdbd", PATIENCE_S)
+        self.stop_daemon("mariadbd", PATIENCE_S)
 
     def start_accounting(self) -> None:
         """sacct is answered (again); does nothing in a lab without accounting."""
         data, settings = self.folder / "database", self.settings
-        if not settings.accounting or self.daemons.running("slurmdbd") is not None:
+        if not settings.accounting or self.daemon("slurmdbd"):
             return
         self._start("mariadbd", "mariadbd", "--no-defaults", *_as_user(), f"--datadir={data}",
                     f"--socket={data}/socket", f"--pid-file={data}/pid", "--skip-networking",
@@ -199,38 +315,98 @@ class Lab:
         self._wait("mariadbd", lambda: is_open(data / "socket"))
         self._start("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=f"{data}/socket")
         self._wait("slurmdbd listening", lambda: is_open(settings.port + 1))
-        ask = ["sacct"] if self.daemons.running("slurmctld") else ["sacctmgr", "--immediate", "add", "cluster", "lab"]
+        ask = ["sacct"] if self.daemon("slurmctld") else ["sacctmgr", "--immediate", "add", "cluster", "lab"]
         self._wait("slurmdbd", lambda: self._run(*ask).returncode == 0)
 
-    def node_states(self) -> dict[str, str]:
-        """The state of each node as sinfo says it, such as idle, mixed, allocated*, down*; empty if nobody answers."""
-        answer = self._run("sinfo", "--noheader", "--Node", "--format=%N %T")
-        return dict(line.split() for line in answer.stdout.splitlines()) if answer.returncode == 0 else {}
+    # ---- daemons: `pids/<name>` holds the id and the starting time of each
 
-    def states_of(self, nodes: list[str]) -> list[str]:
-        """The states of some nodes; unknown where nobody answers."""
-        states = self.node_states()
-        return [states.get(node, "unknown") for node in nodes] if nodes else ["up"] if states else ["unknown"]
+    def daemons(self) -> list[str]:
+        """The daemons that were started and not stopped, whether they live or not."""
+        return sorted(path.name for path in self.folder.glob("pids/*"))
+
+    def daemon(self, name: str) -> psutil.Process | None:
+        """A daemon's process; None if it was not started or has died."""
+        for child in self._children:
+            child.poll()  # reap it, if it has ended
+        with suppress(FileNotFoundError, ValueError, psutil.Error):
+            identity, started = (self.folder / "pids" / name).read_text().split()
+            process = psutil.Process(int(identity))
+            if abs(process.create_time() - float(started)) < 2 and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+    def start_daemon(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        """Start a daemon in a session of its own; what it says before its own log opens is in log/<name>.out."""
+        with open(self.folder / "log" / f"{name}.out", "ab") as out:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder,
+                                     env=environment, start_new_session=True)
+        self._children.append(child)
+        started = 0.0
+        with suppress(psutil.Error):
+            started = psutil.Process(child.pid).create_time()
+        (self.folder / "pids" / name).write_text(f"{child.pid} {started}\n")
+
+    def stop_daemon(self, name: str, grace_s: float = 0.0) -> None:
+        """End a daemon: asked to, and killed when it has not gone after `grace_s` seconds (0: killed at once)."""
+        until = time.monotonic() + grace_s
+        if (process := self.daemon(name)) is not None and grace_s:
+            _signal(process, signal.SIGTERM)
+        while (process := self.daemon(name)) is not None:
+            if time.monotonic() >= until:
+                _signal(process, signal.SIGKILL)
+            time.sleep(0.02)
+        (self.folder / "pids" / name).unlink(missing_ok=True)
+
+    def job_processes(self, nodes: Iterable[str]) -> set[psutil.Process]:
+        """What runs on the given nodes for jobs: Slurm's step daemons, all below them, and what has escaped those.
+
+        A step daemon overwrites its command line and environment, but holds the log of its node open; the processes
+        of a job carry the name of their node and our slurm.conf in their environment.
+        """
+        nodes, found = set(nodes), set[psutil.Process]()
+        logs = {str(self.folder / "log" / f"slurmd-{node}.log") for node in nodes}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if Path(process.exe()).name.startswith("slurmstepd"):
+                    mine = any(file.path in logs for file in process.open_files())
+                else:
+                    variables = process.environ()
+                    mine = self.environment().items() <= variables.items() and variables.get("SLURMD_NODENAME") in nodes
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found |= {process, *process.children(recursive=True)}
+        return found - {psutil.Process()}
+
+    def _kill_jobs(self, nodes: Iterable[str], limit_s: float = 300.0) -> None:
+        """SIGKILL everything that runs on the nodes, until nothing is left. TimeoutError where some cannot be killed.
+
+        All of it is stopped before any of it is killed, as when power is lost: a step daemon that saw its script die
+        would tell the controller that the job has failed.
+        """
+        nodes, until = list(nodes), time.monotonic() + limit_s
+        while found := self.job_processes(nodes):
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for process in sorted(found, key=lambda process: process.pid):  # step daemons first, as a rule
+                    _signal(process, number)
+            if time.monotonic() > until:
+                raise TimeoutError(f"processes {sorted(process.pid for process in found)} of {self.folder} do not die")
+            time.sleep(0.02)
 
     def _write(self, settings: LabSettings) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        spools = [f"spool/n{number}" for number in range(1, settings.nodes + 1)]
+        for name in (".", "pids", "log", "state", *spools):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o755)
-        for name in ("pids", "log", "state"):
-            (self.folder / name).mkdir()
-        for number in range(1, settings.nodes + 1):
-            (self.folder / "spool" / f"n{number}").mkdir(parents=True)
-        (self.folder / "lab.json").write_text(json.dumps(asdict(settings)))
-        (self.folder / "slurm.conf").write_text(settings.slurm_conf())
-        if settings.accounting:
-            (self.folder / "slurmdbd.conf").touch(0o600)
-            (self.folder / "slurmdbd.conf").write_text(settings.slurmdbd_conf())
-        if not settings.requeue:
-            (self.folder / "job_submit.lua").write_text(NO_REQUEUE)
-        (self.folder / "slurmstepd").write_text(STEP_DAEMON.format(
-            python=shlex.quote(sys.executable), program=shlex.quote(str(_which("slurmstepd")))))
-        (self.folder / "slurmstepd").chmod(0o755)
-        (self.folder / "munge.key").touch(0o600)
-        (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
+        step_daemon = STEP_DAEMON.format(python=shlex.quote(sys.executable),
+                                         program=shlex.quote(str(_which("slurmstepd"))))
+        for name, text, mode in (
+                ("lab.json", json.dumps(asdict(settings)), 0o644), ("slurm.conf", settings.slurm_conf(), 0o644),
+                ("slurmdbd.conf", settings.filled(SLURMDBD_CONF) * settings.accounting, 0o600),
+                ("job_submit.lua", NO_REQUEUE * (not settings.requeue), 0o644), ("slurmstepd", step_daemon, 0o755),
+                ("munge.key", secrets.token_hex(64), 0o600)):
+            if text:
+                (self.folder / name).touch(mode)
+                (self.folder / name).chmod(mode)
+                (self.folder / name).write_text(text)
 
     def _start_munge(self) -> None:
         paths = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munge.seed",
@@ -245,21 +421,25 @@ class Lab:
         self._ask("mariadb-install-db", "--no-defaults", *_as_user(), f"--datadir={data}", "--skip-test-db",
                   "--auth-root-authentication-method=normal")
 
-    def _start_controller(self) -> None:
-        if self.daemons.running("slurmctld") is None:
-            self._start("slurmctld", "slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
-
     def _start_slurmd(self, node: str) -> None:
-        self._start(f"slurmd-{node}", "slurmd", "-D", "-f", str(self.folder / "slurm.conf"), "-N", node,
-                    "-d", str(self.folder / "slurmstepd"))
+        self._start_slurm(f"slurmd-{node}", "-N", node, "-d", str(self.folder / "slurmstepd"))
+
+    def _start_slurm(self, name: str, *arguments: str) -> None:
+        if not self.daemon(name):
+            self._start(name, name.partition("-")[0], "-D", "-f", str(self.folder / "slurm.conf"), *arguments)
 
     def _start(self, daemon: str, program: str, *arguments: str, **variables: str) -> None:
-        self.daemons.start(daemon, [str(_which(program)), *arguments], {**self._environment(), **variables})
+        self.start_daemon(daemon, [str(_which(program)), *arguments], {**self._environment(), **variables})
 
     def _environment(self) -> dict[str, str]:
         """Ours without the traces of a job that we may be part of."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         return {**kept, **self.environment()}
+
+    def node_states(self) -> dict[str, str]:
+        """The state of each node as sinfo says it, such as idle, mixed, allocated*, down*; empty if nobody answers."""
+        answer = self._run("sinfo", "--noheader", "--Node", "--format=%N %T")
+        return dict(line.split() for line in answer.stdout.splitlines()) if answer.returncode == 0 else {}
 
     def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(_which(program)), *arguments]
@@ -273,43 +453,88 @@ class Lab:
         answer = self._run(program, *arguments)
         if answer.returncode != 0:
             raise UserError(f"{program} {shlex.join(arguments)} failed: {(answer.stderr or answer.stdout).strip()}"
-                            f"{self.log_ends()}")
+                            f"{self._log_ends()}")
 
     def _check(self, node: str) -> None:
         if node not in self.nodes:
             raise UserError(f"The lab has no node {node}; it has {', '.join(self.nodes)}.")
 
-    def _until(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        deadline = time.monotonic() + limit_s
-        while not (met := condition()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return met
-
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
         """Wait for something that daemons bring about, but not when one of them has died meanwhile."""
-        deadline = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + PATIENCE_S
         while not condition():
-            dead = [name for name in self.daemons.names() if self.daemons.running(name) is None]
-            if dead or time.monotonic() > deadline:
+            dead = [name for name in self.daemons() if self.daemon(name) is None]
+            if dead or time.monotonic() > until:
                 why = f"{' and '.join(dead)} died" if dead else f"not so after {PATIENCE_S:.0f} s"
                 raise UserError(f"The Slurm lab waited for {what}: {why}. Its logs are in {self.folder}/log."
-                                f"{self.log_ends()}")
+                                f"{self._log_ends()}")
             time.sleep(0.05)
 
-    def log_ends(self) -> str:
+    def _log_ends(self) -> str:
         """The last lines of what each daemon said, or logged where it says nothing, for the account of a failure."""
         said = {path.stem: path for ending in ("log", "out")
                 for path in sorted((self.folder / "log").glob(f"*.{ending}")) if path.stat().st_size}
         return "".join(f"\n==> {name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
                        for name, path in said.items())
 
+    def status(self) -> None:
+        """Print the daemons, nodes and jobs."""
+        settings, states = self.settings, self.node_states()
+        for name in self.daemons():
+            process = self.daemon(name)
+            print(f"{name:<14} {process.pid if process else 'dead'}")
+        for node in self.nodes:
+            print(f"{node:<14} {states.get(node, 'no answer')}, {settings.cpus} CPUs")
+        print(self._run("squeue").stdout, end="")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in whose path Slurm cannot live: UserError, which says why."""
+    if not re.fullmatch(r"[A-Za-z0-9._/+@~-]+", str(folder)):
+        raise UserError(f"slurm.conf cannot hold the path {folder}: choose a folder of letters, digits and ._+@~- "
+                        f"with --folder.")
+    if len(str(folder)) > LONGEST_FOLDER:
+        raise UserError(f"The path {folder} has {len(str(folder))} characters; the sockets that Slurm makes inside "
+                        f"leave room for {LONGEST_FOLDER}. Choose a shorter one with --folder, such as /tmp/lab.")
+
+
+@contextmanager
+def free_ports(count: int) -> Iterator[int]:
+    """The first of `count` ports in a row that nobody listens at. No other lab gets them while the block lasts.
+    UserError where no such block is left."""
+    for first in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket(socket.AF_UNIX) as claim:
+            try:
+                claim.bind(f"\0slurm_lab:{first}")  # a name without a file: it goes with this process
+                for port in range(first, first + count):
+                    socket.create_server(("", port)).close()
+            except OSError:
+                continue
+            yield first
+            return
+    raise UserError(f"There are no {count} free ports in a row between {PORTS.start} and {PORTS.stop}.")
+
+
+def is_open(place: int | Path) -> bool:
+    """Whether something listens at a port, or a local socket, of this machine."""
+    local = isinstance(place, Path)
+    with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as probe:
+        probe.settimeout(10.0)
+        return probe.connect_ex(str(place) if local else ("127.0.0.1", place)) == 0
+
+
+def user_name() -> str:
+    """The user whose processes these are."""
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+def default_folder() -> Path:
+    """Where a lab lives unless told otherwise."""
+    return Path(os.environ.get("TMPDIR", "/tmp")) / f"slurm_lab-{user_name()}"
+
 
 def install() -> None:
-    """Install the packages as root, else say how.
-
-    Raises:
-        UserError: not root, no apt-get, or it failed.
-    """
+    """Install the packages as root. UserError, which says how: not root, no apt-get, or it failed."""
     command = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise UserError(f"Installing needs root on Debian or Ubuntu: sudo {shlex.join(command)}")
@@ -327,6 +552,18 @@ def _which(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
+def _signal(process: psutil.Process, number: int) -> None:
+    with suppress(psutil.Error):  # it has ended meanwhile
+        process.send_signal(number)
+
+
+COMMANDS = {"kill_node": "a node loses power", "start_node": "it comes back", "status": "daemons, nodes and jobs",
+            "stop_controller": "no command is answered", "start_controller": "answered again",
+            "restart_controller": "stop and start slurmctld", "stop_accounting": "sacct stops answering",
+            "start_accounting": "answers again"}
+"""Those that are a method of Lab, by its name, and what they do."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.slurm_lab", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -340,12 +577,10 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--no-requeue", action="store_true", help="a site that lets no job be requeued")
     up.add_argument("--cpus", type=int, default=4, help="of each node; the machine may have fewer (%(default)s)")
     up.add_argument("--mem", type=int, default=6000, help="MB of each node; not enforced (%(default)s)")
-    for name, text in [("kill-node", "a node loses power"), ("start-node", "it comes back")]:
-        commands.add_parser(name, parents=[shared], help=text).add_argument("node")
-    for name, text in [("status", "daemons, nodes and jobs"), ("restart-controller", "stop and start slurmctld"),
-                       ("stop-controller", "no command is answered"), ("start-controller", "answered again"),
-                       ("stop-accounting", "sacct stops answering"), ("start-accounting", "answers again")]:
-        commands.add_parser(name, parents=[shared], help=text)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name.replace("_", "-"), parents=[shared], help=text)
+        if name.endswith("_node"):
+            command.add_argument("node")
     down = commands.add_parser("down", parents=[shared], help="stop everything that `up` started")
     down.add_argument("--keep", action="store_true", help="leave the folder, for its logs")
     return parser
@@ -363,32 +598,19 @@ def _up(lab: Lab, options: argparse.Namespace) -> None:
         print(f"export {name}={shlex.quote(value)}")
 
 
-def _status(lab: Lab) -> None:
-    settings = lab.settings
-    for name in lab.daemons.names():
-        print(f"{name:<14} {lab.daemons.running(name) or 'dead'}")
-    states = lab.node_states()
-    print("\n".join(f"{node:<14} {states.get(node, 'no answer')}, {settings.cpus} CPUs" for node in lab.nodes))
-    print(lab._run("squeue").stdout, end="")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command line: 0, or 2 with a sentence."""
     options = _parser().parse_args(arguments)
     try:
         if options.command == "install":
             install()
-            return 0
-        lab = Lab(options.folder)
-        node = getattr(options, "node", "")
-        actions: dict[str, Callable[[], None]] = {
-            "up": lambda: _up(lab, options), "status": lambda: _status(lab),
-            "kill-node": lambda: lab.kill_node(node), "start-node": lambda: lab.start_node(node),
-            "restart-controller": lab.restart_controller, "stop-controller": lab.stop_controller,
-            "start-controller": lab.start_controller, "stop-accounting": lab.stop_accounting,
-            "start-accounting": lab.start_accounting,
-            "down": lambda: lab.down(keep=getattr(options, "keep", False))}
-        actions[options.command]()
+        elif options.command == "up":
+            _up(Lab(options.folder), options)
+        elif options.command == "down":
+            Lab(options.folder).down(options.keep)
+        else:
+            method = getattr(Lab(options.folder), options.command.replace("-", "_"))
+            method(*([options.node] if "node" in options else []))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.waiting import HANG_S
-from tools.slurm_lab import Lab
-from tools.slurm_settings import user_name
+from tools.slurm_lab import Lab, user_name
 
 
 class Cluster(Lab):

@@ -6,13 +6,16 @@ what a test does then lands there on any machine, however fast or busy.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import yaml
 
@@ -26,7 +29,6 @@ from tests.faulty import GO, PLUGIN
 from tests.slurm.clusters import Cluster
 from tests.stages.training import curve, difference, lines, proven
 from tests.waiting import wait_for
-from tools.slurm_processes import PROC, process_table, send
 
 T = TypeVar("T")
 STEPS, EVERY = 72, 4
@@ -170,7 +172,7 @@ class Training:
         marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
         found = {pid for pid in self.processes()
                  if marks <= set(_words(pid, "environ")) and set(words) <= set(_words(pid, "cmdline"))}
-        top = [pid for pid in found if process_table()[pid].parent not in found]
+        top = [pid for pid in found if psutil.Process(pid).ppid() not in found]
         assert len(top) == 1, f"{words} {variable}: {top}\n{self.story()}"
         return top[0]
 
@@ -229,7 +231,7 @@ def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training
 def job_processes(cluster: Cluster) -> set[int]:
     """What runs on the cluster's nodes for jobs: batch scripts, runners, srun, ranks."""
     mark = f"SLURM_CONF={cluster.environment()['SLURM_CONF']}"
-    return {pid for pid in process_table() if mark in (variables := _words(pid, "environ"))
+    return {pid for pid in psutil.pids() if mark in (variables := _words(pid, "environ"))
             and any(word.startswith("SLURM_JOB_ID=") for word in variables)}
 
 
@@ -247,7 +249,8 @@ def clear(cluster: Cluster) -> None:
             return True
         cluster.cancel_all()
         for pid in job_processes(cluster):
-            send(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return False
 
     wait_for(empty, lambda: cluster.run("squeue").stdout)
@@ -255,6 +258,6 @@ def clear(cluster: Cluster) -> None:
 
 def _words(pid: int, name: str) -> list[str]:
     try:
-        return (PROC / str(pid) / name).read_text(errors="replace").split("\0")
+        return (Path("/proc") / str(pid) / name).read_text(errors="replace").split("\0")
     except OSError:
         return [""]

@@ -133,7 +133,7 @@ def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run):
     run.next_wait()
     job, last, old, count = run.job(), run.starts[-1], {run.runner(), run.rank(0)}, len(run.starts)
     first = last["nodes"][0]
-    run.cluster.daemons.stop(f"slurmd-{first}")
+    run.cluster.stop_daemon(f"slurmd-{first}")
     run.cluster.tell_of_loss(first)
     start = run.next_start(count)
     assert start["job"] == job and start["restart"] > last["restart"] and first not in start["nodes"]

@@ -169,6 +169,25 @@ def test_a_stream_is_the_same_texts_in_pieces_that_tell_of_the_same_tokens(run_p
     assert (shown < 31) == stop
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_may_be_asked_for_so_that_a_prompt_is_only_scored(run_port, stream):
+    body = {"prompt": ["def é", "x"], "temperature": 0, "logprobs": 1, "echo": True}
+    whole = complete(run_port, **body, max_tokens=3)
+    if stream:
+        *parts, last = events(run_port, **body, max_tokens=0, stream_options={"include_usage": True})
+        found = {"choices": sorted((choice for part in parts for choice in part["choices"]),
+                                   key=lambda choice: choice["index"]), "usage": last["usage"]}
+    else:
+        found = complete(run_port, **body, max_tokens=0)
+    for choice, longer, text in zip(found["choices"], whole["choices"], body["prompt"], strict=True):
+        count = 1 + len(text.encode())
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+        assert choice["logprobs"]["tokens"] == longer["logprobs"]["tokens"][:count]
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
+            longer["logprobs"]["token_logprobs"][1:count], abs=1e-5)
+    assert found["usage"]["completion_tokens"] == 0
+
+
 def test_ids_stops_seeds_and_several_choices(run_port, model):
     text = continued(model, "abc", 20)
     [choice] = complete(run_port, prompt=[TOKENIZER.bos_id, *b"abc"], max_tokens=20, temperature=0,
@@ -187,18 +206,19 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "model": "gpt-4"}, "The model 'gpt-4' is not here; this server has 'demo'", 404),
     ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
     ({"prompt": "x", "max_tokens": "9", "n": 1.5}, "max_tokens: Input should be a valid integer. n: Input", 400),
-    ({"prompt": "x", "logprobs": 6}, "logprobs must be from 0 to 5, not 6", 400),
+    ({"prompt": "x", "logprobs": 6}, "logprobs: Input should be less than or equal to 5", 400),
     ({"prompt": "x", "suffix": "y"}, "suffix is not supported", 400),
     ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
     ({"prompt": "x", "temprature": 1}, "temprature is not known here", 400),
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
     ({"prompt": "x", "stop": [1]}, "stop must be", 400),
     ({"prompt": "x", "stop": ["x"] * 200_000}, "stop must be at most 16 strings of at most 256 characters", 400),
-    ({"prompt": "x" * (CONTEXT + 10_001)}, "prompt has a text of more than 310000 characters", 400),
+    ({"prompt": "x" * (32 * CONTEXT + 10_001)}, "prompt has a text of more than 9610000 characters", 400),
     ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty must be from 0.01 to 100.0", 400),
     ({"prompt": "x", "temperature": 1e-300}, "temperature must be 0, or at least 0.001", 400),
     ({"prompt": {}}, "prompt must be", 400),
-    ({"prompt": [512]}, r"outside 0 .. 511", 400),
+    ({"prompt": [512]}, r"outside 0 .. 511", 400), ({"prompt": ["x", [-1]]}, r"outside 0 .. 511", 400),
+    (b'{"prompt": "x\\ud800"}', "half of a character", 400), (b" " * (2**24 + 1), "larger than 16777216 bytes", 413),
     ({"prompt": "x", "max_tokens": CONTEXT}, f"exceeds the model's context of {CONTEXT}", 400)])
 def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, said, status):
     error = ask(run_port, "/v1/completions", body, expect=status)["error"]

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.errors import UserError
@@ -13,9 +14,7 @@ from tests.conftest import run_python
 from tests.refusal import refused
 from tests.waiting import wait_for
 from tools import slurm_lab
-from tools.slurm_lab import Lab, missing_programs
-from tools.slurm_processes import Daemons, process_table
-from tools.slurm_settings import LONGEST_FOLDER, LabSettings, check_folder, free_ports, is_open
+from tools.slurm_lab import LONGEST_FOLDER, Lab, LabSettings, check_folder, free_ports, is_open, missing_programs
 
 needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}")
 
@@ -37,7 +36,7 @@ def command(*arguments):
 def processes_of(folder):
     """The command lines of all that was started for a lab: they or their environment name its folder."""
     found = []
-    for identity in set(process_table()) - {os.getpid()}:
+    for identity in set(psutil.pids()) - {os.getpid()}:
         try:
             words, variables = (Path(f"/proc/{identity}/{name}").read_bytes() for name in ("cmdline", "environ"))
         except OSError:
@@ -114,12 +113,12 @@ def test_ports_are_given_once_and_written_for_one_node_and_for_many():
 def test_a_stranger_with_an_old_process_id_is_left_alone(tmp_path):
     for name in ("pids", "log"):
         (tmp_path / name).mkdir()
-    daemons = Daemons(tmp_path)
-    daemons.start("mine", ["sleep", "300"], os.environ)
-    identity = daemons.running("mine")
+    lab = Lab(tmp_path)
+    lab.start_daemon("mine", ["sleep", "300"], dict(os.environ))
+    identity = lab.daemon("mine").pid
     (tmp_path / "pids" / "other").write_text(f"{identity} 1\n")  # the same id, started at another time
-    assert daemons.running("other") is None
-    daemons.stop("other")
-    assert Daemons(tmp_path).running("mine") == identity  # found again without having started it
-    daemons.stop("mine", grace_s=5.0)
-    assert daemons.running("mine") is None and daemons.names() == []
+    assert lab.daemon("other") is None
+    lab.stop_daemon("other")
+    assert Lab(tmp_path).daemon("mine").pid == identity  # found again without having started it
+    lab.stop_daemon("mine", grace_s=5.0)
+    assert lab.daemon("mine") is None and lab.daemons() == []

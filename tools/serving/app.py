@@ -1,31 +1,39 @@
-"""The routes: completions and chats as OpenAI has them, what the page asks for, and the page."""
+"""Who may ask, the routes, the answers: completions and chats as OpenAI has them, what the page asks for, the page."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import ipaddress
+import json
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.generation.writer import Piece
 from pipeline.evaluation.open_model import run_of
 from pipeline.files import read_lines
-from tools.serving.answers import Form, error_object, event, usage
-from tools.serving.asked import Asked, Read, Reader, RefusedError
-from tools.serving.door import Door
-from tools.serving.logprobs import joined
-from tools.serving.worker import Job, Worker
+from tools.serving.asked import KEYS, Asked, Reader
+from tools.serving.worker import Job, RefusedError, Worker
 
+LOCAL = ("127.0.0.1", "localhost", "::1")
+"""By which this machine calls itself."""
+OPEN = ("/", "/health")
+"""Places that need no key: the page, which asks for it, and what a balancer looks at."""
 PAGE = Path(__file__).with_name("page.html")
 LARGEST_BODY = 16 * 2**20
 """Bytes of a request."""
@@ -45,7 +53,7 @@ class Server:
 
     Args:
         reader: what requests may ask for.
-        worker: what serves them; closed with the application.
+        worker: what serves them; it runs while the application does.
         hosts, key: see `Door`.
     """
 
@@ -61,8 +69,11 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.worker.run())
         yield
-        await asyncio.to_thread(self.worker.close)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
 
     async def page(self, request: Request) -> Response:
         """GET /"""
@@ -70,7 +81,8 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """GET /health"""
-        return JSONResponse({"status": "ok", "model": self.reader.name, **self.worker.counts()})
+        return JSONResponse({"status": "ok", "model": self.reader.name, "running": len(self.worker.running),
+                             "waiting": len(self.worker.waiting)})
 
     async def samples(self, request: Request) -> Response:
         """GET /samples: what the run wrote while it trained, [] where there is no run."""
@@ -86,135 +98,185 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        return await self._answer(request, self.reader.completion, Form(self.reader.name, chat=False))
+        return await self._answer(request, self.reader.completion, chat=False)
 
     async def chats(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        return await self._answer(request, self.reader.chat, Form(self.reader.name, chat=True))
+        return await self._answer(request, self.reader.chat, chat=True)
 
-    async def _answer(self, request: Request, read: Read, form: Form) -> Response:
+    async def _answer(self, request: Request, read: Callable[[bytes], Asked], chat: bool) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                raise RefusedError(f"The request is larger than {LARGEST_BODY} bytes.", status=413)
         # In a thread: a long text takes long to become ids, and streams must go on meanwhile.
-        asked = await asyncio.to_thread(read, await _body(request))
-        texts = Texts(request, self.worker, asked)
+        asked = await asyncio.to_thread(read, body)
+        answer = Answer(request, self.worker, asked, self.reader.name, chat)
         if asked.stream:
-            return Stream(texts, _events(texts, asked, form))
-        written, ends = list(asked.shown), [None] * len(asked.prompts)  # type: list[str], list[Any]
-        told: list[list[Any]] = [[] for _ in written]
+            return Stream(answer)
         try:
-            async for number, piece in texts:
-                written[number] += piece.text
-                ends[number] = piece.end
-                if asked.tellings:
-                    told[number].append(asked.tellings[number].of(piece))
+            return JSONResponse(await answer.whole())
         except ClientGoneError:
             return Response(status_code=499)  # as nginx calls it; nobody reads it
-        return JSONResponse(form.whole(written, ends, usage(asked.prompt_tokens, texts.tokens),
-                                       [joined(parts) if asked.tellings else None for parts in told]))
 
 
-class Texts:
-    """The pieces of a request's texts, as (number, piece). The places are free again when the iteration ends, however
-    it does.
+class Answer:
+    """The answer to one request, in OpenAI's form. The places of its texts are free again when it ends, however it
+    does. Raises RefusedError at once where the queue is full, later where the model failed."""
 
-    Attributes:
-        tokens: that were written so far.
-
-    Raises:
-        RefusedError: at once where the queue is full; while iterating where the model failed.
-        ClientGoneError: while iterating.
-    """
-
-    def __init__(self, request: Request, worker: Worker, asked: Asked) -> None:
-        self._request, self._worker = request, worker
-        self._pieces: asyncio.Queue[Piece | RefusedError] = asyncio.Queue()
-        self._counts = [0] * len(asked.prompts)
-        loop = asyncio.get_running_loop()
-        self._job = Job(asked.prompts, asked.samplings,
-                        lambda piece: _to_loop(loop, self._pieces, piece))
+    def __init__(self, request: Request, worker: Worker, asked: Asked, model: str, chat: bool) -> None:
+        self._request, self._asked, self._chat = request, asked, chat
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12), "object": kind,
+                      "created": int(time.time()), "model": model}
+        self._counts = [0] * len(asked.texts)
+        self._job = Job(asked.texts)
         worker.submit(self._job)
+        self.close = lambda: worker.cancel(self._job)
 
-    @property
-    def tokens(self) -> int:
-        return sum(self._counts)
+    async def whole(self) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        texts, ends = list(self._asked.shown), [""] * len(self._counts)
+        told = [{key: list[Any]() for key in KEYS} if self._asked.tellings else None for _ in texts]
+        async for number, piece, lists in self._pieces():
+            texts[number] += piece.text
+            ends[number] = piece.end or ""
+            for key, values in (told[number] or {}).items():
+                values += lists[key]
+        return {**self._head, "usage": self._usage(), "choices": [
+            {"index": number, "logprobs": told[number], "finish_reason": ends[number],
+             **({"message": {"role": "assistant", "content": text}} if self._chat else {"text": text})}
+            for number, text in enumerate(texts)]}
 
-    def close(self) -> None:
-        """Nobody wants more."""
-        self._worker.cancel(self._job)
+    async def events(self) -> AsyncIterator[str]:
+        """The server-sent events of a stream. An error in it is its last event: the status is sent already."""
+        head = {**self._head, **({"object": "chat.completion.chunk"} if self._chat else {})}
+        begun: set[int] = set()
+        try:
+            async for number, piece, lists in self._pieces():
+                first = number not in begun
+                begun.add(number)
+                text = self._asked.shown[number] + piece.text if first else piece.text
+                content = {"delta": {**({"role": "assistant"} if first else {}), "content": text}} if self._chat \
+                    else {"text": text}
+                yield _event({**head, "choices": [{"index": number, "logprobs": lists, "finish_reason": piece.end,
+                                                   **content}]})
+            if self._asked.include_usage:
+                yield _event({**head, "choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        except RefusedError as error:
+            yield _event(error.body())
+        except ClientGoneError:
+            return
 
-    async def __aiter__(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        left, asked_at = len(self._counts), time.monotonic()
+    def _usage(self) -> dict[str, int]:
+        read, written = self._asked.prompt_tokens, sum(self._counts)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, Piece, Any], None]:
+        """(number, piece, what `logprobs` tells of it) as they come. ClientGoneError where nobody waits any more."""
+        left, looked_at = len(self._counts), time.monotonic()
         try:
             while left:
                 piece: Piece | RefusedError | None = None
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GONE_S):
-                        piece = await self._pieces.get()
-                if time.monotonic() - asked_at > GONE_S:
-                    asked_at = time.monotonic()
+                    piece = await asyncio.wait_for(self._job.pieces.get(), GONE_S)
+                if time.monotonic() - looked_at > GONE_S:
+                    looked_at = time.monotonic()
                     if await self._request.is_disconnected():
                         raise ClientGoneError
                 if isinstance(piece, RefusedError):
                     raise piece
                 if piece is not None:
-                    assert isinstance(piece.key, int)
-                    self._counts[piece.key] = piece.tokens
+                    if self._asked.silent:
+                        piece = replace(piece, text="", tokens=0, end="length", scores=())
+                    number, tellings = piece.key, self._asked.tellings
+                    assert isinstance(number, int)
+                    self._counts[number] = piece.tokens
                     left -= piece.end is not None
-                    yield piece.key, piece
+                    yield number, piece, tellings[number].of(piece) if tellings else None
         finally:
             self.close()
 
 
 class Stream(StreamingResponse):
-    """Server-sent events."""
+    """An answer as server-sent events."""
 
-    def __init__(self, texts: Texts, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream",
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.events(), media_type="text/event-stream",
                          headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._texts = texts
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:  # also where the client went before the first event was asked for
-            self._texts.close()
+            self._answer.close()
 
 
-def _to_loop(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], piece: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-        loop.call_soon_threadsafe(queue.put_nowait, piece)
+class Door:
+    """Refuses a request before anything reads it.
+
+    Args:
+        hosts: names that the server may be called by. An address in digits is one always: a page from elsewhere can
+            have its own name point here (DNS rebinding), but no address.
+        key: that requests must bring as `Authorization: Bearer ...`; None: they need none.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], key: str | None) -> None:
+        self.app, self.hosts, self.key = app, hosts, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        app = self.app
+        if scope["type"] == "http":
+            try:
+                self.check(scope["path"], Headers(scope=scope))
+            except RefusedError as error:
+                headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+                app = JSONResponse(error.body(), error.status, headers)
+        await app(scope, receive, send)
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raise RefusedError where a request is not answered."""
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        if (name := _name(f"//{host}")) not in self.hosts and not _is_address(name):
+            raise RefusedError(f"This server is not called {host!r}. Start it with --allow-host to add a name.",
+                               status=400, code="unknown_host")
+        # The page's own origin is the host that it asks; behind a proxy, one of the names that were given.
+        if origin and origin.partition("//")[2] != host and _name(origin) not in self.hosts.difference(LOCAL):
+            raise RefusedError(f"Pages of {origin!r} may not ask this server.", status=403, code="other_origin")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if self.key is not None and path not in OPEN and not (
+                scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.key.encode())):
+            raise RefusedError("This server needs its key: send the header `Authorization: Bearer KEY`.", status=401,
+                               code="invalid_api_key")
 
 
-async def _events(texts: Texts, asked: Asked, form: Form) -> AsyncIterator[str]:
-    """The body of a stream. An error in it is its last event: the status is sent already."""
-    begun: set[int] = set()
+def _name(url: str) -> str:
+    """Of the host; "" where there is none."""
     try:
-        async for number, piece in texts:
-            text = piece.text if number in begun else asked.shown[number] + piece.text
-            told = asked.tellings[number].of(piece) if asked.tellings else None
-            yield event(form.chunk(number, text, piece.end, first=number not in begun, logprobs=told))
-            begun.add(number)
-        if asked.include_usage:
-            yield event(form.last(usage(asked.prompt_tokens, texts.tokens)))
-        yield event("[DONE]")
-    except RefusedError as error:
-        yield event(error_object(error))
-    except ClientGoneError:
-        return
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
-async def _body(request: Request) -> bytes:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > LARGEST_BODY:
-            raise RefusedError(f"The request is larger than {LARGEST_BODY} bytes.", status=413)
-    return body
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def _event(value: Any) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
-    return JSONResponse(error_object(error), status_code=error.status, headers=headers)
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -222,4 +284,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = RefusedError(f"{request.method} {request.url.path}: {error.detail}. There are GET /v1/models, /health and "
                         f"/, POST /v1/completions, and /v1/chat/completions where the tokenizer has a chat template.")
-    return JSONResponse(error_object(told), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(told.body(), status_code=error.status_code, headers=error.headers)

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.generation.sampling import Sampling
+from model.generation.scores import TokenScore
+from model.generation.writer import Piece
 from pipeline.errors import UserError
 from pipeline.evaluation.open_model import OpenedModel
 from pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
-from tools.serving.logprobs import MOST_LOGPROBS, Telling, token_names
+from tools.serving.worker import RefusedError, Text
 
-MOST_CHOICES = 128
-"""OpenAI's limit for n."""
+MOST_CHOICES, MOST_LOGPROBS = 128, 5
+"""OpenAI's limits for n and logprobs."""
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Of a request: strings in `stop`, and characters of each. They are looked for after every token."""
-SPARE = 10_000
-"""Characters, white space for example, that a tokenizer may leave out of a text."""
-
-
-class RefusedError(Exception):
-    """A request that is answered with an error. status: of HTTP. kind, code, param: OpenAI's `type`, `code` and
-    `param`. retry_after_s: when it may be worth trying again."""
-
-    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error", code: str | None = None,
-                 param: str | None = None, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.code, self.param, self.retry_after_s = status, kind, code, param, retry_after_s
+LONGEST_TOKEN, SPARE = 32, 10_000
+"""Characters of a text that is made into tokens: so many for each token of the context, and some that a tokenizer may
+leave out. A text of tokens that are longer on average is refused."""
+UNSUPPORTED = {"presence_penalty": "take repetition_penalty, or leave it out", "suffix": "leave it out",
+               "frequency_penalty": "take repetition_penalty, or leave it out", "logit_bias": "leave it out"}
+"""OpenAI's fields that only their default values may have, and what to do."""
+UNSUPPORTED_IN_CHATS = dict.fromkeys(("echo", "logprobs", "response_format", "tools"), "leave it out")
+Lists = dict[str, list[Any]]
+"""`logprobs` of a choice: four lists, an entry a token."""
+KEYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class Common(BaseModel):
@@ -41,59 +40,55 @@ class Common(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = ""
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(None, ge=0)
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    n: int = 1
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool = False
     stream_options: dict[str, Any] = {}
     stop: Any = None
     seed: int | None = None
     user: str = ""
-    presence_penalty: float = 0
-    frequency_penalty: float = 0
-    logit_bias: Literal[None] = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
 
 
 class AskedCompletion(Common):
     """The body of /v1/completions."""
 
     prompt: Any
-    echo: bool = False
     best_of: int | None = None
-    suffix: Literal[None] = None
-    logprobs: int | None = None
 
 
 class AskedChat(Common):
     """The body of /v1/chat/completions."""
 
     messages: Any
-    max_completion_tokens: int | None = None
-    logprobs: Literal[False] = False
-    response_format: Literal[None] = None
-    tools: Literal[None] = None
+    max_completion_tokens: int | None = Field(None, ge=0)
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request that can be served.
 
-    prompts: ids, one entry a choice. samplings: of each choice. shown: the text that each choice begins with (`echo`).
-    prompt_tokens: of the different prompts together. tellings: how the tokens of each choice are told, where
-    `logprobs` asks for them.
+    texts: an entry a choice. shown: the text that each choice begins with (`echo`). silent: nothing new is wanted
+    (`max_tokens: 0`): the one token that a text gets is not told. prompt_tokens: of the different prompts together.
+    tellings: of each choice, where `logprobs` asks for them.
     """
 
-    prompts: list[list[int]]
-    samplings: list[Sampling]
+    texts: list[Text]
     shown: list[str]
+    silent: bool
     stream: bool
     include_usage: bool
     prompt_tokens: int
-    tellings: list[Telling] | None = None
+    tellings: list[Telling] | None
+
+
+Form = TypeVar("Form", AskedCompletion, AskedChat)
 
 
 class Reader:
@@ -110,29 +105,32 @@ class Reader:
         self.opened, self.name, self.ending_ids, self.template = opened, name, ending_ids, template
 
     def completion(self, body: bytes) -> Asked:
-        """A body of /v1/completions. Raises RefusedError."""
-        asked = self._checked(AskedCompletion, body)
-        assert isinstance(asked, AskedCompletion)
+        """Read a body of /v1/completions. Raises RefusedError."""
+        asked = self._checked(AskedCompletion, body, UNSUPPORTED)
         if asked.best_of not in (None, asked.n):
             raise RefusedError("best_of is not supported: ask for n and choose.", param="best_of")
-        prompts = self._prompts(asked.prompt)
+        prompts = [asked.prompt] if isinstance(asked.prompt, str) or _are_ids(asked.prompt) else asked.prompt
+        if not isinstance(prompts, list) or not prompts or not all(
+                isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts):
+            raise RefusedError("prompt must be a string, a list of token ids, or a list of such, and not be empty.",
+                               param="prompt")
         self._refuse_long([prompt for prompt in prompts if isinstance(prompt, str)], "prompt")
         ids = [prompt_ids(self.opened, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        shown = [prompt if isinstance(prompt, str) else self._text(prompt) for prompt in prompts]
-        if not 0 <= (asked.logprobs or 0) <= MOST_LOGPROBS:
-            raise RefusedError(f"logprobs must be from 0 to {MOST_LOGPROBS}, not {asked.logprobs}.", param="logprobs")
-        found = self._asked(asked, ids, shown if asked.echo else [""] * len(ids),
-                            16 if asked.max_tokens is None else asked.max_tokens)
-        return found if asked.logprobs is None else self._told(found, asked.logprobs, asked.echo)
+        vocabulary = self.opened.config.vocab_size or 0
+        if any(not 0 <= token < vocabulary for one in ids for token in one):
+            raise RefusedError(f"prompt has token ids outside 0 .. {vocabulary - 1}.", param="prompt")
+        texts = [prompt if isinstance(prompt, str) else self._text(prompt) for prompt in prompts]
+        return self._asked(asked, ids, texts, 16 if asked.max_tokens is None else asked.max_tokens)
 
     def chat(self, body: bytes) -> Asked:
-        """A body of /v1/chat/completions. Raises RefusedError."""
+        """Read a body of /v1/chat/completions. Raises RefusedError."""
         assert self.template is not None
-        asked = self._checked(AskedChat, body)
-        assert isinstance(asked, AskedChat)
-        wanted = "messages must be a list of objects with role and content, both strings, and at least one."
-        if not isinstance(asked.messages, list) or not asked.messages or not all(map(_is_message, asked.messages)):
-            raise RefusedError(wanted, param="messages")
+        asked = self._checked(AskedChat, body, UNSUPPORTED | UNSUPPORTED_IN_CHATS)
+        if not isinstance(asked.messages, list) or not asked.messages or not all(
+                isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+                for message in asked.messages):
+            raise RefusedError("messages must be a list of objects with role and content, both strings, and at least "
+                               "one.", param="messages")
         self._refuse_long(["".join(message["content"] for message in asked.messages)], "messages")
         try:
             ids = self.template.ids(asked.messages)
@@ -142,67 +140,42 @@ class Reader:
         said = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         return self._asked(asked, [ids], [""], room if said is None else said)
 
-    def _told(self, asked: Asked, count: int, echo: bool) -> Asked:
-        """The same with `count` log-probabilities a token, of the prompts' tokens too where these are shown."""
-        names, content = token_names(self.opened), readable_bytes(self.opened)
-        return replace(asked, samplings=[replace(sampling, logprobs=count, prompt_logprobs=count if echo else None)
-                                         for sampling in asked.samplings],
-                       tellings=[Telling(names, content, ids if echo else (), text)
-                                 for ids, text in zip(asked.prompts, asked.shown, strict=True)])
-
-    def _checked(self, form: type[Common], body: bytes) -> Common:
+    def _checked(self, form: type[Form], body: bytes, unsupported: dict[str, str]) -> Form:
         try:
             said = json.loads(body)
+            json.dumps(said, ensure_ascii=False).encode()  # a lone surrogate is half of a character
+        except UnicodeEncodeError:
+            raise RefusedError("The body has half of a character: a surrogate without the other.") from None
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"The body is no JSON: {error}.") from None
         if not isinstance(said, dict):
             raise RefusedError("The body must be a JSON object.")
+        for field, instead in unsupported.items():
+            if said.pop(field, None):
+                raise RefusedError(f"{field} is not supported: {instead}.", param=field)
         try:
             asked = form.model_validate({key: value for key, value in said.items() if value is not None})
         except ValidationError as error:
-            wrong = [_sentence(problem) for problem in error.errors()]
-            first = error.errors()[0]["loc"]
-            raise RefusedError(" ".join(wrong), param=str(first[0]) if first else None) from None
-        for field in ("presence_penalty", "frequency_penalty"):
-            if getattr(asked, field):
-                raise RefusedError(f"{field} is not supported: take repetition_penalty, or leave it out.", param=field)
+            names = [".".join(map(str, problem["loc"])) for problem in error.errors()]
+            words = {"extra_forbidden": "{} is not known here.", "missing": "{} is missing."}
+            raise RefusedError(" ".join(words.get(problem["type"], f"{{}}: {problem['msg']}.").format(name)
+                                        for name, problem in zip(names, error.errors(), strict=True)),
+                               param=names[0]) from None
         if asked.model not in ("", self.name):
             raise RefusedError(f"The model {asked.model!r} is not here; this server has {self.name!r}.", status=404,
                                code="model_not_found", param="model")
         return asked
 
-    def _prompts(self, prompt: Any) -> list[Any]:
-        """Strings and lists of ids, one a prompt."""
-        if isinstance(prompt, str) or _are_ids(prompt):
-            return [prompt]
-        if isinstance(prompt, list) and prompt and all(isinstance(each, str) or _are_ids(each) for each in prompt):
-            return prompt
-        raise RefusedError("prompt must be a string, a list of token ids, or a list of such, and not be empty.",
-                           param="prompt")
-
-    @cached_property
-    def _most_characters(self) -> int:
-        """More than so many are not made into tokens: as many as the context's tokens hold at most, each the longest
-        of the vocabulary, and some that a tokenizer drops."""
-        content = readable_bytes(self.opened)
-        longest = max(len(content(id)) for id in range(self.opened.config.vocab_size or 0))
-        return SPARE + longest * self.opened.config.context_length
-
     def _refuse_long(self, texts: list[str], param: str) -> None:
         """Before they are made into tokens, which takes a tokenizer seconds for megabytes."""
         if len(texts) > MOST_CHOICES:
             raise RefusedError(f"{param} has {len(texts)} texts; at most {MOST_CHOICES} are taken.", param=param)
-        if any(len(text) > self._most_characters for text in texts):
-            raise RefusedError(f"{param} has a text of more than {self._most_characters} characters, too long for "
-                               f"{self.opened.config.context_length} tokens.", code="context_length_exceeded",
-                               param=param)
+        context = self.opened.config.context_length
+        if any(len(text) > SPARE + LONGEST_TOKEN * context for text in texts):
+            raise RefusedError(f"{param} has a text of more than {SPARE + LONGEST_TOKEN * context} characters, too "
+                               f"long for {context} tokens.", code="context_length_exceeded", param=param)
 
-    def _text(self, ids: list[int]) -> str:
-        return b"".join(map(readable_bytes(self.opened), ids)).decode("utf-8", errors="replace")
-
-    def _asked(self, asked: Common, prompts: list[list[int]], shown: list[str], max_tokens: int) -> Asked:
-        if not 1 <= asked.n <= MOST_CHOICES:
-            raise RefusedError(f"n must be from 1 to {MOST_CHOICES}, not {asked.n}.", param="n")
+    def _asked(self, asked: Common, prompts: list[list[int]], texts: list[str], max_tokens: int) -> Asked:
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
             raise RefusedError("stop must be a string or a list of strings.", param="stop")
@@ -211,44 +184,77 @@ class Reader:
                                param="stop")
         seed = asked.seed if asked.seed is not None else secrets.randbelow(2**62)
         try:
-            sampling = Sampling(max_tokens=max_tokens, temperature=asked.temperature, top_k=asked.top_k,
+            sampling = Sampling(max_tokens=max(1, max_tokens), temperature=asked.temperature, top_k=asked.top_k,
                                 top_p=asked.top_p, min_p=asked.min_p, seed=seed, stop=tuple(stop),
-                                repetition_penalty=asked.repetition_penalty, stop_ids=self.ending_ids)
+                                repetition_penalty=asked.repetition_penalty, stop_ids=self.ending_ids,
+                                logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if asked.echo else None)
         except ValueError as error:
             raise RefusedError(str(error), param=str(error).split(" ")[0]) from None
-        context, vocabulary = self.opened.config.context_length, self.opened.config.vocab_size or 0
+        context = self.opened.config.context_length
         for ids in prompts:
-            if len(ids) + max_tokens > context:
+            if len(ids) + sampling.max_tokens > context:
                 raise RefusedError(f"The prompt has {len(ids)} tokens; with max_tokens {max_tokens} that exceeds the "
                                    f"model's context of {context}. Shorten it, or ask for fewer tokens.",
                                    code="context_length_exceeded", param="max_tokens")
-            if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-                raise RefusedError(f"prompt has token ids outside 0 .. {vocabulary - 1}.", param="prompt")
-        choices = [(ids, text) for ids, text in zip(prompts, shown, strict=True) for _ in range(asked.n)]
-        return Asked(prompts=[ids for ids, _ in choices], shown=[text for _, text in choices],
-                     samplings=[replace(sampling, seed=(seed + number) % 2**63) for number in range(len(choices))],
-                     stream=asked.stream, include_usage=bool(asked.stream_options.get("include_usage")),
-                     prompt_tokens=sum(map(len, prompts)))
+        choices = [choice for choice in zip(prompts, texts if asked.echo else [""] * len(texts), strict=True)
+                   for _ in range(asked.n)]
+        return Asked([Text(ids, replace(sampling, seed=(seed + number) % 2**63))
+                      for number, (ids, _) in enumerate(choices)], [text for _, text in choices], max_tokens == 0,
+                     asked.stream, bool(asked.stream_options.get("include_usage")), sum(map(len, prompts)),
+                     None if asked.logprobs is None else [Telling(self.opened, ids if asked.echo else [], text)
+                                                          for ids, text in choices])
+
+    def _text(self, ids: list[int]) -> str:
+        return b"".join(map(readable_bytes(self.opened), ids)).decode("utf-8", errors="replace")
+
+
+class Telling:
+    """What `logprobs` tells of one choice's tokens, piece by piece.
+
+    Args:
+        prompt: ids that are told first (`echo`), of which the first is given and has no probability.
+        shown: their text.
+    """
+
+    def __init__(self, opened: OpenedModel, prompt: list[int], shown: str) -> None:
+        self._special = {token: name for name, token in opened.tokenizer.special_tokens.items()}
+        self._content, self._prompt, self._shown = readable_bytes(opened), prompt, shown
+
+    def of(self, piece: Piece) -> Lists:
+        """The lists for a piece."""
+        found: Lists = {key: [] for key in KEYS}
+        decoder, length, starts = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0, list[int]()
+        for token in self._prompt:
+            starts.append(min(length, len(self._shown)))
+            length += len(decoder.decode(self._content(token)))
+        if self._prompt:
+            self._add(found, self._prompt[0], None, None, starts[0])
+        scores = [*zip(piece.prompt_scores, starts[1:], strict=bool(self._prompt)),
+                  *((token.score, len(self._shown) + token.start) for token in piece.scores)]
+        for score, start in scores:
+            self._add(found, score.token, score.logprob, self._top(score), start)
+        self._prompt = []
+        return found
+
+    def _add(self, found: Lists, token: int, *values: Any) -> None:
+        for key, value in zip(KEYS, (self._name(token), *values), strict=True):
+            found[key].append(value)
+
+    def _top(self, score: TokenScore) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in (*score.top, (score.token, score.logprob)):
+            top.setdefault(self._name(token), logprob)  # of two ids that are written alike the likelier
+        return top
+
+    def _name(self, token: int) -> str:
+        """How an id is written: its text; `bytes:\\xf0\\x9f`, as OpenAI does, where that is no whole characters; the
+        name of a special token; `token_id:N` for an id that stands for nothing."""
+        content = self._content(token)
+        try:
+            return content.decode() or self._special.get(token, f"token_id:{token}")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _sentence(problem: Any) -> str:
-    name = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "extra_forbidden":
-        return f"{name} is not known here."
-    if problem["type"] in ("literal_error", "none_required"):
-        return f"{name} is not supported: leave it out."
-    if problem["type"] == "missing":
-        return f"{name} is missing."
-    return f"{name}: {problem['msg']}."
-
-
-Read = Callable[[bytes], Asked]
-"""`Reader.completion` or `Reader.chat`."""

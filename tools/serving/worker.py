@@ -1,39 +1,54 @@
-"""The thread that runs the model. What waits is begun as rows of its batch become free, and goes on together."""
+"""The model behind the server: it writes the texts of all requests together, as many at once as its batch has rows."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import cast
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
 from model.generation.sampling import Sampling
 from model.generation.writer import Piece, Writer
 from model.llama import Llama
-from tools.serving.asked import RefusedError
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error. status: of HTTP. kind, code, param: OpenAI's `type`, `code` and
+    `param`. retry_after_s: when it may be worth trying again."""
+
+    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error", code: str | None = None,
+                 param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code, self.param, self.retry_after_s = status, kind, code, param, retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and how it is continued."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
 
 
 class Job:
-    """The texts of one request.
+    """The texts of one request. pieces: what is new of them, with the text's number as key; an error is the last."""
 
-    Args:
-        prompts, samplings: of each text.
-        deliver: called in the worker's thread with each piece, whose key is the text's number, or with an error, after
-            which nothing comes.
-    """
-
-    def __init__(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling],
-                 deliver: Callable[[Piece | RefusedError], None]) -> None:
-        self.prompts, self.samplings, self.deliver = prompts, samplings, deliver
-        self.cancelled = False
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self.texts, self.cancelled = texts, False
+        self.pieces: asyncio.Queue[Piece | RefusedError] = asyncio.Queue()
 
 
 class Worker:
-    """Runs jobs on one model until it is closed.
+    """Writes texts while `run` runs. All its methods are called in the event loop; only forward passes run in a thread.
 
     Args:
         batch: most texts that are written at once.
@@ -41,105 +56,81 @@ class Worker:
     """
 
     def __init__(self, model: Llama, token_bytes: Callable[[int], bytes], *, batch: int, queue: int) -> None:
-        self._model, self._token_bytes = model, token_bytes
+        self._writer = lambda: Writer(model, token_bytes)
         self.batch, self.queue = batch, queue
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Job, int]] = deque()
-        self._running: dict[tuple[Job, int], float] = {}  # when each was begun
-        self._closing = False
+        self.waiting: deque[tuple[Job, int]] = deque()
+        self.running: dict[tuple[Job, int], float] = {}  # when each was begun
+        self._work = asyncio.Event()
         self._seconds = 1.0  # that a text takes, of late
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
-        self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Take a job in. Raises RefusedError where there is no place for it, now or ever."""
-        count = len(job.prompts)
-        if count > self.batch + self.queue:
-            raise RefusedError(f"The request asks for {count} texts; this server takes {self.batch + self.queue} at "
-                               f"once. Ask for fewer.", code="too_many_texts", param="n")
-        with self._changed:
-            if self._closing:
-                raise RefusedError("The server is closing.", status=503, kind="server_error")
-            taken = len(self._waiting) + len(self._running)
-            if taken + count > self.batch + self.queue:
-                wait = math.ceil(self._seconds * (taken + count - self.queue) / self.batch)
-                raise RefusedError(f"{len(self._running)} texts are being written and {len(self._waiting)} wait; the "
-                                   f"queue has no place for {count} more. Try again in a while.", status=429,
-                                   kind="rate_limit_error", code="queue_full", retry_after_s=max(1, wait))
-            self._waiting.extend((job, number) for number in range(count))
-            self._changed.notify()
+        count, places, taken = len(job.texts), self.batch + self.queue, len(self.waiting) + len(self.running)
+        if count > places:
+            raise RefusedError(f"The request asks for {count} texts; this server takes {places} at once. Ask for "
+                               f"fewer.", code="too_many_texts", param="n")
+        if taken + count > places:
+            wait = math.ceil(self._seconds * (taken + count - self.queue) / self.batch)
+            raise RefusedError(f"{len(self.running)} texts are being written and {len(self.waiting)} wait; the queue "
+                               f"has no place for {count} more. Try again in a while.", status=429,
+                               kind="rate_limit_error", code="queue_full", retry_after_s=max(1, wait))
+        self.waiting.extend((job, number) for number in range(count))
+        self._work.set()
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for a job any more: its places are free at once, its rows after the pass that is running."""
-        with self._changed:
-            job.cancelled = True
-            self._waiting = deque(entry for entry in self._waiting if entry[0] is not job)
-            self._changed.notify()
+        """Write a job no further: its places are free at once, its rows after the pass that is running."""
+        job.cancelled = True
+        self.waiting = deque(entry for entry in self.waiting if entry[0] is not job)
+        self._work.set()
 
-    def counts(self) -> dict[str, int]:
-        """How many texts are being written, and how many wait."""
-        with self._changed:
-            return {"running": len(self._running), "waiting": len(self._waiting)}
-
-    def close(self) -> None:
-        """End the thread; whoever still waits is told."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        writer = Writer(self._model, self._token_bytes)
-        while self._prepared(writer):
+    async def run(self) -> None:
+        """Write what is submitted until this is cancelled; whoever still waits is told then."""
+        writer = self._writer()
+        with ThreadPoolExecutor(1, "model") as thread:
             try:
-                pieces = writer.step()
-            except Exception as error:  # noqa: BLE001 - the server goes on; who asked is told, the console has the rest
-                traceback.print_exc()
-                self._tell_all(RefusedError(f"The model failed: {type(error).__name__}: {error}", status=500,
-                                            kind="server_error"))
-                writer = Writer(self._model, self._token_bytes)
-                continue
-            for piece in pieces:
-                self._deliver(piece)
-        with self._changed:
-            left = {job for job, _ in (*self._waiting, *self._running)}
-            self._waiting.clear()
-            self._running.clear()
-        for job in left:
-            job.deliver(RefusedError("The server is closing.", status=503, kind="server_error"))
+                while True:
+                    self._prepare(writer)
+                    if not self.running:
+                        self._work.clear()
+                        await self._work.wait()
+                        continue
+                    try:
+                        pieces = await asyncio.get_running_loop().run_in_executor(thread, writer.step)
+                    except Exception as error:  # noqa: BLE001 - the server goes on; the console has the rest
+                        traceback.print_exc()
+                        self._fail({job for job, _ in self.running}, f"The model failed: {type(error).__name__}: "
+                                   f"{error}", status=500)
+                        writer = self._writer()
+                        continue
+                    for piece in pieces:
+                        self._deliver(piece)
+            finally:
+                self._fail({job for job, _ in (*self.running, *self.waiting)}, "The server is closing.", status=503)
 
-    def _prepared(self, writer: Writer) -> bool:
-        """Wait for work; drop what was cancelled and begin what waits, as far as there is room. False at the end."""
-        with self._changed:
-            while not (self._closing or self._waiting or self._running):
-                self._changed.wait()
-            for key in [key for key in self._running if key[0].cancelled]:
-                writer.drop(key)
-                del self._running[key]
-            while self._waiting and len(self._running) < self.batch:
-                job, number = key = self._waiting.popleft()
-                writer.begin(key, job.prompts[number], job.samplings[number])
-                self._running[key] = time.monotonic()
-            return not self._closing
+    def _prepare(self, writer: Writer) -> None:
+        """Drop what was cancelled and begin what waits, as far as there is room."""
+        for key in [key for key in self.running if key[0].cancelled]:
+            writer.drop(key)
+            del self.running[key]
+        while self.waiting and len(self.running) < self.batch:
+            job, number = key = self.waiting.popleft()
+            writer.begin(key, job.texts[number].prompt, job.texts[number].sampling)
+            self.running[key] = time.monotonic()
 
     def _deliver(self, piece: Piece) -> None:
-        key = cast(tuple[Job, int], piece.key)
-        job, number = key
+        assert isinstance(piece.key, tuple)
+        job, number = piece.key
         if piece.end:
-            with self._changed:
-                self._seconds += 0.2 * (time.monotonic() - self._running.pop(key) - self._seconds)
-        if job.cancelled:
-            return
+            self._seconds += 0.2 * (time.monotonic() - self.running.pop(piece.key) - self._seconds)
         if piece.end == "failed":
             self.cancel(job)
-            job.deliver(RefusedError("The model's scores are NaN for this request.", status=500, kind="server_error"))
+            job.pieces.put_nowait(RefusedError("The model's scores are NaN for this request.", status=500,
+                                               kind="server_error"))
         else:
-            job.deliver(replace(piece, key=number))
+            job.pieces.put_nowait(replace(piece, key=number))
 
-    def _tell_all(self, error: RefusedError) -> None:
-        with self._changed:
-            jobs = {job for job, _ in self._running}
-            self._running.clear()
-            self._waiting = deque(entry for entry in self._waiting if entry[0] not in jobs)
+    def _fail(self, jobs: set[Job], message: str, status: int) -> None:
         for job in jobs:
-            job.deliver(error)
+            self.cancel(job)
+            job.pieces.put_nowait(RefusedError(message, status=status, kind="server_error"))
+        self.running = {key: began for key, began in self.running.items() if key[0] not in jobs}

@@ -1,0 +1,407 @@
+"""What a worker measures on its device: products, attention, and training steps: ours as training takes them, over any
+number of ranks, and those of transformers and litgpt at the same shape."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measuring import Row
+from benchmarks.suite import config_of
+from model.attention import BACKENDS
+from model.attention.backend import Documents, Where
+from model.attention.choosing import choose
+from model.config import ModelConfig
+from pipeline.config.batch import BatchPlan
+from pipeline.config.tree import Config
+from pipeline.data.sampling.batch import Batch, pack
+from pipeline.parallel.compiling import compiled_share
+from pipeline.parallel.context_parallel import part_of
+from pipeline.parallel.grid import Grid, own
+from pipeline.parallel.initial_values import drawn
+from pipeline.parallel.ranks import start_ranks
+from pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
+from pipeline.training.engines.build import build_engine
+from pipeline.training.guards import StepLimits
+
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+           "efficient": SDPBackend.EFFICIENT_ATTENTION}
+DOCUMENT_TOKENS = 1024
+"""Mean length of the made-up documents."""
+Step = Callable[[], float]
+"""Takes a step; returns its loss, which is on the host then."""
+
+
+class NotHereError(Exception):
+    """This device or version of a library cannot do it: a fact, not a fault."""
+
+
+def classify(error: BaseException, on_gpu: bool) -> Row:
+    """Status and note of a failure: missing, not here, oom or failed."""
+    text = f"{type(error).__name__}: {error}"
+    unsupported = isinstance(error, NotHereError) or "No available kernel" in text or "No viable backend" in text
+    status = ("missing" if isinstance(error, ImportError) else
+              "oom" if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text else
+              "not here" if unsupported or (not on_gpu and isinstance(error, NotImplementedError)) else "failed")
+    return {"status": status, "note": " ".join(text.split())[:300]}
+
+
+class Bench:
+    """All kinds of cases on one device; everything that differs between a GPU and the CPU of the self-test."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.ranks = start_ranks()
+        self.tiny, self.device, self.on_gpu = tiny, self.ranks.device, self.ranks.device.type == "cuda"
+        self.warm: tuple[str, Step, Row] | None = None
+
+    def facts(self) -> Row:
+        """Name, sizes and peak of the device."""
+        peak = peak_flops(self.device)
+        found: Row = {"cuda": torch.version.cuda, "datasheet_tflops": peak and peak / 1e12,
+                      "capability": torch.backends.cpu.get_cpu_capability()}
+        if self.on_gpu:
+            about = torch.cuda.get_device_properties(self.device)
+            found |= {"card": about.name, "memory_gb": round(about.total_memory / 1e9, 1),
+                      "capability": f"{about.major}.{about.minor}", "cudnn": torch.backends.cudnn.version(),
+                      "nccl": str(torch.cuda.nccl.version()),
+                      **self.smi("driver_version", "clocks.max.sm", "power.limit")}
+        return found
+
+    def smi(self, *fields: str) -> dict[str, str]:
+        """Ask nvidia-smi. Empty where the program is missing or fails."""
+        if not self.on_gpu or shutil.which("nvidia-smi") is None:
+            return {}
+        done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0"],
+                              text=True, capture_output=True, timeout=60, check=False)
+        names = [field.replace(".", "_") for field in fields]
+        return dict(zip(names, done.stdout.strip().split(", "), strict=False))
+
+    def used_share(self) -> float:
+        """The share of the device's memory that is in use; 0 on a CPU."""
+        whole = torch.cuda.get_device_properties(self.device).total_memory if self.on_gpu else 1
+        return torch.cuda.memory_allocated(self.device) / whole if self.on_gpu else 0.0
+
+    def run(self, case: Row, report: Callable[..., None]) -> None:
+        """Measure one case; every figure goes through `report(part, **figures)`. The step of a case that is `kept` is
+        still there when the case comes again."""
+        # In the self-test torch.compile traces and splits as on a GPU, and generates no code.
+        compiling = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")) if self.tiny \
+            else nullcontext()
+        with compiling, sdpa_kernel(KERNELS[case["kernel"]]) if "kernel" in case else nullcontext():
+            if not case.get("kept"):
+                self.fresh()
+            getattr(self, case.get("kind", "step"))(case, report)
+        if not case.get("kept"):
+            self.fresh()
+
+    def fresh(self) -> None:
+        """Forget compiled code and free memory: what was measured before must not weigh on what comes."""
+        self.warm = None
+        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+            dynamo.reset()
+            dynamo.utils.counters.clear()
+            getattr(dynamo.utils, "clear_compilation_metrics", lambda: None)()
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def seconds(self, action: Callable[[], Any]) -> float:
+        """Time one call, with all the device's work."""
+        synchronize = partial(torch.cuda.synchronize, self.device) if self.on_gpu else lambda: None
+        synchronize()
+        began = time.perf_counter()
+        action()
+        synchronize()
+        return time.perf_counter() - began
+
+    def median(self, action: Callable[[], Any]) -> float:
+        """Median seconds of a short piece of work, after two calls to warm up; very short ones are timed in groups."""
+        self.seconds(action)
+        once = max(self.seconds(action), 1e-6)
+        group = 1 if self.tiny else max(1, min(50, int(0.005 / once)))
+        rounds = 2 if self.tiny else max(5, min(20, int(0.4 / (once * group))))
+        return statistics.median(self.seconds(lambda: [action() for _ in range(group)]) / group
+                                 for _ in range(rounds))
+
+    def random(self, *shape: int, grad: bool = False) -> Tensor:
+        """Draw a bf16 tensor."""
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16, requires_grad=grad)
+
+    def attempt(self, report: Callable[..., None], part: str, action: Callable[[], Row]) -> None:
+        """Report what `action` finds, or why it could not."""
+        try:
+            report(part, **action())
+        except Exception as error:  # noqa: BLE001 - each measurement stands alone; the row says what happened
+            report(part, **classify(error, self.on_gpu))
+
+    def matrix(self, case: Row, report: Callable[..., None]) -> None:
+        """Products of bf16 matrices at shapes that occur in Llamas, one in fp8, and a copy within the memory."""
+        shapes = [(8192, 8192, 8192), (16384, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096),
+                  (2048, 4096, 128256), (8192, 2048, 8192), (4096, 4096, 4096)]
+
+        def product(rows: int, inner: int, columns: int) -> Row:
+            left, right, out = self.random(rows, inner), self.random(columns, inner), self.random(rows, columns)
+            seconds = self.median(lambda: torch.mm(left, right.t(), out=out))
+            return {"tflops": 2e-12 * rows * inner * columns / seconds, "precision": "bf16"}
+
+        def fp8(size: int) -> Row:
+            if not self.on_gpu or torch.cuda.get_device_capability(self.device) < (8, 9):
+                raise NotHereError("fp8 products need a GPU of compute capability 8.9")
+            left, right = (self.random(size, size).to(torch.float8_e4m3fn) for _ in range(2))
+            one = torch.ones((), device=self.device)
+            seconds = self.median(lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one,
+                                                           out_dtype=torch.bfloat16, use_fast_accum=True))
+            return {"tflops": 2e-12 * size**3 / seconds, "precision": "fp8"}
+
+        def copy(count: int) -> Row:
+            source, target = self.random(count), self.random(count)
+            return {"gb_per_s": 2e-9 * source.nbytes / self.median(lambda: target.copy_(source))}
+        for rows, inner, columns in [(64, 64, 64)] if self.tiny else shapes:
+            self.attempt(report, f"bf16 {rows} x {inner} x {columns}", partial(product, rows, inner, columns))
+        self.attempt(report, "fp8 product", partial(fp8, 8192))
+        self.attempt(report, "copy", partial(copy, 1 << (16 if self.tiny else 30)))
+
+    def attention(self, case: Row, report: Callable[..., None]) -> None:
+        """One layer's attention, each way of computing it: forward, and with backward, for one sequence.
+
+        TFLOP/s are nominal: half of full attention, inside documents too, whatever a kernel really computes.
+        """
+        config, length = (whole := config_of(case, 1, self.tiny)).model, whole.train.sequence_length
+        torch.manual_seed(0)
+        q, k, v = (self.random(1, length, heads, config.head_width, grad=True)
+                   for heads in (config.heads, config.kv_heads, config.kv_heads))
+        upstream, reference = torch.randn_like(q), list[Tensor]()  # what the first way gave: the others must agree
+
+        def measure(run: Callable[[], Tensor]) -> Row:
+            with torch.no_grad():
+                out = run().float()
+                reference.append(out)
+                forward_s = self.median(run)
+            both_s = self.median(lambda: run().backward(upstream))
+            return {"forward_ms": 1e3 * forward_s, "both_ms": 1e3 * both_s,
+                    "difference": float((out - reference[0]).norm() / reference[0].norm()),
+                    "tflops": 6e-12 * config.heads * config.head_width * length**2 / both_s}
+
+        def causal(kernel: str | None = None) -> Tensor:
+            with sdpa_kernel(KERNELS[kernel]) if kernel else nullcontext():
+                return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                                      is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        def by(name: str) -> Row:
+            starts = begins(length)
+            marks = torch.zeros(1, length, dtype=torch.int32)
+            marks[0, starts[1:]] = 1
+            documents = Documents(marks.cumsum(1, dtype=torch.int32).to(self.device),
+                                  np.diff([*starts, length]).tolist())
+            try:
+                backend = choose(name, Where(self.device, q.dtype, False, config.head_width)).backend
+            except ValueError as error:
+                raise NotHereError(str(error)) from error
+            prepared = backend.prepare(documents, q.dtype)
+            prepare_s = self.median(lambda: backend.prepare(documents, q.dtype))
+            return {**measure(lambda: backend.attend(q, k, v, prepared)), "prepare_ms": 1e3 * prepare_s}
+        for kernel in (None, *KERNELS):
+            self.attempt(report, f"causal, {kernel or 'the default'}", partial(measure, partial(causal, kernel)))
+        reference.clear()
+        for name in BACKENDS:
+            self.attempt(report, f"documents, {name}", partial(by, name))
+
+    def step(self, case: Row, report: Callable[..., None]) -> None:
+        """Seconds of training steps after the first three, what compiling took and made, memory, and for GPUs the share
+        of a step in which only collectives ran."""
+        if self.warm is None or self.warm[0] != case["name"]:
+            step, facts = self.prepared(case)
+            facts["first_step_s"] = self.seconds(step)
+            for _ in range(0 if self.tiny else 2):
+                step()
+            compiled_share()
+            self.warm = (case["name"], step, facts)
+        _, step, facts = self.warm
+        cpu, times = time.process_time(), [self.seconds(step) for _ in range(case.get("steps", 2 if self.tiny else 8))]
+        facts = {**facts, "cpu_s": (time.process_time() - cpu) / len(times), **self.smi("clocks.sm", "power.draw"),
+                 "compiled": compiled_share(), **compile_counts(), "memory_gb": memory_mb(self.device) / 1e3}
+        if self.on_gpu and self.ranks.world > 1:
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                step()
+            facts["exposed"] = exposed([(event.time_range.start, event.time_range.end, event.name) for event in
+                                        seen.events() or () if event.device_type == torch.autograd.DeviceType.CUDA])
+        self.ranks.barrier()
+        report("", **facts, step_s=times)
+
+    def prepared(self, case: Row) -> tuple[Step, Row]:
+        """A training step to be called, and what is known of it."""
+        if case.get("fitted"):
+            count = case.get("layers") or self.layers()
+            case = {**case, "settings": [*case.get("settings", []), f"model.layers={count}"]}
+        config = config_of(case, self.ranks.world, self.tiny)
+        if config.train.precision == "fp8":
+            import_module("torchao.float8")  # where it is absent, the row says "missing", not "failed"
+        model, length, step = config.model, config.train.sequence_length, None
+        if library := case.get("library"):
+            import_module(library)
+            step = library_step(library, config, self.device, case.get("compiled", False))
+        else:
+            step = OurStep(self, config, case.get("documents", True), case.get("across", False))
+        return step, {"gpus": self.ranks.world, "layers": model.layers, "parameters": model.parameter_count,
+                      "tokens": config.train.batch_tokens, "precision": config.train.precision,
+                      "flops_causal": model.flops_per_token(length, causal=True),
+                      "flops_full": model.flops_per_token(length, causal=False)}
+
+    def layers(self) -> int:
+        """Layers of Llama 3 8B that leave room for two sequences of 8,192 on this device."""
+        memory = torch.cuda.get_device_properties(self.device).total_memory if self.on_gpu else 0
+        # 16 bytes for weights, gradients and moments: 218 M of a layer, 1.05 G of embedding and head; 2 GB a layer for
+        # activations of a sequence; the head's.
+        return next((count for count in (16, 8, 4) if 16 * (218e6 * count + 1.05e9) + 2e9 * count + 8e9
+                     < 0.62 * memory), 2)
+
+
+class OurStep:
+    """A step of our engine over all ranks, each time on the same batch.
+
+    Args:
+        documents: whether sequences hold several documents. across: whether attention ignores where these end.
+    """
+
+    def __init__(self, bench: Bench, config: Config, documents: bool, across: bool) -> None:
+        ranks = bench.ranks
+        grid, self.plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
+        dtype = torch.float32 if config.train.precision == "fp32" else torch.bfloat16
+        self.engine: Any = build_engine(config, config.model, grid, dtype, self.plan.accumulation,
+                                        None if bench.on_gpu else drawn(config.model, 0))
+        if bench.on_gpu:
+            fill(self.engine.model, config.model)
+        if across:
+            self.engine.across_documents = True
+        self.data = batch(config.model, self.plan.sequence_length, self.plan.micro_batch * self.plan.accumulation,
+                          grid.data_rank, documents)
+        first_of_its_data = grid.tensor_rank == grid.context_rank == grid.pipeline_rank == 0
+        self.targets = round(ranks.sum(float(self.data.targets * first_of_its_data))[0])
+        if grid.context > 1:
+            self.data = part_of(self.data, grid.context, grid.context_rank)
+
+    def __call__(self) -> float:
+        """Take a step. ArithmeticError where it gave NaN, which the limits leave out."""
+        result = self.engine.step(self.data.split(self.plan.micro_batch), self.plan.accumulation, self.targets, 1e-5,
+                                  StepLimits())
+        if not result.applied:
+            raise ArithmeticError(f"the step gave {result}")
+        return float(result.loss)
+
+
+def begins(length: int, seed: int = 0) -> list[int]:
+    """Where made-up documents start in a sequence, 0 first: lengths are spread evenly around the mean."""
+    random, found = np.random.default_rng(seed), [0]
+    mean = min(DOCUMENT_TOKENS, length // 4)
+    while found[-1] < length:
+        found.append(found[-1] + int(random.integers(mean // 2, 3 * mean // 2)))
+    return found[:-1]
+
+
+def batch(config: ModelConfig, length: int, sequences: int, seed: int, documents: bool = True) -> Batch:
+    """Random tokens, in packed documents or one document a sequence."""
+    random = np.random.default_rng(seed)
+    return pack([(random.integers(0, config.vocab_size or 0, length + 1),
+                  np.array(begins(length, seed + row) if documents else [0])) for row in range(sequences)])
+
+
+@torch.no_grad()
+def fill(model: nn.Module, config: ModelConfig) -> None:
+    """Draw weights of the usual sizes on the device; zeros would run faster than real ones."""
+    for name, parameter in model.named_parameters():
+        local = own(parameter)
+        if name.endswith("norm.weight"):
+            local.fill_(1)
+        else:
+            local.normal_(std=config.dim**-0.5 if name == "output.weight" else 0.02)
+
+
+def library_step(library: str, config: Config, device: torch.device, compiled: bool) -> Step:
+    """A plain step of transformers or litgpt: SDPA with plain causal attention, float32 weights (bf16 by autocast),
+    cross-entropy, clipping, fused AdamW."""
+    shape, length = config.model, config.train.sequence_length
+    torch.manual_seed(0)
+    with device:
+        model = (_transformers if library == "transformers" else _litgpt)(shape, length).float().train()
+    forward: Any = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    data = batch(shape, length, config.train.batch_tokens // length, seed=0)
+    tokens, labels = data.tokens.to(device), data.labels.to(device)
+
+    def step() -> float:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision != "fp32"):
+            out = forward(tokens)
+            logits = out.logits if library == "transformers" else out
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+    return step
+
+
+def _transformers(config: ModelConfig, length: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "max_position_embeddings": length,
+        "tie_word_embeddings": config.tied_embeddings, "attn_implementation": "sdpa", "use_cache": False}
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
+    return model
+
+
+def _litgpt(config: ModelConfig, length: int) -> nn.Module:
+    from litgpt.config import Config as LitConfig
+    from litgpt.model import GPT
+    settings: dict[str, Any] = {
+        "name": "reference", "block_size": length, "vocab_size": config.vocab_size,
+        "padded_vocab_size": config.vocab_size, "n_layer": config.layers, "n_head": config.heads,
+        "n_query_groups": config.kv_heads, "n_embd": config.dim, "intermediate_size": config.hidden,
+        "rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "norm_class_name": "RMSNorm",
+        "norm_eps": 1e-5, "mlp_class_name": "LLaMAMLP", "rope_base": 500000}
+    model: nn.Module = GPT(LitConfig(**settings))
+    return model
+
+
+def exposed(kernels: Sequence[tuple[float, float, str]]) -> float | None:
+    """The share of the time in which collectives ran and nothing else did. kernels: (begin, end, name) of a device."""
+    edges = sorted((at, change, name.startswith(("nccl", "rccl")))
+                   for begin, end, name in kernels for at, change in ((begin, 1), (end, -1)))
+    running, alone = {True: 0, False: 0}, 0.0
+    for (at, change, collective), (until, _, _) in pairwise(edges):
+        running[collective] += change
+        alone += (until - at) * (running[True] > 0 and not running[False])
+    return alone / (edges[-1][0] - edges[0][0]) if edges else None
+
+
+def compile_counts() -> Row:
+    """What torch.compile has made since `Bench.fresh`: graphs, breaks, recompilations, finds in inductor's cache."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None or not compiled_graphs():
+        return {"graphs": 0}
+    seen: list[Any] = getattr(dynamo, "get_compilation_metrics", list)()
+    return {"graphs": compiled_graphs(), "breaks": sum(dynamo.counters["graph_break"].values()),
+            "recompilations": sum(1 for one in seen if getattr(one, "recompile_reason", None)),
+            "cache_hits": int(dynamo.counters["inductor"]["fxgraph_cache_hit"])}

@@ -1,0 +1,223 @@
+"""How fast text becomes tokens, and tokens batches; beside datatrove, in one run.
+
+Sections: encode (the stage with each encoder, and datatrove's DocumentTokenizer with the same tokenizer.json; two
+processes each), shard (the stage with one process and with two), loader (training's batches beside rows of a mapped
+file, by one thread). Stages are commands: the start counts. Without datatrove its rows are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import (
+    RATES,
+    Contender,
+    Record,
+    Row,
+    alternated,
+    command,
+    compared,
+    positive,
+    timed,
+    version_of,
+)
+from pipeline.contract.manifest import Manifest, read_manifest
+from pipeline.errors import UserError
+from pipeline.files import read_json
+
+FILES = 4
+"""That the corpus is cut into, so that two processes have something each."""
+PROCESSES = 2
+# Forked workers start faster than those of its default, and their processor time is counted with the command's.
+THEIRS = """
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+
+if __name__ == "__main__":
+    LocalPipelineExecutor(pipeline=[
+        JsonlReader({corpus!r}, glob_pattern="*.jsonl"),
+        DocumentTokenizer({out!r}, {tokenizer!r}, eos_token={eos!r}, shuffle_documents=False)],
+        tasks={processes}, workers={processes}, logging_dir={logs!r}, start_method="fork").run()
+"""
+LENGTH, TOKENS, SHARDS, DOCUMENT = 2048, 1 << 25, 8, 1000
+"""Of the loader's shards: tokens of a sequence, of all, files, tokens of a document on average."""
+BATCHES = (8, 32)
+SEQUENCES = 8192
+"""That one measurement of the loader reads."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be asked for."""
+    add = parser.add_argument
+    add("--mb", type=float, default=12.0, help="MB of text, of the standard library (%(default)s)")
+    add("--vocab", type=positive, default=16384, help="ids of the vocabulary (%(default)s)")
+    add("--only", default=",".join(SECTIONS), help="sections, by comma (%(default)s)")
+
+
+def run(options: argparse.Namespace, record: Record) -> None:
+    """Measure each section."""
+    names = options.only.split(",")
+    if unknown := sorted(set(names) - set(SECTIONS)):
+        raise UserError(f"--only does not know {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}.")
+    texts = corpus(options.mb)
+    record.facts |= {"text_mb": sum(len(text.encode()) for text in texts) / 1e6, "documents": len(texts)}
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
+        for name in names:
+            record.add(name, RATES, *SECTIONS[name](texts, record.facts["text_mb"], Path(place), options))
+
+
+def corpus(most_mb: float) -> list[str]:
+    """Different texts of about `most_mb` in all: the standard library's files."""
+    found, left = dict[str, None](), most_mb * 1e6
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "site-packages" not in path.parts and text.strip() and text not in found:
+            found[text] = None
+            left -= len(text.encode())
+        if left <= 0:
+            break
+    return list(found)
+
+
+def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
+    """The stage encode with each encoder, over ranks and over the tokenizer.json that datatrove is given too."""
+    bpe = ("tokenizer.kind=bpe", f"tokenizer.vocab_size={options.vocab}", f"tokenizer.train_mb={min(mb, 8)}")
+    ready = ("tokenizer.kind=huggingface", f"tokenizer.path={place}/ranks/tokenizer/hf")
+    kinds = {"ranks": ("tiktoken ranks", bpe), "json": ("tokenizer.json", ready)}
+    contenders: dict[str, Contender] = {}
+    for name, (about, settings) in kinds.items():
+        for stage in ("shard", "tokenizer"):
+            command(_stage(stage, texts, place, name, *settings))
+        for encoder in ("reference", *(["fastokens"] if version_of("fastokens") else [])):
+            contenders[f"ours, {about}, {encoder}"] = partial(
+                command, _stage("encode", texts, place, name, *settings, "--force", f"encode.encoder={encoder}"))
+    if version_of("datatrove"):
+        contenders["datatrove"] = partial(_tokenize, place)
+    rows = compared(alternated(contenders, options.rounds), mb, "MB", "datatrove")
+    if "datatrove" in contenders:
+        total = _manifest(place / "json/encode").counts["total"]
+        rows[-1] |= {"tokens": sum(path.stat().st_size for path in (place / "theirs").glob("*.ds")) // 2,
+                     "our_tokens": total["tokens"] - total["docs"]}  # ours have BOS too
+        print(f"tokens with EOS alone: ours {rows[-1]['our_tokens']:,}, datatrove {rows[-1]['tokens']:,}")
+    return rows
+
+
+def shard(texts: list[str], mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
+    """The stage shard with one process and with two."""
+    contenders = {name: partial(command, _stage("shard", texts, place, "sharding", "--force",
+                                                f"launch.processes={count}"))
+                  for count, name in ((1, "1 process"), (2, "2 processes"))}
+    return compared(alternated(contenders, options.rounds), mb, "MB", "1 process")
+
+
+def _stage(stage: str, texts: list[str], place: Path, run: str, *settings: str) -> list[str]:
+    """The command of a stage on the corpus, which is written before."""
+    folder = place / "corpus"
+    folder.mkdir(exist_ok=True)
+    for number in range(FILES):
+        (folder / f"{number}.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n"
+                                                        for text in texts[number::FILES]), encoding="utf-8")
+    sources = [{"kind": "files", "name": "text", "paths": [f"{folder}/*.jsonl"]}]
+    config = place / f"{run}.yaml"
+    config.write_text(json.dumps({"name": run, "runs_dir": str(place), "launch": {"processes": PROCESSES},
+                                  "shard": {"shard_mb": 4, "sources": sources, "heldout_share": 0.05}}))
+    return [sys.executable, "-m", f"pipeline.{stage}", "--config", str(config), *settings]
+
+
+def _manifest(folder: Path) -> Manifest:
+    found = read_manifest(folder)
+    assert found is not None, f"{folder} has no manifest, though the stage ended well"
+    return found
+
+
+def _tokenize(place: Path) -> Any:
+    """Run datatrove's step with as many processes, each time with new logs: finished tasks it would skip."""
+    tokenizer = place / "ranks/tokenizer/hf/tokenizer.json"
+    eos = read_json(tokenizer.with_name("tokenizer_config.json"))["eos_token"]
+    with tempfile.TemporaryDirectory(dir=place) as logs:
+        script = Path(logs) / "theirs.py"
+        script.write_text(THEIRS.format(corpus=str(place / "corpus"), out=str(place / "theirs"), eos=eos,
+                                        tokenizer=str(tokenizer), processes=PROCESSES, logs=f"{logs}/logs"))
+        return command([sys.executable, str(script)])
+
+
+def loader(texts: list[str], mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
+    """Batches by one loader thread, concatenated and packed, beside rows that are cut from one mapped file at random
+    places, without labels' ends, documents and positions. Everything lies in the page cache; the texts are of no use:
+    made-up documents have the lengths of web text."""
+    from pipeline.config.phases import PhasePlan
+    from pipeline.config.training import TrainConfig
+    from pipeline.data.sampling.loader import Prefetcher, TrainingData
+    from pipeline.data.sampling.packing import Alone, make
+    from pipeline.data.shard_table import open_shards
+
+    folder, flat = place / "encode", place / "tokens.bin"
+    table = _token_shards(folder, flat)
+    opened = {"all": open_shards(folder, table, "train")}
+    once = PhasePlan.of(TrainConfig(sequence_length=LENGTH, batch_tokens=LENGTH))
+    packed = place / "plan", lambda planning: make(planning, Alone(), print)
+    data = {"concatenated": TrainingData(opened, once, 0, None, 1 << 16),
+            "packed": TrainingData(opened, once, 0, None, 1 << 16, packed)}
+    rows = []
+    for batch in BATCHES:
+        def load(source: Any, batch: int = batch) -> None:
+            ahead = Prefetcher(lambda step: source.batch(step * batch, batch), range(SEQUENCES // batch), threads=1)
+            for _ in range(SEQUENCES // batch):
+                ahead.next()
+            ahead.close()
+        beside = f"memmap rows, batches of {batch}"
+        works: dict[str, Callable[[], None]] = {f"{name}, batches of {batch}": partial(load, source)
+                                                for name, source in data.items()}
+        works[beside] = partial(_map_rows, flat, batch)
+        for work in works.values():
+            work()  # files are opened, and in memory
+        taken = alternated({name: timed(work) for name, work in works.items()}, options.rounds)
+        rows += compared(taken, SEQUENCES * (LENGTH + 1) / 1e6, "M tokens", beside)
+    return rows
+
+
+def _token_shards(folder: Path, flat: Path) -> Any:
+    """Write shards of made-up documents, and a file with their tokens one after another."""
+    import numpy as np
+
+    from pipeline.data.shard_table import ShardTable
+    from pipeline.data.token_shards import write_shard
+    from pipeline.files import output_record
+
+    draw, records = np.random.default_rng(0), []
+    with open(flat, "wb") as file:
+        for number in range(SHARDS):
+            count = TOKENS // SHARDS
+            lengths = draw.lognormal(0, 1.2, count // DOCUMENT) + 0.01
+            ends = np.floor(np.cumsum(lengths) / lengths.sum() * count).astype(np.int64)
+            ends[-1] = count
+            tokens = draw.integers(3, 1 << 16, count, dtype=np.uint16)
+            path = folder / f"train/{number}.arrow"
+            content = write_shard(path, tokens, np.concatenate([[0], ends]), [1] * len(ends), ["00" * 16] * len(ends),
+                                  metadata={})
+            records.append(output_record(folder, path, split="train", source="all", **content))
+            file.write(tokens.tobytes())
+    return ShardTable.of(records)
+
+
+def _map_rows(flat: Path, batch: int) -> None:
+    import numpy as np
+    import torch
+
+    tokens, draw = np.memmap(flat, np.uint16, "r"), np.random.default_rng(1)
+    for _ in range(SEQUENCES // batch):
+        starts = draw.integers(0, len(tokens) - LENGTH - 1, batch)
+        torch.from_numpy(np.stack([tokens[at:at + LENGTH + 1] for at in starts]).astype(np.int64))
+
+
+SECTIONS: dict[str, Callable[..., list[Row]]] = {
+    "encode": encode, "shard": shard, "loader": loader}

@@ -1,0 +1,301 @@
+"""Cases in the order of their worth, each in worker processes: one that fails, hangs or takes a GPU down is a row that
+says so, and the rest go on. `gpu` (gpu.yaml): everything worth knowing of one GPU in nine minutes: products, attention,
+training steps. `layouts` (layouts.yaml): training steps at the layouts of the shipped recipes, on a node of eight GPUs
+or on several, beside what torchtitan published for the same:
+
+    python -m benchmarks gpu
+    python -m benchmarks layouts                                # the GPUs of this machine
+    srun -N 4 --ntasks-per-node 1 python -m benchmarks layouts  # 4 nodes, in an allocation of Slurm
+    python -m benchmarks layouts --rehearse                     # all of them on fake tensors, without a GPU (minutes)
+    python -m benchmarks gpu --self-test                        # on the CPU, at its size; so with layouts, on two ranks
+
+MFU full counts 6 x matrix parameters + 12 x layers x width x length FLOP a token; causal: attention halved. Exposed:
+the share of a step in which a GPU only waits for collectives. Compiled: the share of the calls of blocks that ran
+compiled. Recipes that are too large for eight GPUs are measured with fewer layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.apart import Apart
+from benchmarks.measuring import Record, Row, positive
+from model.config import ModelConfig
+from pipeline.config.loading import load_config
+from pipeline.config.tree import Config
+from pipeline.contract.stages import REPOSITORY
+from pipeline.errors import UserError
+
+GOOD = ("ok", "missing", "not here", "rehearsed", "left out")
+"""How a case may end in the self-test."""
+HANGS_S = 900.0
+"""After so long a case hangs that does not say how long it takes; compiling takes most of it."""
+PORT = 29540
+"""Of the first case on several nodes; each has its own, so that ranks of two never meet."""
+TINY = ModelConfig(dim=64, layers=4, heads=4, kv_heads=2, ffn_dim=128, vocab_size=512, context_length=256)
+"""The self-test's model."""
+SECTIONS = {
+    "step": ("Training steps", {
+        "": "{name}", "GPUs": "{gpus}", "layers": "{layers}", "tokens/s and GPU": "{rate:,.0f}",
+        "torchtitan": "{published:,}", "TFLOP/s full": "{tflops_full:.1f}", "MFU full": "{mfu_full:.1%}",
+        "MFU causal": "{mfu_causal:.1%}", "of the measured peak": "{of_peak_full:.1%}",
+        "step ms, median (min - max)": "{median_ms:.1f} ({min_ms:.1f} - {max_ms:.1f})", "peak GB": "{memory_gb:.1f}",
+        "first step, more by s": "{compile_s:.1f}", "compiled": "{compiled:.0%}", "exposed": "{exposed:.1%}",
+        "graphs": "{graphs}", "breaks": "{breaks}", "recompiled": "{recompilations}", "cached": "{cache_hits}",
+        "clock": "{clocks_sm}", "power": "{power_draw}"}),
+    "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}", "GB/s (read + written)": "{gb_per_s:.1f}"}),
+    "attention": ("One layer's attention, one sequence", {
+        "": "{name}", "prepare ms": "{prepare_ms:.3f}", "forward ms": "{forward_ms:.3f}",
+        "forward + backward ms": "{both_ms:.3f}", "TFLOP/s": "{tflops:.1f}",
+        "difference from the first": "{difference:.1e}"})}
+"""By kind of case: a title, and columns."""
+NOT_MEASURED = ("Not measured", {"": "{name}", "why": "{status}", "what was said": "{note}"})
+RATIOS = {"documents, compiled": "causal, compiled", "causal, compiled": "causal, eager",
+          **{f"causal, {way}, compiled": "causal, compiled"
+             for way in ("flash", "cudnn", "weights kept", "selective", "full", "fp8 by torchao")}}
+"""Training steps of gpu.yaml whose ratio decides something."""
+
+
+def cases_of(name: str) -> list[Row]:
+    """The cases of gpu.yaml, layouts.yaml or train.yaml."""
+    found: list[Row] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be asked for."""
+    add = parser.add_argument
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name contains one")
+    add("--minutes", type=float, help="time for everything (gpu: 9; layouts: all they take)")
+    add("--gpus", type=positive, help="of this node, for layouts (default: all it has)")
+    add("--layers", type=positive, help="of Llama 3 8B on one GPU (default: by the card's memory)")
+    add("--rehearse", action="store_true", help="layouts on fake tensors, without GPUs")
+    add("--self-test", action="store_true", help="on the CPU, at its size; fails if a case fails for no good reason")
+
+
+def run(options: argparse.Namespace, record: Record) -> bool:
+    """Measure the cases that the time allows; whether one failed that should not have."""
+    one = options.name == "gpu"
+    cases = [{"layers": options.layers, "number": number, **case} for number, case in enumerate(cases_of(options.name))
+             if any(part in case["name"] for part in options.only)
+             and not (one and options.self_test and not case.get("quick"))]
+    if not cases:
+        raise UserError(f"No case of {options.name} contains {' or '.join(options.only)}. They are: "
+                        f"{'; '.join(case['name'] for case in cases_of(options.name))}.")
+    gpus = 1 if one else options.gpus or (2 if options.self_test else 8 if options.rehearse else gpus_here())
+    if not (options.self_test or options.rehearse or gpus_here()):
+        raise UserError("torch sees no GPU on this machine. --rehearse and --self-test need none.")
+    suite = Suite(options, record, gpus)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for case in cases:
+            if options.rehearse:
+                suite.add(case, **rehearsed(case, gpus * max(suite.nodes, case.get("nodes", 1))))
+            elif suite.nodes < case.get("nodes", 1):
+                suite.add(case, status="left out", note=f"needs {case['nodes']} nodes")
+            elif suite.left() < (0 if options.self_test else case.get("seconds", 0) + 5):
+                suite.add(case, status="skipped", note=f"{suite.left():.0f} s left, {case['seconds']} expected")
+            else:
+                suite.measure(case)
+    finally:
+        suite.end()
+    return node() == 0 and (options.self_test or not one) and any(row["status"] not in GOOD for row in record.rows)
+
+
+class Suite:
+    """The time that is left, the workers, and what has been found. On several nodes each has a suite; the first
+    writes."""
+
+    def __init__(self, options: argparse.Namespace, record: Record, gpus: int) -> None:
+        self.record, self.tiny, self.gpus = record, options.self_test, gpus
+        self.folder = options.out or Path(f"benchmarks/{options.name}-{datetime.now(UTC):%Y-%m-%d}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record.folder = self.folder if node() == 0 else None
+        # Of srun; in an allocation without it, this node alone.
+        self.nodes = 1 if options.name == "gpu" else int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+        minutes = options.minutes or (9 if options.name == "gpu" and not self.tiny else 24 * 60)
+        self.until = time.monotonic() + 60 * minutes
+        self.workers: Apart | None = None
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.until - time.monotonic()
+
+    def ok(self, kind: str) -> list[Row]:
+        """What was measured of a kind."""
+        return [row for row in self.record.rows if row["status"] == "ok" and row["kind"] == kind]
+
+    def measure(self, case: Row) -> None:
+        """Measure one case, in the worker at hand or new ones; several ranks are always new."""
+        limit, sound = 3 * case["seconds"] + 45 if "seconds" in case and not self.tiny else HANGS_S, True
+        until = time.monotonic() + min(limit, self.left())
+        if self.workers is None:
+            self.workers = self.started(case)
+        self.workers.send(case)
+        while True:
+            kind, content = self.workers.receive(until - time.monotonic())
+            if kind == "facts":
+                self.record.facts |= content
+            elif kind == "row":
+                self.add(case, **content)
+                # After an error of the device nothing works any more; after a lack of memory some may be lost.
+                sound = sound and content.get("status") not in ("failed", "oom")
+                if not sound and self.gpus * self.nodes > 1:  # the other ranks wait for this one
+                    break
+            elif kind == "end":
+                sound = sound and content < 0.1  # memory that was not given back would be missing in the next case
+                break
+            else:
+                self.add(case, status="timeout" if kind == "late" else "failed", note=content)
+                sound = False
+                break
+        if not sound or self.gpus * self.nodes > 1:
+            self.end()
+
+    def started(self, case: Row) -> Apart:
+        """Start the ranks of this node."""
+        several = {"address": first_address(), "port": PORT + case["number"]} if self.nodes > 1 else {}
+        return Apart(work, self.tiny, 1 if self.tiny else None, ranks=self.gpus, node=node(), nodes=self.nodes,
+                     log=self.folder / f"node{node()}.log", **several,
+                     variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.tiny else None)
+
+    def end(self) -> None:
+        """Stop the workers."""
+        if self.workers is not None:
+            self.workers.end()
+            self.workers = None
+
+    def add(self, case: Row, part: str = "", **figures: Any) -> None:
+        """Keep a row, with what follows from it."""
+        kind = case.get("kind", "step")
+        row = {"name": case["name"] + (f": {part}" if part else ""), "case": case["name"], "kind": kind, "status": "ok",
+               "published": None if self.tiny else case.get("published"), **figures}
+        peak = max((one["tflops"] for one in self.ok("matrix") if one.get("precision") == "bf16"), default=None)
+        title, columns = SECTIONS[kind] if row["status"] in ("ok", "rehearsed") else NOT_MEASURED
+        self.record.add(title, columns, derived(row, self.record.facts.get("datasheet_tflops"), peak))
+        self.record.notes = compared(self.ok("step"))
+
+
+def derived(row: Row, datasheet: float | None, measured: float | None) -> Row:
+    """Add rates and utilisation, of the data sheet's peak and the measured one, as far as these are known."""
+    if row["status"] == "ok" and "step_s" in row:
+        middle = statistics.median(row["step_s"])
+        row |= {"rate": row["tokens"] / row["gpus"] / middle, "median_ms": 1e3 * middle,
+                "min_ms": 1e3 * min(row["step_s"]), "max_ms": 1e3 * max(row["step_s"]),
+                "compile_s": max(0.0, row["first_step_s"] - middle)}
+        for count in ("causal", "full"):
+            row[f"tflops_{count}"] = tflops = row["rate"] * row[f"flops_{count}"] / 1e12
+            row[f"mfu_{count}"] = tflops / datasheet if datasheet else None
+            row[f"of_peak_{count}"] = tflops / measured if measured else None
+    return row
+
+
+def compared(steps: list[Row]) -> list[str]:
+    """Say the ratios that decide something, as far as both sides were measured."""
+    rows = {row["case"]: row for row in steps}
+    pairs = [(f"train {shape}, {one}", f"train {shape}, {other}")
+             for shape in ("8b", "1b", "3b") for one, other in RATIOS.items()]
+    pairs += [(f"train {shape}, causal, {kind}", f"transformers {shape}, {kind}")
+              for shape in ("8b", "1b") for kind in ("eager", "compiled")]
+    return [f"{one} against {other}: {rows[one]['rate'] / rows[other]['rate']:.3f} of its tokens/s, "
+            f"{rows[one]['memory_gb']:.1f} against {rows[other]['memory_gb']:.1f} GB."
+            for one, other in pairs if one in rows and other in rows]
+
+
+def config_of(case: Row, gpus: int, tiny: bool = False) -> Config:
+    """The run of a case on so many GPUs: its recipe with its settings, and `accumulation` micro-batches a rank and
+    step, by default two, in a pipeline four for each of its ranks.
+
+    tiny: at a CPU's size, with axes of 2 at most.
+    """
+    config = load_config(REPOSITORY / f"{case['recipe']}.yaml", case.get("settings", []))
+    if config.model.vocab_size is None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 128_256})})
+    parallel, train = config.parallel, config.train
+    if tiny:
+        config = config.model_copy(update={"model": TINY})
+        train = train.model_copy(update={"sequence_length": 128, "micro_batch": 1, "recomputed_blocks": 1,
+                                         "fp8_skip": []})
+        left, axes = gpus, dict[str, int]()
+        for axis in ("pp", "cp", "tp"):
+            axes[axis] = min(getattr(parallel, axis), left)
+            left //= axes[axis]
+        parallel = parallel.model_copy(update={**axes, "dp_shard": -1, "dp_replicate": 1, "async_tp": False,
+                                               "pp_stages": min(parallel.pp_stages, 2)})
+    sizes = parallel.sizes(gpus)
+    accumulation = case.get("accumulation", 4 * sizes.pipeline if sizes.pipeline > 1 else 2)
+    train = train.model_copy(update={"batch_tokens": sizes.replicate * sizes.shard * train.micro_batch * accumulation
+                                     * train.sequence_length})
+    return config.model_copy(update={"parallel": parallel, "train": train})
+
+
+def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
+    """Be a worker, one of the ranks: facts of the device first, then ("row", ...) for all that a case finds and ("end",
+    the share of memory in use) after each case. Only the first rank of a node speaks, and others of their failures."""
+    import torch
+
+    from benchmarks.cases import Bench, classify
+    if threads is not None:
+        torch.set_num_threads(threads)
+    bench, speaks = Bench(tiny), os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def report(part: str, **figures: Any) -> None:
+        if speaks:
+            pipe.send(("row", {"part": part, **figures}))
+    if speaks:
+        pipe.send(("facts", bench.facts()))
+    while True:
+        case = pipe.recv()
+        print(f"\n==== {case['name']}", flush=True)
+        try:
+            bench.run(case, report)
+        except Exception as error:  # noqa: BLE001 - told to the parent, with the trace in the log
+            traceback.print_exc()
+            pipe.send(("row", classify(error, bench.on_gpu)))
+        if speaks:
+            pipe.send(("end", bench.used_share()))
+
+
+def rehearsed(case: Row, gpus: int) -> Row:
+    """A layout on fake tensors: its peak of memory, or why it cannot be."""
+    from pipeline.rehearsal.apart import rehearse_apart
+    from pipeline.rehearsal.report import ends_and_middle, fullest
+
+    try:
+        config = config_of(case, gpus)
+        most = fullest(rehearse_apart(config, gpus, ends_and_middle(config, gpus)))
+    except UserError as error:
+        return {"status": "failed", "note": str(error)}
+    return {"status": "rehearsed", "gpus": gpus, "memory_gb": most.peak.bytes / 1e9}
+
+
+def node() -> int:
+    """The number of this node in a step of Slurm's; 0 elsewhere."""
+    return int(os.environ.get("SLURM_NODEID", "0"))
+
+
+def first_address() -> str:
+    """By which the first node of this allocation of Slurm is reached."""
+    from launch.slurm.nodes import address
+    from launch.slurm.scheduler import Scheduler
+
+    scheduler = Scheduler()
+    return address(scheduler.hostnames(os.environ["SLURM_JOB_NODELIST"])[0], scheduler)
+
+
+def gpus_here() -> int:
+    """How many GPUs this machine has."""
+    import torch
+    return torch.cuda.device_count()

@@ -1,0 +1,66 @@
+"""The one way to measure: fair turns, ratios within a round, tables that say what is missing."""
+
+import json
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks.apart import Apart
+from benchmarks.measuring import Record, Taken, alternated, compared
+from tests.conftest import REPOSITORY
+from tests.refusal import printed
+
+
+def test_contenders_take_turns_and_the_order_turns_round():
+    order = []
+    taken = alternated({name: lambda name=name: order.append(name) or Taken(1.0, 1.0) for name in "ab"}, 3)
+    assert order == [*"abbaab"] and [len(taken[name]) for name in "ab"] == [3, 3]
+
+
+def test_a_ratio_is_the_median_of_ratios_within_a_round_and_tables_are_written(tmp_path, capsys):
+    ours, theirs = [Taken(1, 1), Taken(10, 1), Taken(2, 1)], [Taken(3, 2), Taken(40, 2), Taken(4, 2)]
+    own, other = compared({"ours": ours, "theirs": theirs}, 20.0, "MB", "theirs")
+    assert (own["rate"], own["cpu_rate"], own["cpu_ratio"]) == (10, 20, 2)
+    assert (own["wall_ratio"], own["wall_least"], own["wall_most"]) == (3, 2, 4) and other["rate"] == 5
+    record = Record("trial", tmp_path / "new")
+    for row in (own, other):
+        record.add("Speed", {"": "{name}", "{unit}/s": "{rate:.1f}", "ratio": "{wall_ratio:.1f}"}, row)
+    text = (tmp_path / "new/results.md").read_text()
+    assert "|  | MB/s | ratio |\n|---|---|---|\n| ours | 10.0 | 3.0 |\n| theirs | 5.0 | - |\n" in text
+    assert capsys.readouterr().out.count("| ours |") == 1
+    rows = json.loads((tmp_path / "new/results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["ours", "theirs"]
+
+
+def fail(pipe, rank_word):
+    """Fail on the second rank; the first waits for it for ever."""
+    import os
+    if os.environ["RANK"] == rank_word:
+        raise ValueError("no such thing")
+    pipe.recv()
+
+
+def test_a_rank_that_fails_or_hangs_is_a_message():
+    for rank, limit, found in (("1", None, ("failed", "ValueError: no such thing")), ("7", 0.1, ("late", None))):
+        ranks = Apart(fail, rank, ranks=2)
+        kind, content = ranks.receive(limit)
+        assert kind == found[0] and content in (found[1], "took too long; stopped")
+        ranks.end()
+        assert not any(process.is_alive() for process in ranks.processes)
+
+
+def test_what_cannot_be_measured_is_said(capsys, tmp_path):
+    small = ("generate", "--preset", "ladder_1m", "--vocabulary", "256")
+    said = printed(capsys, benchmarks.main, *small, "--new", "2000", expect=2)
+    assert "exceed the context of ladder_1m, 1024" in said
+    assert "is no checkout of Drover" in printed(capsys, benchmarks.main, *small, "--beside", tmp_path, expect=2)
+    with pytest.raises(SystemExit):
+        benchmarks.main([*small, "--new", "0"])
+    assert "must be a whole number above 0, not 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_measured_by_turns(capsys):
+    said = printed(capsys, benchmarks.main, "generate", "--preset", "ladder_1m", "--vocabulary", "256", "--new", "3",
+                   "--threads", "1", "--rounds", "2", "--beside", REPOSITORY)
+    assert "times as fast" in said and "| ours, 1 threads | " in said and "| transformers, 1 threads | " in said

@@ -1,1 +1,0 @@
-"""What grows with ranks, measured on one machine without that many (python -m tools.at_scale)."""

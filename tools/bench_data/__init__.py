@@ -1,1 +1,0 @@
-"""How fast is text made into tokens? Drover beside datatrove: `python -m tools.bench_data`."""

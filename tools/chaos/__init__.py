@@ -1,1 +1,0 @@
-"""A soak of the whole launcher under faults: `python -m tools.chaos`."""
