@@ -19,19 +19,21 @@ import json
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
+
+import orjson
 
 from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
 from pipeline.data.file_kinds import mistaken
-from pipeline.data.framing import CHUNK, Framed, Span, lines, separated
-from pipeline.data.quick_json import UNSURE, parsed
+from pipeline.data.framing import reach, separated
 from pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
 from pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
 from pipeline.stores.object_files import InputFile
 
+CHUNK = 1 << 20
+"""Characters of a JSON file read at a time."""
 SPACE = " \t\r\n"
 """What JSON lets stand between values."""
 COLUMNAR = ("csv", "parquet", "arrow")
@@ -50,10 +52,10 @@ def file_format(path: PurePath, asked: str = "auto") -> str | None:
 
 
 def divisible(path: PurePath, source: FilesSource) -> bool:
-    """Whether parts of the file can be read without what stands before them; by its name alone."""
-    kind, ending = file_format(path, source.format), path.suffix.lower()
-    by_bytes = kind == "jsonl" or (kind == "txt" and source.separator is not None)
-    return by_bytes if ending == ".zst" else ending not in COMPRESSIONS and (by_bytes or kind in ("parquet", "arrow"))
+    """Whether parts of the file can be read by themselves; its name alone decides."""
+    kind = file_format(path, source.format)
+    return path.suffix.lower() not in COMPRESSIONS and (
+        kind in ("jsonl", "parquet") or (kind == "txt" and source.separator is not None))
 
 
 def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -73,7 +75,7 @@ def column_names(path: Path, kind: str) -> list[str] | None:
     if mistaken(path, kind) is not None:
         return None
     if kind == "csv":
-        with suppress(*damage()), Input(Piece.of(path)).open() as stream:
+        with suppress(*damage()), _text(Input(Piece.of(path))) as stream:
             return next(csv.reader(_csv_lines(stream, Limit(1.0)), strict=True), None)
         return None
     if kind not in ("parquet", "arrow") or path.suffix.lower() in COMPRESSIONS:
@@ -133,54 +135,45 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             text = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
         yield limit.exceeded(None) if len(text) > limit.bytes else (None, _plain_text(text))
         return
-    separator = source.separator.encode("utf-8", "surrogatepass")
-    for place, data in _framed(file, limit, partial(separated, separator=separator)):
-        if data is None:
-            yield limit.exceeded(place)
-        else:
-            yield place, _plain_text(data)
+    for place, data in _separated(file, source.separator.encode("utf-8", "surrogatepass"), limit):
+        yield limit.exceeded(place) if data is None else (place, _plain_text(data))
 
 
 def _plain_text(data: bytes) -> PlainText:
     return PlainText(data.decode("utf-8", "surrogateescape"))
 
 
-def _framed(file: Input, limit: Limit, frame: Callable[..., Framed]) -> Iterator[tuple[int | str, bytes | None]]:
+def _separated(file: Input, separator: bytes, limit: Limit) -> Iterator[tuple[int | str, bytes | None]]:
     """Records of a file with their numbers, or of a part with their offsets."""
-    opened = file.open_part() if not file.piece.whole else (file.open(), Span(), None)
-    if opened is None:
-        return
-    stream, span, prefix = opened
-    with stream:
-        if prefix is None:
-            yield from enumerate((data for _, data in frame(stream, limit.bytes, span)), 1)
-        else:
-            for offset, data in frame(stream, limit.bytes, span):
-                yield f"{prefix}{offset}", data
+    piece = file.piece
+    with file.open(reach(separator)) as stream:
+        if piece.whole:
+            yield from enumerate((data for _, data in separated(stream, separator, limit.bytes)), 1)
+            return
+        for offset, data in separated(stream, separator, limit.bytes, piece.start, piece.stop):
+            yield str(offset), data
 
 
 def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
-    for place, line in _framed(file, limit, lines):
+    for place, line in _separated(file, b"\n", limit):
         if line is None:
             yield limit.exceeded(place)
             continue
-        value = parsed(line)
-        if value is not UNSURE:
-            yield place, value
-            continue
-        text = line.decode("utf-8", "surrogateescape")
-        if not text.strip():
-            continue
         try:
-            yield place, json.loads(text)
-        except (ValueError, RecursionError) as error:
-            yield Unreadable(place, f"the line is not JSON: {error}")
+            yield place, orjson.loads(line)
+            continue
+        except orjson.JSONDecodeError:  # also for NaN, broken UTF-8 and half of a surrogate pair
+            text = line.decode("utf-8", "surrogateescape")
+        if text.strip():
+            try:
+                yield place, json.loads(text)
+            except (ValueError, RecursionError) as error:
+                yield Unreadable(place, f"the line is not JSON: {error}")
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
-    # Line ends as they are, without a byte order mark.
-    with io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline="\n") as stream:
+    with _text(file) as stream:
         values, number, wrong = _JsonValues(stream, limit), 0, ""
         array = values.begins_array()
         while not wrong and (character := values.next_character(f"{SPACE}," if array else SPACE)):
@@ -267,7 +260,7 @@ class _JsonValues:
 
 def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     csv.field_size_limit(limit.bytes)
-    with file.open() as stream:
+    with _text(file) as stream:
         rows = csv.reader(_csv_lines(stream, limit), strict=True)
         number = 0
         try:
@@ -295,11 +288,16 @@ def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield limit.exceeded(number + 1, lost=True)
 
 
-def _csv_lines(stream: io.BufferedReader, limit: Limit) -> Iterator[str]:
-    for _, line in lines(stream, limit.bytes, Span()):
-        if line is None:
+def _text(file: Input) -> io.TextIOWrapper:
+    """The file as text, without a byte order mark and with its line ends as they are."""
+    return io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline="\n")
+
+
+def _csv_lines(stream: io.TextIOWrapper, limit: Limit) -> Iterator[str]:
+    while line := stream.readline(limit.bytes + 1):
+        if len(line) > limit.bytes:
             raise TooLongError
-        yield line.decode("utf-8", "surrogateescape")
+        yield line
 
 
 FORMATS: dict[str, Callable[[Input, FilesSource, Limit], Records]] = {

@@ -42,7 +42,6 @@ from pipeline.files import atomic_file, output_record
 from pipeline.stores.store import Changed, Missing
 
 STAGING = "staging"
-FRAMES = "frames"
 DROPPED = "dropped"
 """Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 HAS_NUL, HAS_U2581 = 1, 2
@@ -85,7 +84,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
-        for item in unit_documents(payload, inputs.append, folder / STAGING / FRAMES, fields):
+        for item in unit_documents(payload, inputs.append, fields):
             if isinstance(item, Rejection):
                 counts["read"] += item.documents
                 counts["rejected"] += item.documents
@@ -138,11 +137,10 @@ def index_row(text: str, offset: int, length: int) -> bytes:
 
 
 def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], object] = lambda record: None,
-                   cache: Path | None = None, fields: Counter[str] | None = None) -> Iterator[Item]:
+                   fields: Counter[str] | None = None) -> Iterator[Item]:
     """The documents of one unit in order: by file name, then place in the file.
 
     seen: called with the record of each file or part, when it has been read (see `Input.record`).
-    cache: a folder for what is found out about a file once for all its parts.
     fields: where it is counted in how many documents each of the source's meta fields is, null or not.
 
     Raises:
@@ -151,43 +149,32 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
     """
     source: Source = TypeAdapter(Source).validate_python(payload["source"])
     limit = Limit(payload["max_document_mb"])
-    pieces = [Piece(**piece) for piece in payload["pieces"]]
     fields = Counter() if fields is None else fields
     if isinstance(source, HubSource):
         for number, row in hub_rows(source):
             yield _document(source, source.split, number, row, limit, fields)
-        for piece in pieces:  # its own library knows which of them it read
-            seen(_opened(source, piece).record())
-        return
-    for piece in pieces:
+    for piece in (Piece(**piece) for piece in payload["pieces"]):
         try:
-            file = _opened(source, piece, cache)
-            records = python_records(file, limit) if isinstance(source, StdlibSource) else \
-                file_records(file, source, limit)
-            yield from _file_documents(source, piece.file, records, limit, fields)
-            seen(_record(source, file))
+            file = Input(piece)
+            if not isinstance(source, HubSource):  # whose own library knows which of them it read
+                records = python_records(file, limit) if isinstance(source, StdlibSource) else \
+                    file_records(file, source, limit)
+                yield from _file_documents(source, piece.file, records, limit, fields)
+            seen(file.record())
         except (Missing, Changed) as error:
             raise UserError(f"source {source.name}: {error} It was another when the stage shard began. Let nobody "
                             f"write there; the same command then reads what is there.") from None
-
-
-def _opened(source: Source, piece: Piece, cache: Path | None = None) -> Input:
-    try:
-        return Input(piece, cache)
-    except OSError as error:
-        raise _unreadable(source, piece.file, error) from None
-
-
-def _record(source: Source, file: Input) -> dict[str, Any]:
-    try:
-        return file.record()
-    except OSError as error:
-        raise _unreadable(source, file.piece.file, error) from None
-
-
-def _unreadable(source: Source, file: str, error: OSError) -> UserError:
-    return UserError(f"source {source.name}: {file} cannot be read: {os.strerror(error.errno or errno.EIO)}. Put it "
-                     f"back or make it readable, and run the stage again.")
+        except MemoryError as error:  # not the data: recorded as damage it would stay lost when there is more
+            told = f" ({error})" if str(error) else ""
+            raise UserError(f"source {source.name}: {piece.file} needs more memory than this process can have{told}. "
+                            f"Give the stage more, or fewer processes at once (launch.processes), and run it again."
+                            ) from None
+        except OSError as error:
+            if is_shortage(error):
+                raise
+            raise UserError(f"source {source.name}: {piece.file} cannot be read: "
+                            f"{os.strerror(error.errno or errno.EIO)}. Put it back or make it readable, and run the "
+                            f"stage again.") from None
 
 
 def _file_documents(source: StdlibSource | FilesSource, file: str, records: Records, limit: Limit,
@@ -200,13 +187,7 @@ def _file_documents(source: StdlibSource | FilesSource, file: str, records: Reco
             else:
                 place = record[0]
                 yield _document(source, file, *record, limit, fields)
-    except MemoryError as error:  # not the data: recorded as damage it would stay lost when there is more
-        told = f" ({error})" if str(error) else ""
-        raise UserError(f"source {source.name}: {file} needs more memory than this process can have{told}. Give the "
-                        f"stage more, or fewer processes at once (launch.processes), and run it again.") from None
     except damage() as error:
-        if isinstance(error, OSError) and error.errno is not None and not is_shortage(error):
-            raise _unreadable(source, file, error) from None
         raise_unless_damage(error)
         after = place + 1 if isinstance(place, int) else place
         yield Rejection(source.name, file, after, f"the file cannot be read from here on: {error}", lost=True)
