@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.contract.units import Unit
-from pipeline.data.shard_texts import Texts, read_texts
-from pipeline.data.text_shards import shard_records
+from pipeline.data.text_shards import Texts, read_texts, shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError, listed
 from pipeline.files import output_record, read_json

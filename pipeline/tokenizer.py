@@ -13,8 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contract.units import Unit
-from pipeline.data.shard_texts import read_texts
-from pipeline.data.text_shards import shard_records
+from pipeline.data.text_shards import read_texts, shard_records
 from pipeline.errors import UserError
 from pipeline.files import copy_file, output_record, write_json, write_text
 from pipeline.tokenization.admission import COUNT, DOCUMENT_BYTES, gate_texts
