@@ -8,7 +8,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ from pipeline.data.text_shards import Texts, read_texts, shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError, listed
 from pipeline.files import output_record, read_json
-from pipeline.tokenization.admission import admitted, told
 from pipeline.tokenization.base import Flat, Tokenizer, reads_back
-from pipeline.tokenization.fast import EncoderError, FastEncoder, one_thread
+from pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
+from pipeline.tokenization.gate import admitted
 from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
 from pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
@@ -44,14 +44,14 @@ BATCH_BYTES = 2_000_000
 def encode(work: Work) -> None:
     """The stage: one unit per text shard, then the counts of both sides compared."""
     shards, manifest = work.input("shard")
-    tokenizer, made = work.input("tokenizer")
+    tokenizer, _ = work.input("tokenizer")
     work.check(work.committed("tokenizer"))
     vocabulary = vocabulary_record(tokenizer)
     dtype = chosen_dtype(work.config.encode, vocabulary["size"])
     records = [record for split in ("train", "heldout") for record in shard_records(manifest, split)]
     work.say(f"{sum(record['text_bytes'] for record in records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
-    fast = admitted(work, tokenizer, made.counts, shards, shard_records(manifest, "heldout"))
+    fast = admitted(work, tokenizer, vocabulary["kind"], shards, shard_records(manifest, "heldout"))
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
     units = [Unit(_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
@@ -67,12 +67,27 @@ def encode(work: Work) -> None:
     for text in warnings(rare):
         work.say(text)
     counts |= {**rare, "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
-               "encoders": told(work, fast, done)}
+               "encoders": _encoders(work, fast, done)}
     if (url := work.config.encode.copy_to) is not None:
         from pipeline.data.stored.copying import copy_shards
 
         work.say(f"{copy_shards(work.folder, outputs, counts, url)} in {url}")
     work.commit(outputs, counts, verified=True)
+
+
+def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the manifest says of the encoders: which, and how many shards each has made. Those in which the reference
+    had to step in are also said."""
+    fallbacks = [(record["outputs"][0]["path"], record["fallback"]) for record in done if record["fallback"]]
+    by_fast = sum(record["encoder"] == "fast" for record in done)
+    for path, problem in fallbacks[:5]:
+        work.say(f"WARNING: {NAME} gave {problem} in {path}: the reference encoded that shard")
+    if fallbacks:
+        work.say(f"WARNING: {len(fallbacks)} of {len(done)} shards were encoded by the reference, since {NAME} gave "
+                 f"other ids for documents that were compared. Those shards are right; of the others the compared "
+                 f"documents are. Set encode.encoder to reference and run with --force to be sure, and report it")
+    return {"encoder": NAME if fast else "reference", "version": fast, "fast_shards": by_fast,
+            "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:

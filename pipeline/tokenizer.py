@@ -16,14 +16,11 @@ from pipeline.contract.units import Unit
 from pipeline.data.text_shards import read_texts, shard_records
 from pipeline.errors import UserError
 from pipeline.files import copy_file, output_record, write_json, write_text
-from pipeline.tokenization.admission import COUNT, DOCUMENT_BYTES, gate_texts
 from pipeline.tokenization.base import Tokenizer, loses_marks
 from pipeline.tokenization.bpe_training import train_bpe
 from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
 from pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
 from pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
-from pipeline.tokenization.fast import NAME
-from pipeline.tokenization.gate import applies, key_of, verdict
 from pipeline.tokenization.kinds import (
     FILES,
     files_beside,
@@ -78,29 +75,7 @@ def make_tokenizer(work: Work) -> None:
         work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['heldout']:,} documents have the character "
                  f"U+2581 (\u2581), sentencepiece's own sign for a space: there it is read back, and written by the "
                  f"model, as a space. Where it matters, take tokenizer.kind tiktoken, huggingface or byte")
-    counts = _told(work, tokenizer, report, made["sample"], speed)
-    work.commit(outputs, {**counts, **_gate(work, shards, heldout, tokenizer)})
-
-
-def _gate(work: Work, shards: Path, heldout: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Whether encode may use the fast encoder: no output, since it depends on what is installed here."""
-    if work.config.encode.encoder == "reference" or not applies(tokenizer.kind):
-        return {}
-    payload = {"shards": place(shards, work.folder), "records": heldout,
-               **key_of(work.folder, tokenizer.kind, tokenizer.sha256)}
-    [found] = work.do_units("gate", [Unit(NAME, payload)], try_encoder, "encoders")
-    del found["outputs"]
-    work.say(f"{NAME} {found['version']}: " + (
-        f"equal ids to {found['reference']} on {found['documents']:,} held-out documents and {found['strings']:,} odd "
-        f"strings; encode may use it" if found["equal"] else
-        f"not for this vocabulary ({found['problem']}); {found['reference']} encodes"))
-    return {COUNT: found}
-
-
-def try_encoder(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Unit of work: the fast encoder compared with the finished tokenizer in `folder`."""
-    texts = gate_texts(placed(folder, payload["shards"]), payload["records"], DOCUMENT_BYTES)
-    return {"outputs": [], **verdict(folder, load_tokenizer(folder), texts)}
+    work.commit(outputs, _told(work, tokenizer, report, made["sample"], speed))
 
 
 def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, Any]:

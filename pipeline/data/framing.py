@@ -13,10 +13,10 @@ from __future__ import annotations
 import codecs
 import sys
 from collections.abc import Iterator
-from io import BufferedReader
+from io import BufferedIOBase
 
 CHUNK = 1 << 16
-"""Bytes read at once. What is damaged in a compressed file costs up to this much text before the damage."""
+"""Bytes read at once."""
 Records = Iterator[tuple[int, bytes | None]]
 
 
@@ -25,7 +25,7 @@ def reach(separator: bytes) -> int:
     return 2 * len(separator) - 2
 
 
-def separated(stream: BufferedReader, separator: bytes, limit: int, start: int = 0, stop: int = sys.maxsize) -> Records:
+def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int = 0, stop: int = sys.maxsize) -> Records:
     """The records of the part [start, stop), each with the offset of its first byte; none after a separator that ends
     the file. A byte order mark at the beginning of the file is left out.
 
@@ -64,7 +64,7 @@ def _is_free(before: bytes, separator: bytes) -> bool:
     return (before + separator).find(separator, max(0, len(before) - len(separator) + 1)) == len(before)
 
 
-def _read(stream: BufferedReader, least: int) -> bytes:
+def _read(stream: BufferedIOBase, least: int) -> bytes:
     """At least so many bytes, fewer at the end."""
     parts, size = list[bytes](), 0
     while size < least and (part := stream.read1(CHUNK)):

@@ -25,7 +25,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20
 """Bytes read from the disk at a time."""
 UNPACKED = 1 << 16
-"""Bytes taken from a decompressor at a time: what it loses when it meets damage."""
+"""Bytes taken from zstd data at a time; of these none are given where damage is among them."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Input:
         piece.refuse_changed()
         self._hash = _RangeHash(piece, self._opened)
 
-    def open(self, before: int = 0) -> io.BufferedReader:
+    def open(self, before: int = 0) -> io.BufferedIOBase:
         """A stream of the bytes from the start of the piece on, unpacked by the ending of the name. before: it begins
         so many bytes earlier, where there are so many."""
         start = max(0, self.piece.start - before)
@@ -244,10 +244,10 @@ class _Spool(io.RawIOBase):
         super().close()
 
 
-def unpacked(raw: Any, compression: str) -> io.BufferedReader:
+def unpacked(raw: Any, compression: str) -> io.BufferedIOBase:
     """What compressed bytes hold; damage is an OSError without a number, an EOFError or a zlib.error."""
     if compression == "gzip":
-        return io.BufferedReader(gzip.GzipFile(fileobj=io.BufferedReader(raw, BUFFER)), UNPACKED)
+        return gzip.GzipFile(fileobj=io.BufferedReader(raw, BUFFER))
     import pyarrow as pa  # zstandard's own reader ends without an error where the data breaks off
     return io.BufferedReader(pa.CompressedInputStream(raw, compression), UNPACKED)
 

@@ -9,7 +9,6 @@ import pipeline.tokenizer as stage
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.text_shards import shard_records
 from pipeline.files import read_json
-from pipeline.tokenization import fast
 from pipeline.tokenization.kinds import load_tokenizer
 from tests.conftest import run_stage, write_config
 from tests.stages.conftest import halves
@@ -148,21 +147,6 @@ def test_held_out_text_is_checked_and_documents_are_sampled_up_to_a_bound(run, m
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
     assert f"{checked} of {count} held-out" in told
     assert read_manifest(folder).counts["trained_on"]["text_bytes"] <= 2 * 500 * shard["train"]
-
-
-def test_the_fast_encoder_is_tried(run, copy, monkeypatch):
-    pytest.importorskip("fastokens")
-    told, whole = run("tokenizer", copy).out, read_manifest(stage_folder(copy))
-    found = whole.counts["fast_encoder"]
-    assert found["equal"] and found["strings"] > 6000 and "equal ids to sentencepiece on" in told
-    assert found["documents"] == read_manifest(copy.parent / "runs/mini/shard").counts["heldout"]
-    monkeypatch.setattr(fast, "_opened", lambda path, kind: None)
-    for settings, equal in (([], False), (["encode.encoder=reference"], None)):
-        told = run("tokenizer", copy, "--force", *settings).out
-        assert ("not for this vocabulary" in told and "; sentencepiece encodes" in told) == (equal is False)
-        manifest = read_manifest(stage_folder(copy))
-        assert manifest.counts.get("fast_encoder", {}).get("equal") is equal
-        assert manifest.digest == whole.digest  # what is installed decides no output
 
 
 def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):
