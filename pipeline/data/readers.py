@@ -16,6 +16,7 @@ import codecs
 import csv
 import io
 import json
+import re
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -34,8 +35,8 @@ from pipeline.stores.object_files import InputFile
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""
-SPACE = " \t\r\n"
-"""What JSON lets stand between values."""
+_SPACE, _COMMAS, _DECODER = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*"), json.JSONDecoder()
+"""What JSON lets stand between values, and in an array."""
 COLUMNAR = ("csv", "parquet", "arrow")
 """Formats that say once for a whole file which fields its records have."""
 LONGEST_TOKEN = 100
@@ -174,25 +175,27 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
     with _text(file) as stream:
-        values, number, wrong = _JsonValues(stream, limit), 0, ""
-        array = values.begins_array()
-        while not wrong and (character := values.next_character(f"{SPACE}," if array else SPACE)):
-            if character == "]":
-                if array:
-                    array, wrong = values.end_array()
-                else:
-                    wrong = "a ']' closes nothing"
-                continue
-            number += 1
-            try:
-                yield number, values.value()
-            except TooLongError:
-                yield limit.exceeded(number, lost=True)
-                return
-            except (ValueError, RecursionError) as error:
-                yield Unreadable(number, f"not JSON from here on: {error}", lost=True)
-                return
-        if wrong or array:
+        text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
+        while not wrong and (character := text.next(_COMMAS if within == "array" else _SPACE)):
+            if (character == "[" and within in ("nothing", "rest")) or (character == "]" and within == "array"):
+                text.at += 1
+                within = "array" if character == "[" else "rest"
+            elif within == "rest" and character != "{":
+                wrong = "something stands after the array's end"
+            elif character == "]":
+                wrong = "a ']' closes nothing"
+            else:
+                within = "array" if within == "array" else "values"
+                number += 1
+                try:
+                    yield number, text.value(limit.bytes)
+                except TooLongError:
+                    yield limit.exceeded(number, lost=True)
+                    return
+                except (ValueError, RecursionError) as error:
+                    yield Unreadable(number, f"not JSON from here on: {error}", lost=True)
+                    return
+        if wrong or within == "array":
             yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True)
 
 
@@ -200,90 +203,64 @@ class TooLongError(Exception):
     """A value goes on beyond the limit."""
 
 
-class _JsonValues:
-    """JSON values one by one from a stream of text."""
+class _JsonText:
+    """The text of a JSON file, of which some is held: `at` is where to read on in it."""
 
-    def __init__(self, stream: io.TextIOWrapper, limit: Limit) -> None:
-        self.stream, self.buffer, self.position, self.ended = stream, "", 0, False
-        self.limit = limit
-        self.decoder = json.JSONDecoder()
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream, self._held, self.at, self._ended = stream, "", 0, False
 
-    def next_character(self, skipped: str) -> str:
-        """The next character that is none of `skipped`, not consumed; empty at the end."""
+    def next(self, skipped: re.Pattern[str]) -> str:
+        """The character at the next place where `skipped` ends; empty at the end."""
         while True:
-            while self.position < len(self.buffer):
-                if self.buffer[self.position] not in skipped:
-                    return self.buffer[self.position]
-                self.position += 1
-            if self.ended:
-                return ""
+            if match := skipped.match(self._held, self.at):
+                self.at = match.end()
+            if self.at < len(self._held) or self._ended:
+                return self._held[self.at:self.at + 1]
             self._fill()
 
-    def begins_array(self) -> bool:
-        """Whether an array begins here; then goes on to what it holds."""
-        begins = self.next_character(SPACE) == "["
-        self.position += begins
-        return begins
-
-    def end_array(self) -> tuple[bool, str]:
-        """Go on behind a ]: whether another array begins there, as in files that were joined, and what is wrong."""
-        self.position += 1
-        after = self.next_character(SPACE)
-        return self.begins_array(), "" if after in ("", "[", "{") else "something stands after the array's end"
-
-    def value(self) -> Any:
+    def value(self, limit: int) -> Any:
         """The value that begins here; ValueError if there is none, TooLongError if it has no end within the limit."""
         while True:
+            is_long = len(self._held) - self.at > limit
             try:
-                value, end = self.decoder.raw_decode(self.buffer, self.position)
-                if end - self.position > self.limit.bytes:
-                    raise TooLongError
-                if end < len(self.buffer) or self.ended:
-                    self.position = end
-                    return value
+                value, end = _DECODER.raw_decode(self._held, self.at)
             except json.JSONDecodeError as error:
-                wrong = error.pos < len(self.buffer) - LONGEST_TOKEN and not error.msg.startswith("Unterminated string")
-                if self.ended or (wrong and self._is_long()):
+                may_be_cut = error.pos >= len(self._held) - LONGEST_TOKEN or error.msg.startswith("Unterminated string")
+                if self._ended or (is_long and not may_be_cut):
                     raise
-                if self._is_long():
+                if is_long:
                     raise TooLongError from None
+            else:
+                if end - self.at > limit:
+                    raise TooLongError
+                if end < len(self._held) or self._ended:
+                    self.at = end
+                    return value
             self._fill()
 
-    def _is_long(self) -> bool:
-        return len(self.buffer) - self.position > self.limit.bytes
-
     def _fill(self) -> None:
-        rest = self.buffer[self.position:]
-        more = self.stream.read(max(CHUNK, len(rest)))  # doubling: a long value is tried a few times only
-        self.buffer, self.position, self.ended = rest + more, 0, not more
+        rest = self._held[self.at:]
+        more = self._stream.read(max(CHUNK, len(rest)))  # doubling: a long value is tried a few times only
+        self._held, self.at, self._ended = rest + more, 0, not more
 
 
 def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     csv.field_size_limit(limit.bytes)
     with _text(file) as stream:
-        rows = csv.reader(_csv_lines(stream, limit), strict=True)
-        number = 0
+        rows, number = csv.reader(_csv_lines(stream, limit), strict=True), 0
         try:
             header = next(rows, [])
             check_columns(header, source)
-            while True:
-                try:
-                    row = next(rows)
-                except csv.Error as error:
-                    if "field limit" in str(error):
-                        raise TooLongError from None
-                    number += 1
-                    yield Unreadable(number, f"the row is not CSV: {error}", lost="unexpected end" in str(error))
-                    continue
+            while (row := _csv_row(rows)) is not None:
                 if not row:
                     continue
                 number += 1
-                if len(row) == len(header):
+                if isinstance(row, csv.Error):
+                    yield Unreadable(number, f"the row is not CSV: {row}", lost="unexpected end" in str(row))
+                elif len(row) == len(header):
                     yield number, dict(zip(header, row, strict=True))
                 else:
                     yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}")
-        except StopIteration:
-            return
         except TooLongError:
             yield limit.exceeded(number + 1, lost=True)
 
@@ -298,6 +275,16 @@ def _csv_lines(stream: io.TextIOWrapper, limit: Limit) -> Iterator[str]:
         if len(line) > limit.bytes:
             raise TooLongError
         yield line
+
+
+def _csv_row(rows: Any) -> list[str] | csv.Error | None:
+    """The next row, or what is wrong with it; None at the end."""
+    try:
+        return next(rows, None)
+    except csv.Error as error:
+        if "field limit" in str(error):
+            raise TooLongError from None
+        return error
 
 
 FORMATS: dict[str, Callable[[Input, FilesSource, Limit], Records]] = {

@@ -67,8 +67,8 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
     `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
     whether it was read whole, the first byte, and the digests, see `pipeline.contract.content_hash`), the files as
-    `outputs`, the staged documents first, and where the source names meta fields `fields`: in how many of the documents
-    that could be read each of them is.
+    `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta field
+    is that the source names.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
@@ -122,10 +122,9 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         outputs.append(output_record(folder, aside, split=DROPPED, source=source,
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
-    meta = {name: fields[name] for name in payload["source"].get("meta_fields") or ()}
     return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
-            **({"fields": meta} if meta else {}), "card": card.record(),
-            **({"findings": found} if (found := chain.findings()) else {}), "outputs": outputs}
+            "fields": {name: fields[name] for name in payload["source"].get("meta_fields") or ()},
+            "card": card.record(), "findings": chain.findings(), "outputs": outputs}
 
 
 def index_row(text: str, offset: int, length: int) -> bytes:
