@@ -64,10 +64,10 @@ def encode(work: Work) -> None:
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
     rare = rare_ids(outputs, read_json(tokenizer / "report.json"))
-    for text in warnings(rare):
+    for text in warnings(rare["outliers"]):
         work.say(text)
-    counts |= {**rare, "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
-               "encoders": _encoders(work, fast, done)}
+    counts |= {"rare_ids": rare, "dtype": dtype, "vocab_size": vocabulary["size"],
+               "tokenizer_sha256": vocabulary["sha256"], "encoders": _encoders(work, fast, done)}
     if (url := work.config.encode.copy_to) is not None:
         from pipeline.data.stored.copying import copy_shards
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.contract.units import Unit
 from pipeline.data.text_shards import read_texts, shard_records
 from pipeline.errors import UserError
-from pipeline.files import copy_file, output_record, write_json, write_text
+from pipeline.files import copy_file, output_record, write_json
 from pipeline.tokenization.base import Tokenizer, loses_marks
 from pipeline.tokenization.bpe_training import train_bpe
 from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
@@ -31,7 +31,7 @@ from pipeline.tokenization.kinds import (
     ready_file,
     write_record,
 )
-from pipeline.tokenization.reporting import as_markdown, described
+from pipeline.tokenization.reporting import described
 from pipeline.tokenization.simple import write_characters
 from pipeline.tokenization.training import Sample, sampled, train_sentencepiece
 
@@ -57,20 +57,18 @@ def make_tokenizer(work: Work) -> None:
     units = [_check_unit(place(shards, work.folder), record, tokenizer, limit)
              for record, limit in (*checked, *looked_at(train, LOOK_BYTES))]
     checks = work.do_units("check", units, check_shard, "shards")
-    refuse_failures(summed(checks), [failure for check in checks for failure in check["failures"]])
+    whole = summed(check["tally"] for check in checks)
+    refuse_failures(whole, [failure for check in checks for failure in check["failures"]])
 
-    tallies = {source: summed(check for check, (record, _) in zip(checks, checked, strict=False)
+    tallies = {source: summed(check["tally"] for check, (record, _) in zip(checks, checked, strict=False)
                               if record["source"] == source) for source in {record["source"] for record in heldout}}
     seen = set().union(*(from_bitmap(check["seen"]) for check in checks))
     marks = manifest.counts.get("documents_with_u2581", 0) if loses_marks(tokenizer) else 0
-    report = described(tokenizer, tallies, summed(checks[len(checked):]), seen, marks,
+    report = described(tokenizer, tallies, summed(check["tally"] for check in checks[len(checked):]), seen, marks,
                        sum(record["docs"] for record in heldout))
     write_json(work.folder / "report.json", report)
-    write_text(work.folder / "report.md", as_markdown(report))
-    outputs = [*made["outputs"], *(output_record(work.folder, work.folder / name)
-                                   for name in ("report.json", "report.md"))]
-    everything = summed(checks).text_bytes / 1e6
-    speed = everything / max(1e-9, sum(check["encode_s"] for check in checks))
+    outputs = [*made["outputs"], output_record(work.folder, work.folder / "report.json")]
+    speed = whole["text_bytes"] / 1e6 / max(1e-9, sum(check["encode_s"] for check in checks))
     if marks:
         work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['heldout']:,} documents have the character "
                  f"U+2581 (\u2581), sentencepiece's own sign for a space: there it is read back, and written by the "
