@@ -37,6 +37,7 @@ the last, some between."""
 PROVED_BYTES = 200_000
 PROVED_SHARE = 64
 """Of very long documents fewer are proved: the shortest, up to so many bytes or this part of the shard's text."""
+COUNTED = {"docs", "text_bytes", "tokens"}
 BATCH_BYTES = 2_000_000
 """Text that is encoded at once."""
 
@@ -78,10 +79,11 @@ def encode(work: Work) -> None:
 def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the manifest says of the encoders: which, and how many shards each has made. Those in which the reference
     had to step in are also said."""
-    fallbacks = [(record["outputs"][0]["path"], record["fallback"]) for record in done if record["fallback"]]
+    fallbacks = [record for record in done if record["fallback"]]
     by_fast = sum(record["encoder"] == "fast" for record in done)
-    for path, problem in fallbacks[:5]:
-        work.say(f"WARNING: {NAME} gave {problem} in {path}: the reference encoded that shard")
+    for record in fallbacks[:5]:
+        work.say(f"WARNING: {NAME} gave {record['fallback']} in {record['outputs'][0]['path']}: the reference encoded "
+                 f"that shard")
     if fallbacks:
         work.say(f"WARNING: {len(fallbacks)} of {len(done)} shards were encoded by the reference, since {NAME} gave "
                  f"other ids for documents that were compared. Those shards are right; of the others the compared "
@@ -210,24 +212,23 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
 
 def counted(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Documents, text bytes and (of token shards) tokens: for each split and source, and in all."""
-    splits: dict[str, dict[str, dict[str, int]]] = {}
-    total: dict[str, int] = {}
+    counts: dict[str, Any] = {"total": {}, "splits": {}}
     for record in records:
-        own = splits.setdefault(record["split"], {}).setdefault(record["source"], {})
-        for name in ("docs", "text_bytes", "tokens"):
-            if name in record:
-                own[name] = own.get(name, 0) + record[name]
-                total[name] = total.get(name, 0) + record[name]
-    return {"total": total, "splits": splits}
+        own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], {})
+        for name in COUNTED & record.keys():
+            for sums in (own, counts["total"]):
+                sums[name] = sums.get(name, 0) + record[name]
+    return counts
 
 
 def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
     """UserError unless the token shards hold the documents and bytes of the text shards, source by source."""
-    problems = [f"{split} {source}: {own[name]} {name} in the text shards, "
-                f"{tokens['splits'].get(split, {}).get(source, {}).get(name, 0)} in the token shards"
-                for split, sources in texts["splits"].items() for source, own in sources.items()
-                for name in ("docs", "text_bytes")
-                if tokens["splits"].get(split, {}).get(source, {}).get(name) != own[name]]
+    problems = []
+    for split, sources in texts["splits"].items():
+        for source, own in sources.items():
+            found = tokens["splits"].get(split, {}).get(source, {})
+            problems += [f"{split} {source}: {own[name]} {name} in the text shards, {found.get(name, 0)} in the token "
+                         f"shards" for name in ("docs", "text_bytes") if found.get(name) != own[name]]
     if problems:
         raise UserError(f"The token shards do not hold what the text shards hold:\n{listed(problems)}\n"
                         f"Run encode with --force; if that does not help, run shard with --force.")

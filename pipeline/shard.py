@@ -73,19 +73,18 @@ def shard(work: Work) -> None:
     counts = _count(decided, read, source_of_unit, config)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
-    shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in decided.payloads]
-    written = work.do_units("write", shards, write_shard, "shards")
-    outputs = [record["outputs"][0] for record in written]
-    _reconcile(counts, outputs)
-    _tell(work, counts, outputs)
-
-    outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
-    outputs += decided.kept + [output for record in written for output in record["outputs"][1:]]
-    outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
-                                 text_bytes=0))
+    written = work.do_units("write", [Unit(f"{payload['split']}-{payload['name']}", payload)
+                                      for payload in decided.payloads], write_shard, "shards")
+    shards = [record["outputs"][0] for record in written]
+    _reconcile(counts, shards)
     contamination, told = gather_contamination(folder, config.filters, [record["findings"] for record in read])
-    counts, outputs = {**counts, **contamination}, outputs + told
-    _tell_contamination(work, counts)
+    counts |= contamination
+    _tell(work, counts, shards)
+
+    outputs = [*shards, *(record["outputs"][-1] for record in read if filters.get("keep_dropped")), *decided.kept,
+               *(output for record in written for output in record["outputs"][1:]),
+               output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
+                             text_bytes=0), *told]
     _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
                 scratch=[folder / STAGING])
@@ -164,10 +163,9 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
     config, problems = work.config.shard, []
     for source, own in counts["sources"].items():
         if own["train"] + own["heldout"] == 0:
-            dropped = ", ".join(f"{count:,} {reason}" for reason, count in own["dropped"].items())
-            problems.append(f"source {source} yields no documents: {own['documents_in']:,} read, of which {dropped}, "
-                            f"{own['rejected']:,} unreadable{_first(work.folder, source)}. Correct the source"
-                            f"{' or shard.filters' if config.filters else ''}, or leave it out.")
+            problems.append(f"source {source} yields no documents: {own['documents_in']:,} read, of which "
+                            f"{_counted(own['dropped'])}, {own['rejected']:,} unreadable{_first(work.folder, source)}. "
+                            f"Correct the source{' or shard.filters' if config.filters else ''}, or leave it out.")
         fields = counts["cards"][source].get("fields", {})
         if absent := [name for name, own in fields.items() if own["of"] and not own["in"]]:
             problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
@@ -218,7 +216,6 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
 
 
 def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
-    dropped, shards = counts["dropped"], [sum(record["split"] == split for record in outputs) for split in SPLITS]
     for source, own in counts["sources"].items():
         for split, word in zip(SPLITS, ("train", "held-out"), strict=True):
             if not own[split]:
@@ -230,22 +227,23 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
         work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
                  f"{work.folder / REJECTED}")
     for name, own in counts.get("filters", {}).items():
-        reasons = "; ".join(f"{documents:,} {reason}" for reason, documents in own["reasons"].items())
-        work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped"
-                 f"{f' ({reasons})' if reasons else ''}, {own['changed']:,} changed")
-    told = ", ".join(f"{documents:,} {reason}" for reason, documents in dropped.items())
+        reasons = f" ({_counted(own['reasons'], '; ')})" if own["reasons"] else ""
+        work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped{reasons}, "
+                 f"{own['changed']:,} changed")
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
+    shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
-             f"held out + {sum(dropped.values()):,} dropped ({told}) + {counts['rejected']:,} rejected; "
-             f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
-
-
-def _tell_contamination(work: Work, counts: dict[str, Any]) -> None:
+             f"held out + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
+             f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
     for name, tasks in counts.get("contamination", {}).items():
         for task, own in tasks.items():
             short = f" ({own['too_short']:,} are too short to be looked for)" if own["too_short"] else ""
             work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} stand in "
                      f"{own['documents']:,} documents")
+
+
+def _counted(counts: dict[str, int], separator: str = ", ") -> str:
+    return separator.join(f"{count:,} {what}" for what, count in counts.items())
 
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:

@@ -8,10 +8,9 @@ forgotten: neither descriptors nor memory grow with the number of shards that we
 from __future__ import annotations
 
 import resource
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, overload
 
@@ -158,29 +157,21 @@ class OpenShards:
         self.folder, self.table, self.opener = folder, table, opener
         self.most = most or most_open()
         self._whole = OFFSETS_BYTES // max(1, min(self.most, len(table)))
-        self._kept: OrderedDict[int, TokenShard] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept = lru_cache(self.most)(self._opened)
 
     def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, ShardTable, int, Opener | None]]:
         return OpenShards, (self.folder, self.table, self.most, self.opener)  # a worker process opens files for itself
 
     def __len__(self) -> int:
         """How many are kept now."""
-        return len(self._kept)
+        return self._kept.cache_info().currsize
 
     def shard(self, row: int) -> TokenShard:
         """The shard in that row of the table."""
-        with self._lock:
-            if (found := self._kept.get(row)) is None:
-                record = self.table.record(row)
-                found = self._kept[row] = self._opened(row, record)
-                if len(self._kept) > self.most:
-                    self._kept.popitem(last=False)
-            else:
-                self._kept.move_to_end(row)
-            return found
+        return self._kept(row)
 
-    def _opened(self, row: int, record: dict[str, Any]) -> TokenShard:
+    def _opened(self, row: int) -> TokenShard:
+        record = self.table.record(row)
         if self.opener is not None:
             return self.opener(row, record, self._whole)
         return TokenShard(self.folder / record["path"], record, self._whole)

@@ -103,7 +103,7 @@ class Input:
         piece.refuse_changed()
         self._hash = _RangeHash(piece, self._opened)
 
-    def open(self, before: int = 0) -> io.BufferedIOBase:
+    def open(self, before: int = 0) -> Any:
         """A stream of the bytes from the start of the piece on, unpacked by the ending of the name. before: it begins
         so many bytes earlier, where there are so many."""
         start = max(0, self.piece.start - before)
@@ -244,7 +244,7 @@ class _Spool(io.RawIOBase):
         super().close()
 
 
-def unpacked(raw: Any, compression: str) -> io.BufferedIOBase:
+def unpacked(raw: Any, compression: str) -> Any:
     """What compressed bytes hold; damage is an OSError without a number, an EOFError or a zlib.error."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=io.BufferedReader(raw, BUFFER))

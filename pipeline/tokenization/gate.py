@@ -6,9 +6,9 @@ documents, on odd strings and on fuzz when the stage starts, and on some documen
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ RANGES = ((0x20, 0x7F), (0x20, 0x7F), (0, 0x300), (0x300, 0x370), (0x370, 0x2000
 BLANKS = " \n\t\r\u2581'0"
 
 
-def admitted(work: Work, tokenizer: Path, kind: str, shards: Path, heldout: Sequence[Mapping[str, Any]]) -> str | None:
+def admitted(work: Work, tokenizer: Path, kind: str, shards: Path, heldout: Sequence[dict[str, Any]]) -> str | None:
     """The version of the fast encoder, if it is to encode; None where the reference does. What it is, is said.
 
     Args:
@@ -65,7 +65,9 @@ def admitted(work: Work, tokenizer: Path, kind: str, shards: Path, heldout: Sequ
         problem = f"{NAME} is several times faster, and not installed (pip install --editable '.[fast]')"
     elif wanted != "reference":
         try:
-            count = compared(load_tokenizer(tokenizer), tokenizer, heldout_texts(shards, heldout))
+            reference = load_tokenizer(tokenizer)
+            count = compared(FastEncoder(reference, tokenizer), reference, chain(
+                odd_strings(reference), fuzz(FUZZ_STRINGS), heldout_texts(shards, heldout)))
         except EncoderError as error:
             problem = f"{NAME} {version} does not give this vocabulary's ids ({error})"
         else:
@@ -78,30 +80,23 @@ def admitted(work: Work, tokenizer: Path, kind: str, shards: Path, heldout: Sequ
     return None
 
 
-def compared(reference: Tokenizer, folder: Path, documents: Iterable[str]) -> int:
-    """How many texts the fast encoder gives the reference's ids for: the documents, odd strings, fuzz. EncoderError
-    naming the first with others. folder: the tokenizer stage's."""
-    encoder, count = FastEncoder(reference, folder), 0
-    for texts in (odd_strings(reference), fuzz(FUZZ_STRINGS), documents):
-        for text in texts:
-            compare(encoder, reference, text)
-            count += 1
+def compared(encoder: FastEncoder, reference: Tokenizer, texts: Iterable[str]) -> int:
+    """How many texts the fast encoder gives the reference's ids for. EncoderError naming the first with others."""
+    count = 0
+    for text in texts:
+        ids, own = encoder.encode_flat([text])[0], np.array(reference.encode(text), np.uint32)
+        if not np.array_equal(ids, own):
+            raise EncoderError(f"other ids for {text!r:.80}: {ids.tolist()!s:.80} instead of {own.tolist()!s:.80}")
+        count += 1
     return count
 
 
-def compare(encoder: FastEncoder, reference: Tokenizer, text: str) -> None:
-    """EncoderError if the encoder gives other ids for the text."""
-    ids, own = encoder.encode_flat([text])[0], np.array(reference.encode(text), np.uint32)
-    if not np.array_equal(ids, own):
-        raise EncoderError(f"other ids for {_shown(text)}: {_shown(ids.tolist())} instead of {_shown(own.tolist())}")
-
-
-def heldout_texts(shards: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """About DOCUMENT_BYTES of held-out text: the beginnings of at most MOST_SHARDS shards, chosen by their hashes."""
-    chosen = sorted(records, key=lambda record: hashlib.sha256(record["sha256"].encode()).digest())[:MOST_SHARDS]
+def heldout_texts(shards: Path, records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """About DOCUMENT_BYTES of held-out text: the beginnings of at most MOST_SHARDS shards."""
+    chosen = records[::-(-len(records) // MOST_SHARDS)] if records else []
     for record in chosen:
         left = DOCUMENT_BYTES // len(chosen)
-        for document in read_shard(shards, dict(record)):
+        for document in read_shard(shards, record):
             left -= len(document.text.encode())
             yield document.text
             if left <= 0:
@@ -126,8 +121,3 @@ def fuzz(count: int) -> Iterator[str]:
         ranges = draw.choices(RANGES, k=2)
         yield "".join(draw.choice(BLANKS) if draw.random() < 0.2 else chr(draw.randrange(*draw.choice(ranges)))
                       for _ in range(draw.randint(1, 24)))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -69,8 +70,10 @@ def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None 
     assert path is not None, f"a {kind} tokenizer is read from a file"
     if kind == "huggingface":
         return huggingface_tokenizer.HuggingFaceTokenizer(path, bounds)
-    return {"char": simple.CharTokenizer, "sentencepiece": sentencepiece_tokenizer.SentencePieceTokenizer,
-            "tiktoken": tiktoken_tokenizer.TiktokenTokenizer, "bpe": tiktoken_tokenizer.TiktokenTokenizer}[kind](path)
+    classes: dict[str, Callable[[Path], Tokenizer]] = {
+        "char": simple.CharTokenizer, "sentencepiece": sentencepiece_tokenizer.SentencePieceTokenizer,
+            "tiktoken": tiktoken_tokenizer.TiktokenTokenizer, "bpe": tiktoken_tokenizer.TiktokenTokenizer}
+    return classes[kind](path)
 
 
 def write_record(folder: Path, tokenizer: Tokenizer) -> Path:
