@@ -73,15 +73,14 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
     """
-    texts, index, rejections = (staged(folder, payload["name"], ending)
-                                for ending in (".documents", ".npy", ".rejected"))
+    name, source = payload["name"], payload["source"]
+    texts, index, rejections, bands, places_file = (
+        staged(folder, name, ending) for ending in (".documents", ".npy", ".rejected", ".bands", PLACES))
+    aside = folder / DROPPED / f"{name}.jsonl"
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
-    chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
-    inputs: list[dict[str, Any]] = []
-    fields = Counter[str]()
-    places: list[str] | None = [] if payload["source"].get("id_field") else None
-    card = DataCard(payload.get("examples", 0))
+    chain, card = Chain(payload.get("filters", ())), DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
+    inputs, places, fields = list[dict[str, Any]](), list[str](), Counter[str]()
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload, inputs.append, fields):
@@ -91,39 +90,39 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
                 counts["lost"] += item.lost
                 rejected.write(item.line())
                 continue
+            read = item[0]
             counts["read"] += 1
-            text = item[0].text
-            if not text or text.isspace():
+            if not read.text or read.text.isspace():
                 counts["empty"] += 1
                 continue
             left = chain(*item)
             if isinstance(left, Dropped):
                 card.drop(left)
                 if kept_aside is not None:
-                    kept_aside.write(left.line(item[0].place))  # as it was read: a filter may forget it
+                    kept_aside.write(left.line(read.place))  # as it was read: a filter may forget it
                 continue
             document, member = left
-            card.add(document, changed=document is not item[0] and document != item[0])
+            card.add(document, changed=document is not read and document != read)
             if signer is not None:
                 signer.add(document.text)
-            if places is not None:
-                places.append(item[0].place)
+            places.append(read.place)
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
         np.save(file, np.frombuffer(rows, INDEX))
-    outputs = [output_record(folder, path) for path in (texts, index, rejections)]
+    made = [texts, index, rejections]
     if signer is not None:
-        outputs.append(output_record(folder, signer.write(staged(folder, payload["name"], ".bands"))))
-    if places is not None:
-        outputs.append(output_record(folder, write_places(staged(folder, payload["name"], PLACES), places)))
+        made.append(signer.write(bands))
+    if source.get("id_field"):
+        made.append(write_places(places_file, places))
+    outputs = [output_record(folder, path) for path in made]
     if kept_aside is not None:
-        source, gone = payload["source"]["name"], chain.counts.values()
-        outputs.append(output_record(folder, aside, split=DROPPED, source=source,
+        gone = chain.counts.values()
+        outputs.append(output_record(folder, aside, split=DROPPED, source=source["name"],
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
     return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
-            "fields": {name: fields[name] for name in payload["source"].get("meta_fields") or ()},
+            "fields": {name: fields[name] for name in source.get("meta_fields") or ()},
             "card": card.record(), "findings": chain.findings(), "outputs": outputs}
 
 
@@ -203,19 +202,19 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
         if not limit.allows(document.text):
             return Rejection(source.name, file, place, limit.reason)
         member = to_json(document)
-        if document.meta and not isinstance(source, StdlibSource):
-            fields.update({name for name in source.meta_fields if name in record})
-        return document, member
     except UnicodeEncodeError:
-        if isinstance(record, PlainText) and "\0" in record:
-            return Rejection(source.name, file, place, "binary data, not text: NUL bytes and broken UTF-8")
-        named = _broken_field(document, getattr(source, "id_field", None))
-        return Rejection(source.name, file, place, f"{named}broken UTF-8, or half of a surrogate pair; "
-                         "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
+        reason = "binary data, not text: NUL bytes and broken UTF-8"
+        if not (isinstance(record, PlainText) and "\0" in record):
+            reason = (f"{_broken_field(document, getattr(source, 'id_field', None))}broken UTF-8, or half of a "
+                      f"surrogate pair; convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
-        return Rejection(source.name, file, place, str(error))
+        reason = str(error)
     except RecursionError:
-        return Rejection(source.name, file, place, "a field that is kept as meta is nested too deeply")
+        reason = "a field that is kept as meta is nested too deeply"
+    else:
+        fields.update(name for name in document.meta if name in record)
+        return document, member
+    return Rejection(source.name, file, place, reason)
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:
@@ -232,13 +231,9 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
     """The document in a record's fields; TypeError, fit for a reader's eyes, if it lacks one or is of another kind."""
     if not isinstance(record, dict):
         raise TypeError(f"the record is {_kind(record)}, not an object with fields")
-    try:
-        text, own = record[source.text_field], record[source.id_field] if source.id_field else where
-    except KeyError:
-        fields = [source.text_field, *([source.id_field] if source.id_field else [])]
-        missing = [field for field in fields if field not in record]
-        raise TypeError(f"no field named {', '.join(missing)}; the fields are "
-                        f"{', '.join(map(str, record)) or 'none'}") from None
+    if missing := [name for name in (source.text_field, source.id_field) if name and name not in record]:
+        raise TypeError(f"no field named {', '.join(missing)}; the fields are {', '.join(map(str, record)) or 'none'}")
+    text, own = record[source.text_field], record[source.id_field] if source.id_field else where
     if not isinstance(text, str):
         raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
     if not isinstance(own, (str, int)):

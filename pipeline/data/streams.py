@@ -151,10 +151,10 @@ class _RangeHash:
     """
 
     def __init__(self, piece: Piece, opened: Callable[[int, int | None], Any]) -> None:
-        self._whole, self._opened, self._digests = piece.whole, opened, list[str]()
+        self._opened, self._digests = opened, list[str]()
         self._block = piece.bytes if piece.whole else BLOCK_BYTES
-        self.at = 0 if piece.whole else -(-piece.start // BLOCK_BYTES) * BLOCK_BYTES
-        self._stop = piece.bytes if piece.whole else min(piece.bytes, -(-piece.stop // BLOCK_BYTES) * BLOCK_BYTES)
+        self.at, self._stop = (0, piece.bytes) if piece.whole else (
+            min(piece.bytes, -(-border // BLOCK_BYTES) * BLOCK_BYTES) for border in (piece.start, piece.stop))
         self._left, self._current = self._block, hashlib.sha256()
 
     def feed(self, position: int, data: memoryview) -> None:
@@ -168,14 +168,14 @@ class _RangeHash:
             self.at += len(taken)
             self._left -= len(taken)
             data = data[len(taken):]
-            if not self._left and not self._whole:
+            if not self._left:
                 self._digests.append(self._current.hexdigest())
                 self._left, self._current = self._block, hashlib.sha256()
 
     def digests(self) -> list[str]:
         """All of them; what was not fed is read."""
         self.read_to(self._stop)
-        is_begun = self._whole or self._left < self._block
+        is_begun = self._left < self._block or not self._block  # an empty file has a digest too
         return [*self._digests, self._current.hexdigest()] if is_begun else list(self._digests)
 
     def read_to(self, offset: int, take: Callable[[memoryview], object] = len) -> None:
