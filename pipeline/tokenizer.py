@@ -21,6 +21,8 @@ from pipeline.tokenization.bpe_training import train_bpe
 from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
 from pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
 from pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
+from pipeline.tokenization.fast import KINDS, installed_version
+from pipeline.tokenization.gate import COUNT, verdict
 from pipeline.tokenization.kinds import (
     FILES,
     files_beside,
@@ -73,7 +75,10 @@ def make_tokenizer(work: Work) -> None:
         work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['heldout']:,} documents have the character "
                  f"U+2581 (\u2581), sentencepiece's own sign for a space: there it is read back, and written by the "
                  f"model, as a space. Where it matters, take tokenizer.kind tiktoken, huggingface or byte")
-    work.commit(outputs, _told(work, tokenizer, report, made["sample"], speed))
+    counts = _told(work, tokenizer, report, made["sample"], speed)
+    if tokenizer.kind in KINDS and installed_version() is not None and work.config.encode.encoder != "reference":
+        counts[COUNT] = verdict(work.folder, shards, heldout)
+    work.commit(outputs, counts)
 
 
 def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, Any]:

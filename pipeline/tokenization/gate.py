@@ -1,13 +1,15 @@
 """Which encoder works in the stage encode: the reference, or a faster one that gives the same ids.
 
 That ids decode to the text proves little: other ids do so too. So the ids themselves are compared: on held-out
-documents, on odd strings and on fuzz when the stage starts, and on some documents of every shard (`pipeline.encode`).
+documents, on odd strings and on fuzz once the tokenizer is made, and on some documents of every shard
+(`pipeline.encode`).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ from pipeline.tokenization.kinds import load_tokenizer
 if TYPE_CHECKING:
     from pipeline.contract.stage_work import Work
 
+COUNT = "fast_encoder"
+"""Where the counts of the tokenizer stage have its verdict."""
 FUZZ_STRINGS = 6000
 RUN_CHARACTERS = 30_000
 """Length of the runs of one kind of character; beyond it Llama 3's tokenizer cuts."""
@@ -48,36 +52,52 @@ RANGES = ((0x20, 0x7F), (0x20, 0x7F), (0, 0x300), (0x300, 0x370), (0x370, 0x2000
 BLANKS = " \n\t\r\u2581'0"
 
 
-def admitted(work: Work, tokenizer: Path, kind: str, shards: Path, heldout: Sequence[dict[str, Any]]) -> str | None:
+def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, heldout: Sequence[dict[str, Any]],
+             ) -> str | None:
     """The version of the fast encoder, if it is to encode; None where the reference does. What it is, is said.
 
     Args:
-        tokenizer: folder of the tokenizer stage, with a vocabulary of this kind.
-        heldout: records of held-out text shards in `shards`, on which the two are compared.
+        tokenizer: folder of the tokenizer stage, `counts` those of its manifest.
+        heldout: records of held-out text shards in `shards`, for a verdict where that stage has none of this version.
 
     Raises:
         UserError: encode.encoder asks for the fast one, and it is not there or gives other ids.
     """
-    wanted, version, problem = work.config.encode.encoder, installed_version(), ""
+    wanted, kind, version, problem = work.config.encode.encoder, counts["kind"], installed_version(), ""
     if kind not in KINDS:
         problem = f"{NAME} knows no vocabularies of tokenizer.kind {kind}"
     elif version is None:
         problem = f"{NAME} is several times faster, and not installed (pip install --editable '.[fast]')"
     elif wanted != "reference":
-        try:
-            reference = load_tokenizer(tokenizer)
-            count = compared(FastEncoder(reference, tokenizer), reference, chain(
-                odd_strings(reference), fuzz(FUZZ_STRINGS), heldout_texts(shards, heldout)))
-        except EncoderError as error:
-            problem = f"{NAME} {version} does not give this vocabulary's ids ({error})"
-        else:
-            work.say(f"{NAME} {version} encodes: equal ids to {kind} on {count:,} held-out documents and odd strings, "
-                     f"and compared again in every shard")
+        found = counts.get(COUNT, {})
+        if found.get("versions") != _versions(kind):
+            found = verdict(tokenizer, shards, heldout)
+        if not found["problem"]:
+            work.say(f"{NAME} {version} encodes: equal ids to {kind} on {found['texts']:,} held-out documents and odd "
+                     f"strings, and compared again in every shard")
             return version
+        problem = f"{NAME} {version} does not give this vocabulary's ids ({found['problem']})"
     if wanted == NAME:
         raise UserError(f"encode.encoder is {NAME}, but {problem}. Set encode.encoder to auto or reference.")
     work.say(f"the reference encodes ({kind})" + (f"; {problem}" if problem and wanted == "auto" else ""))
     return None
+
+
+def verdict(tokenizer: Path, shards: Path, heldout: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the fast encoder with the finished tokenizer in a folder: `versions` of both, how many `texts` have equal
+    ids, and the `problem` where one has not."""
+    reference = load_tokenizer(tokenizer)
+    found = {"versions": _versions(reference.kind), "texts": 0, "problem": ""}
+    try:
+        found["texts"] = compared(FastEncoder(reference, tokenizer), reference, chain(
+            odd_strings(reference), fuzz(FUZZ_STRINGS), heldout_texts(shards, heldout)))
+    except EncoderError as error:
+        found["problem"] = str(error)
+    return found
+
+
+def _versions(kind: str) -> list[str | None]:
+    return [installed_version(), metadata.version({"huggingface": "tokenizers"}.get(kind, kind))]
 
 
 def compared(encoder: FastEncoder, reference: Tokenizer, texts: Iterable[str]) -> int:

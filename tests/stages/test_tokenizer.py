@@ -9,6 +9,7 @@ import pipeline.tokenizer as stage
 from pipeline.contract.manifest import read_manifest
 from pipeline.data.text_shards import shard_records
 from pipeline.files import read_json
+from pipeline.tokenization import fast
 from pipeline.tokenization.kinds import load_tokenizer
 from tests.conftest import run_stage, write_config
 from tests.stages.conftest import halves
@@ -55,6 +56,7 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]
     marks, kept = shard["documents_with_u2581"], shard["train"] + shard["heldout"]
     assert counts["documents_with_u2581_as_space"] == report["marks_as_spaces"] == marks > found["literal_marks"]
+    assert fast.installed_version() is None or not counts["fast_encoder"]["problem"]
     assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in told
 
 
