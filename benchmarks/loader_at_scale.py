@@ -107,7 +107,7 @@ def measure(folder: Path, samples: int, length: int, batch: int) -> None:
     mixture = {source: MIXTURE.get(source, 1.0) for source in sources}
     data = TrainingData(shards, length, 0, mixture, table.content("train"), counts.get("vocab_size"))
     ready = time.process_time()
-    size = table.numbers.nbytes + table.sha256.nbytes + len(table.paths) + table.path_ends.nbytes + table.kind.nbytes
+    size = table.numbers.nbytes + table.sha256.nbytes + sum(map(len, table.paths)) + table.kind.nbytes
     print(f"{len(table):,} shards, {table.numbers[:, 2].sum():,} tokens, {data.order.counts.sum():,} samples an epoch")
     print(f"start-up, seconds of one core: {ready - began:.2f}; on one rank {read - began:.2f} for a manifest of "
           f"{mib:.0f} MiB and {columns - read:.2f} for columns, on every rank {ready - columns:.2f}; {opened[0]} "

@@ -9,7 +9,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.contract.units import Unit
-from pipeline.data.text_shards import Texts, read_texts, shard_records
+from pipeline.data.text_shards import read_texts, shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError, listed
 from pipeline.files import output_record, read_json
-from pipeline.tokenization.base import Flat, Tokenizer, reads_back
+from pipeline.tokenization.base import Tokenizer, reads_back
 from pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
 from pipeline.tokenization.gate import admitted
 from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
@@ -122,7 +122,7 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
         if by_itself := other_ids(found, reference):
             raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {by_itself}. Please report "
                             f"it; encode.encoder does not matter here.")
-    content = write_shard(path, *found.joined(), found.text_bytes, found.keys, metadata={
+    content = write_shard(path, found.tokens, found.offsets, found.text_bytes, found.keys, metadata={
         "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
         "eos_id": str(reference.eos_id)})
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
@@ -134,37 +134,14 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
 
 @dataclass
 class Encoded:
-    """A shard's documents as ids: batches of tokens with BOS and EOS and of lengths, and the documents to be proved,
-    by number: text and ids without BOS and EOS."""
+    """A shard's documents as ids: tokens with BOS and EOS, where each document begins and the last ends, and the
+    documents to be proved, by number: text and ids without BOS and EOS."""
 
-    tokens: list[NDArray[Any]] = field(default_factory=list)
-    lengths: list[NDArray[np.int64]] = field(default_factory=list)
-    text_bytes: list[int] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    proved: dict[int, tuple[str, NDArray[np.uint32]]] = field(default_factory=dict)
-
-    def add(self, batch: Texts, flat: Flat, reference: Tokenizer, dtype: str, chosen: Iterable[int]) -> None:
-        """Take in a batch; those of its documents whose numbers are `chosen` are to be proved."""
-        (ids, offsets), before = flat, len(self.keys)
-        for number in chosen:
-            if before <= number < before + len(batch.texts):
-                at = number - before
-                self.proved[number] = batch.texts[at], ids[offsets[at]:offsets[at + 1]].copy()
-        self.tokens.append(bounded(ids.astype(dtype), offsets, reference))
-        self.lengths.append(np.diff(offsets) + 2)
-        self.text_bytes += batch.lengths
-        self.keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
-
-    def joined(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """All tokens, and where each document begins and the last ends."""
-        offsets = np.concatenate([np.zeros(1, np.int64), *self.lengths])
-        return np.concatenate(self.tokens), np.cumsum(offsets, dtype=np.int64)
-
-
-def bounded(ids: NDArray[Any], offsets: NDArray[np.int64], reference: Tokenizer) -> NDArray[Any]:
-    """The ids of several texts with BOS before and EOS after each."""
-    places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
-    return np.insert(ids, places, np.tile(np.array([reference.bos_id, reference.eos_id], ids.dtype), len(offsets) - 1))
+    tokens: NDArray[Any]
+    offsets: NDArray[np.int64]
+    text_bytes: list[int]
+    keys: list[str]
+    proved: dict[int, tuple[str, NDArray[np.uint32]]]
 
 
 def other_ids(found: Encoded, reference: Tokenizer) -> str:
@@ -237,15 +214,25 @@ def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
 def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEncoder, reference: Tokenizer,
              dtype: str) -> Encoded:
     chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
-    found = Encoded()
+    edges = np.array([reference.bos_id, reference.eos_id], dtype)
+    tokens, lengths = list[NDArray[Any]](), [np.zeros(1, np.int64)]
+    text_bytes, keys, proved = list[int](), list[str](), dict[int, tuple[str, NDArray[np.uint32]]]()
     for batch in read_texts(shards, source, BATCH_BYTES):
-        found.add(batch, encoder.encode_flat(batch.texts), reference, dtype, chosen)
+        ids, offsets = encoder.encode_flat(batch.texts)
+        for number in chosen:
+            if 0 <= (at := number - len(keys)) < len(batch.texts):
+                proved[number] = batch.texts[at], ids[offsets[at]:offsets[at + 1]].copy()
+        ends = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
+        tokens.append(np.insert(ids.astype(dtype), ends, np.tile(edges, len(batch.texts))))
+        lengths.append(np.diff(offsets) + 2)
+        text_bytes += batch.lengths
+        keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
     left = max(PROVED_BYTES, source["text_bytes"] // PROVED_SHARE)
-    for number in sorted(found.proved, key=lambda number: (found.text_bytes[number], number))[1:]:
-        left -= found.text_bytes[number]
+    for number in sorted(proved, key=lambda number: (text_bytes[number], number))[1:]:
+        left -= text_bytes[number]
         if left < 0:
-            del found.proved[number]
-    return found
+            del proved[number]
+    return Encoded(np.concatenate(tokens), np.cumsum(np.concatenate(lengths)), text_bytes, keys, proved)
 
 
 @lru_cache(maxsize=1)

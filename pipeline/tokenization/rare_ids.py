@@ -5,7 +5,7 @@ broken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,13 @@ SAID = 5
 """Outliers that are named on the console."""
 
 
-def rare_counts(parts: Iterable[NDArray[Any]], tokenizer: Tokenizer) -> dict[str, int]:
+def rare_counts(ids: NDArray[Any], tokenizer: Tokenizer) -> dict[str, int]:
     """How many of a shard's ids are unknown, and how many spell a byte: fields of its output record.
 
     Where the unknown id is BOS or EOS too, it stands around documents only: a shard with more of it is refused.
     """
     unknown = [] if tokenizer.unk_id in (None, tokenizer.bos_id, tokenizer.eos_id) else [tokenizer.unk_id]
-    counts = np.zeros(tokenizer.size, np.int64)
-    for part in parts:
-        counts += np.bincount(part, minlength=tokenizer.size)
+    counts = np.bincount(ids, minlength=tokenizer.size)
     return {"unknown_tokens": int(counts[unknown].sum()),
             "fallback_tokens": int(counts[sorted(tokenizer.byte_fallback_ids)].sum())}
 

@@ -21,12 +21,12 @@ def record(path, unknown, fallback, source="a", tokens=1002):
             "fallback_tokens": fallback}
 
 
-def test_they_are_counted_over_all_batches(monkeypatch):
-    parts = [np.array([0, 1, 3, 9], np.uint16), np.array([4, 4, 0, 127], np.uint16)]
-    assert rare_counts(parts, Vocabulary()) == {"unknown_tokens": 2, "fallback_tokens": 3}
+def test_they_are_counted(monkeypatch):
+    ids = np.array([0, 1, 3, 9, 4, 4, 0, 127], np.uint16)
+    assert rare_counts(ids, Vocabulary()) == {"unknown_tokens": 2, "fallback_tokens": 3}
     for name, value in (("eos_id", 0), ("unk_id", None)):  # one that stands around documents; none
         monkeypatch.setattr(Vocabulary, name, value)
-        assert rare_counts(parts, Vocabulary()) == {"unknown_tokens": 0, "fallback_tokens": 3}
+        assert rare_counts(ids, Vocabulary()) == {"unknown_tokens": 0, "fallback_tokens": 3}
 
 
 REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
@@ -57,7 +57,7 @@ def test_encode_counts_them(encoded):
     manifest, tokenizer = read_manifest(run / "encode"), load_tokenizer(run / "tokenizer")
     for record in manifest.outputs:
         shard = TokenShard(run / "encode" / record["path"], record)
-        counts = rare_counts([shard.tokens(0, shard.token_count)], tokenizer)
+        counts = rare_counts(shard.tokens(0, shard.token_count), tokenizer)
         assert counts == {name: record[name] for name in counts}
     report = read_json(run / "tokenizer/report.json")
     assert manifest.counts["rare_ids"] == rare_ids(manifest.outputs, report)

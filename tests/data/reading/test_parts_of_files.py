@@ -18,6 +18,7 @@ from pipeline.data import framing, sources, streams
 from pipeline.data.reading import unit_documents
 from pipeline.data.sources import reading_units
 from pipeline.errors import UserError
+from pipeline.files import changed_ns
 from tests.block_digests import block_digests
 from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
 
@@ -129,7 +130,7 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     for module in ("pipeline.contract.content_hash", "pipeline.data.streams"):
         monkeypatch.setattr(f"{module}.BLOCK_BYTES", 1000)
     monkeypatch.setattr(streams, "BUFFER", 4096)
-    about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": path.stat().st_mtime_ns}
+    about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
     assert read(payload_of(path))[3] == [
         {**about, "whole": True, "start": 0, "digests": [hashlib.sha256(path.read_bytes()).hexdigest()]}]
     borders = [0, 1, 999, 1000, 1001, 70_000, 70_500, 70_999, size - 1, size]
@@ -159,7 +160,7 @@ def test_nothing_is_read_twice(tmp_path, monkeypatch):
         assert least <= bytes_read() - before < least + more
 
 
-@pytest.mark.parametrize("change", ["size", "time", "while it is read"])
+@pytest.mark.parametrize("change", ["size", "time", "content", "while it is read"])
 def test_a_file_that_changes_is_refused_by_name(tmp_path, change):
     path = tmp_path / "f.jsonl"
     path.write_text('{"text": "one"}\n' * 9)
@@ -168,6 +169,10 @@ def test_a_file_that_changes_is_refused_by_name(tmp_path, change):
         path.write_text('{"text": "one"}\n' * 8)
     elif change == "time":
         os.utime(path, ns=(1, 1))
+    elif change == "content":  # and its time is set back
+        stat = path.stat()
+        path.write_text('{"text": "two"}\n' * 9)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     items = unit_documents(payload)
     if change == "while it is read":
         next(items)
