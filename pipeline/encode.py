@@ -8,8 +8,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.contract.units import Unit
-from pipeline.data.shard_texts import Texts, read_texts
-from pipeline.data.text_shards import shard_records
+from pipeline.data.text_shards import read_texts, shard_records
 from pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from pipeline.errors import UserError, listed
 from pipeline.files import output_record, read_json
-from pipeline.tokenization.admission import admitted, told
-from pipeline.tokenization.base import Flat, Tokenizer, reads_back
-from pipeline.tokenization.fast import EncoderError, FastEncoder, one_thread
+from pipeline.tokenization.base import Tokenizer, reads_back
+from pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
+from pipeline.tokenization.gate import admitted
 from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
 from pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
@@ -38,6 +37,7 @@ the last, some between."""
 PROVED_BYTES = 200_000
 PROVED_SHARE = 64
 """Of very long documents fewer are proved: the shortest, up to so many bytes or this part of the shard's text."""
+COUNTED = {"docs", "text_bytes", "tokens"}
 BATCH_BYTES = 2_000_000
 """Text that is encoded at once."""
 
@@ -65,15 +65,31 @@ def encode(work: Work) -> None:
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
     rare = rare_ids(outputs, read_json(tokenizer / "report.json"))
-    for text in warnings(rare):
+    for text in warnings(rare["outliers"]):
         work.say(text)
-    counts |= {**rare, "dtype": dtype, "vocab_size": vocabulary["size"], "tokenizer_sha256": vocabulary["sha256"],
-               "encoders": told(work, fast, done)}
+    counts |= {"rare_ids": rare, "dtype": dtype, "vocab_size": vocabulary["size"],
+               "tokenizer_sha256": vocabulary["sha256"], "encoders": _encoders(work, fast, done)}
     if (url := work.config.encode.copy_to) is not None:
         from pipeline.data.stored.copying import copy_shards
 
         work.say(f"{copy_shards(work.folder, outputs, counts, url)} in {url}")
     work.commit(outputs, counts, verified=True)
+
+
+def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the manifest says of the encoders: which, and how many shards each has made. Those in which the reference
+    had to step in are also said."""
+    fallbacks = [record for record in done if record["fallback"]]
+    by_fast = sum(record["encoder"] == "fast" for record in done)
+    for record in fallbacks[:5]:
+        work.say(f"WARNING: {NAME} gave {record['fallback']} in {record['outputs'][0]['path']}: the reference encoded "
+                 f"that shard")
+    if fallbacks:
+        work.say(f"WARNING: {len(fallbacks)} of {len(done)} shards were encoded by the reference, since {NAME} gave "
+                 f"other ids for documents that were compared. Those shards are right; of the others the compared "
+                 f"documents are. Set encode.encoder to reference and run with --force to be sure, and report it")
+    return {"encoder": NAME if fast else "reference", "version": fast, "fast_shards": by_fast,
+            "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
@@ -106,7 +122,7 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
         if by_itself := other_ids(found, reference):
             raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {by_itself}. Please report "
                             f"it; encode.encoder does not matter here.")
-    content = write_shard(path, *found.joined(), found.text_bytes, found.keys, metadata={
+    content = write_shard(path, found.tokens, found.offsets, found.text_bytes, found.keys, metadata={
         "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
         "eos_id": str(reference.eos_id)})
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
@@ -118,37 +134,14 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
 
 @dataclass
 class Encoded:
-    """A shard's documents as ids: batches of tokens with BOS and EOS and of lengths, and the documents to be proved,
-    by number: text and ids without BOS and EOS."""
+    """A shard's documents as ids: tokens with BOS and EOS, where each document begins and the last ends, and the
+    documents to be proved, by number: text and ids without BOS and EOS."""
 
-    tokens: list[NDArray[Any]] = field(default_factory=list)
-    lengths: list[NDArray[np.int64]] = field(default_factory=list)
-    text_bytes: list[int] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    proved: dict[int, tuple[str, NDArray[np.uint32]]] = field(default_factory=dict)
-
-    def add(self, batch: Texts, flat: Flat, reference: Tokenizer, dtype: str, chosen: Iterable[int]) -> None:
-        """Take in a batch; those of its documents whose numbers are `chosen` are to be proved."""
-        (ids, offsets), before = flat, len(self.keys)
-        for number in chosen:
-            if before <= number < before + len(batch.texts):
-                at = number - before
-                self.proved[number] = batch.texts[at], ids[offsets[at]:offsets[at + 1]].copy()
-        self.tokens.append(bounded(ids.astype(dtype), offsets, reference))
-        self.lengths.append(np.diff(offsets) + 2)
-        self.text_bytes += batch.lengths
-        self.keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
-
-    def joined(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """All tokens, and where each document begins and the last ends."""
-        offsets = np.concatenate([np.zeros(1, np.int64), *self.lengths])
-        return np.concatenate(self.tokens), np.cumsum(offsets, dtype=np.int64)
-
-
-def bounded(ids: NDArray[Any], offsets: NDArray[np.int64], reference: Tokenizer) -> NDArray[Any]:
-    """The ids of several texts with BOS before and EOS after each."""
-    places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
-    return np.insert(ids, places, np.tile(np.array([reference.bos_id, reference.eos_id], ids.dtype), len(offsets) - 1))
+    tokens: NDArray[Any]
+    offsets: NDArray[np.int64]
+    text_bytes: list[int]
+    keys: list[str]
+    proved: dict[int, tuple[str, NDArray[np.uint32]]]
 
 
 def other_ids(found: Encoded, reference: Tokenizer) -> str:
@@ -196,24 +189,23 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
 
 def counted(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Documents, text bytes and (of token shards) tokens: for each split and source, and in all."""
-    splits: dict[str, dict[str, dict[str, int]]] = {}
-    total: dict[str, int] = {}
+    counts: dict[str, Any] = {"total": {}, "splits": {}}
     for record in records:
-        own = splits.setdefault(record["split"], {}).setdefault(record["source"], {})
-        for name in ("docs", "text_bytes", "tokens"):
-            if name in record:
-                own[name] = own.get(name, 0) + record[name]
-                total[name] = total.get(name, 0) + record[name]
-    return {"total": total, "splits": splits}
+        own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], {})
+        for name in COUNTED & record.keys():
+            for sums in (own, counts["total"]):
+                sums[name] = sums.get(name, 0) + record[name]
+    return counts
 
 
 def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
     """UserError unless the token shards hold the documents and bytes of the text shards, source by source."""
-    problems = [f"{split} {source}: {own[name]} {name} in the text shards, "
-                f"{tokens['splits'].get(split, {}).get(source, {}).get(name, 0)} in the token shards"
-                for split, sources in texts["splits"].items() for source, own in sources.items()
-                for name in ("docs", "text_bytes")
-                if tokens["splits"].get(split, {}).get(source, {}).get(name) != own[name]]
+    problems = []
+    for split, sources in texts["splits"].items():
+        for source, own in sources.items():
+            found = tokens["splits"].get(split, {}).get(source, {})
+            problems += [f"{split} {source}: {own[name]} {name} in the text shards, {found.get(name, 0)} in the token "
+                         f"shards" for name in ("docs", "text_bytes") if found.get(name) != own[name]]
     if problems:
         raise UserError(f"The token shards do not hold what the text shards hold:\n{listed(problems)}\n"
                         f"Run encode with --force; if that does not help, run shard with --force.")
@@ -222,15 +214,25 @@ def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
 def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEncoder, reference: Tokenizer,
              dtype: str) -> Encoded:
     chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
-    found = Encoded()
+    edges = np.array([reference.bos_id, reference.eos_id], dtype)
+    tokens, lengths = list[NDArray[Any]](), [np.zeros(1, np.int64)]
+    text_bytes, keys, proved = list[int](), list[str](), dict[int, tuple[str, NDArray[np.uint32]]]()
     for batch in read_texts(shards, source, BATCH_BYTES):
-        found.add(batch, encoder.encode_flat(batch.texts), reference, dtype, chosen)
+        ids, offsets = encoder.encode_flat(batch.texts)
+        for number in chosen:
+            if 0 <= (at := number - len(keys)) < len(batch.texts):
+                proved[number] = batch.texts[at], ids[offsets[at]:offsets[at + 1]].copy()
+        ends = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
+        tokens.append(np.insert(ids.astype(dtype), ends, np.tile(edges, len(batch.texts))))
+        lengths.append(np.diff(offsets) + 2)
+        text_bytes += batch.lengths
+        keys += [key.partition("-")[0] for key in batch.keys]  # equal texts, where they are kept, have equal keys
     left = max(PROVED_BYTES, source["text_bytes"] // PROVED_SHARE)
-    for number in sorted(found.proved, key=lambda number: (found.text_bytes[number], number))[1:]:
-        left -= found.text_bytes[number]
+    for number in sorted(proved, key=lambda number: (text_bytes[number], number))[1:]:
+        left -= text_bytes[number]
         if left < 0:
-            del found.proved[number]
-    return found
+            del proved[number]
+    return Encoded(np.concatenate(tokens), np.cumsum(np.concatenate(lengths)), text_bytes, keys, proved)
 
 
 @lru_cache(maxsize=1)

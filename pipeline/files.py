@@ -143,6 +143,12 @@ def _ends_with_newline(file: IO[bytes]) -> bool:
     return file.read(1) == b"\n"
 
 
+def changed_ns(stat: Any) -> int:
+    """When a file changed last, by the result of `os.stat`: its content, or (ctime) anything else that is known of it.
+    Whoever writes a file and sets its time back changes ctime. Of an object: the number of its content."""
+    return max(stat.st_mtime_ns, getattr(stat, "st_ctime_ns", 0))
+
+
 def sha256_file(path: Path) -> str:
     """Hex sha256 of a file's bytes."""
     with open(path, "rb") as file:

@@ -73,20 +73,18 @@ def shard(work: Work) -> None:
     counts = _count(decided, read, source_of_unit, config)
     _refuse(work, counts, sum(record["lost"] for record in read), len(files))
 
-    shards = [Unit(f"{payload['split']}-{payload['name']}", payload) for payload in decided.payloads]
-    written = work.do_units("write", shards, write_shard, "shards")
-    outputs = [record["outputs"][0] for record in written]
-    _reconcile(counts, outputs)
-    _tell(work, counts, outputs)
+    written = work.do_units("write", [Unit(f"{payload['split']}-{payload['name']}", payload)
+                                      for payload in decided.payloads], write_shard, "shards")
+    shards = [record["outputs"][0] for record in written]
+    _reconcile(counts, shards)
+    contamination, told = gather_contamination(folder, config.filters, [record["findings"] for record in read])
+    counts |= contamination
+    _tell(work, counts, shards)
 
-    outputs += [record["outputs"][-1] for record in read if filters.get("keep_dropped")]
-    outputs += decided.kept + [output for record in written for output in record["outputs"][1:]]
-    outputs.append(output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
-                                 text_bytes=0))
-    findings = [record.get("findings", {}) for record in read]
-    contamination, told = gather_contamination(folder, config.filters, findings)
-    counts, outputs = {**counts, **contamination}, outputs + told
-    _tell_contamination(work, counts)
+    outputs = [*shards, *(record["outputs"][-1] for record in read if filters.get("keep_dropped")), *decided.kept,
+               *(output for record in written for output in record["outputs"][1:]),
+               output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
+                             text_bytes=0), *told]
     _clear_outputs(folder, {record["path"] for record in outputs})
     work.commit(outputs, counts, verified=True, files=gathered([own for record in read for own in record["inputs"]]),
                 scratch=[folder / STAGING])
@@ -129,37 +127,25 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
     for number, source in enumerate(config.sources):
         units = [unit for unit, owner in enumerate(source_of_unit) if owner == number]
         records = [read[unit] for unit in units]
-        cards[source.name] = {**source_card(records, config.dropped_examples), **_fields(records)}
-        kept = dict(zip(SPLITS, (pieces[number] for pieces in decided.pieces), strict=True))
-        duplicates = decided.summary.dropped[units].sum(axis=0).tolist()
-        empty, rejected = (sum(record[reason] for record in records) for reason in ("empty", "rejected"))
-        passed = few_reasons(total([no_counts(config.filters), *(record.get("filters", {}) for record in records)]))
+        sums = {name: sum(record[name] for record in records) for name in ("read", "empty", "rejected")}
+        fields = {name: {"in": count, "of": sums["read"] - sums["rejected"]}
+                  for name, count in total(record["fields"] for record in records).items()}
+        cards[source.name] = {**source_card(records, config.dropped_examples), **({"fields": fields} if fields else {})}
+        kept = {split: pieces[number] for split, pieces in zip(SPLITS, decided.pieces, strict=True)}
+        duplicate, near = decided.summary.dropped[units].sum(axis=0).tolist()
+        passed = few_reasons(total([no_counts(config.filters), *(record["filters"] for record in records)]))
         of_source[source.name] = {
-            # An unfinished stage may have records of a version that had no filters and did not count what it read.
-            "documents_in": sum(record["read"] if "read" in record else record["documents"] + record["empty"]
-                                + record["rejected"] for record in records),
-            "cut_in_two": int(number in decided.cut),
+            "documents_in": sums["read"], "cut_in_two": int(number in decided.cut),
             **{split: pieces.total("documents") for split, pieces in kept.items()},
-            "dropped": {"duplicate": duplicates[0],
-                        **({"near_duplicate": duplicates[1]} if config.near_duplicates else {}), "empty": empty,
-                        **{name: own["documents"] for name, own in passed.items()}},
-            **({"filters": passed} if config.filters else {}),
-            "rejected": rejected,
+            "dropped": {"duplicate": duplicate, **({"near_duplicate": near} if config.near_duplicates else {}),
+                        "empty": sums["empty"], **{name: own["documents"] for name, own in passed.items()}},
+            **({"filters": passed} if passed else {}),
+            "rejected": sums["rejected"],
             "text_bytes": {split: pieces.total("text_bytes") for split, pieces in kept.items()},
             "documents_with_nul": sum(pieces.total("nul") for pieces in kept.values()),
             "documents_with_u2581": sum(pieces.total("u2581") for pieces in kept.values()),
         }
     return {**total(of_source.values()), "sources": of_source, "cards": cards}
-
-
-def _fields(records: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
-    """Of each meta field that a source names, in how many of its documents it is and how many there are; nothing where
-    it names none, or a version that did not count it has read a part of them."""
-    if not records or not all("fields" in record for record in records):
-        return {}
-    documents = sum(record["read"] - record["rejected"] for record in records)
-    return {"fields": {name: {"in": count, "of": documents}
-                       for name, count in total(record["fields"] for record in records).items()}}
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
@@ -177,50 +163,37 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
     config, problems = work.config.shard, []
     for source, own in counts["sources"].items():
         if own["train"] + own["heldout"] == 0:
-            problems.append(f"source {source} yields no documents: {own['documents_in']} read, of which "
-                            f"{own['dropped']['empty']} empty, {own['dropped']['duplicate']} duplicates, "
-                            f"{_near(own)}{own['rejected']} unreadable{_first(work.folder, source)}{_by_filters(own)}. "
-                            f"Correct the source{' or shard.filters' if _by_filters(own) else ''}, or leave it out.")
+            problems.append(f"source {source} yields no documents: {own['documents_in']:,} read, of which "
+                            f"{_counted(own['dropped'])}, {own['rejected']:,} unreadable{_first(work.folder, source)}. "
+                            f"Correct the source{' or shard.filters' if config.filters else ''}, or leave it out.")
         fields = counts["cards"][source].get("fields", {})
         if absent := [name for name, own in fields.items() if own["of"] and not own["in"]]:
             problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
                             f"a field named {', '.join(absent)}. Correct the source's meta_fields, or take it out "
                             f"there; the source is then read again.")
-    limit = f"more than shard.max_rejected_share {config.max_rejected_share:g} allows"
-    advice = (f"All are named in {work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
-              f"same command then goes on")
-    if counts["rejected"] > config.max_rejected_share * counts["documents_in"]:
-        problems.append(f"{counts['rejected']:,} of {counts['documents_in']:,} documents cannot be read, {limit}"
-                        f"{_first(work.folder)}. {advice}.")
-    elif lost > config.max_rejected_share * files:
-        problems.append(f"{lost:,} of {files:,} files cannot be read to their end, and what follows in them is lost, "
-                        f"{limit}{_first(work.folder)}. {advice}.")
+    for count, of, what in ((counts["rejected"], counts["documents_in"], "documents cannot be read"),
+                            (lost, files, "files cannot be read to their end, and what follows in them is lost")):
+        if count > config.max_rejected_share * of:
+            problems.append(f"{count:,} of {of:,} {what}, more than shard.max_rejected_share "
+                            f"{config.max_rejected_share:g} allows{_first(work.folder)}. All are named in "
+                            f"{work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
+                            f"same command then goes on.")
+            break
     documents = counts["train"] + counts["heldout"]
+    more = "or give more documents; a `separator` makes many of one text file."
     if documents == 1 and config.heldout_rule == "hash":
         problems.append("the corpus is a single document, which cannot be both trained on and held out. Cut it into "
                         "documents with the source's `separator`, hold out its end (shard.heldout_rule: tail), or give "
                         "more files.")
     elif documents and not counts["heldout"]:
         problems.append(f"none of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
-                        f"is {config.heldout_share:g}. Raise it (to {min(0.5, 5 / documents):.2g}, say), or give more "
-                        f"documents; a `separator` makes many of one text file.")
+                        f"is {config.heldout_share:g}. Raise it (to {min(0.5, 5 / documents):.2g}, say), {more}")
     elif documents and not counts["train"]:
         problems.append(f"all of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
-                        f"is {config.heldout_share:g}. Lower it, or give more documents; a `separator` makes many of "
-                        f"one text file.")
+                        f"is {config.heldout_share:g}. Lower it, {more}")
     if problems:
         raise UnusableInputError(listed(problems) if len(problems) == 1 else
                                  f"the corpus cannot be used:\n{listed(problems)}")
-
-
-def _near(own: dict[str, Any]) -> str:
-    return f"{own['dropped']['near_duplicate']} near-duplicates, " if "near_duplicate" in own["dropped"] else ""
-
-
-def _by_filters(own: dict[str, Any]) -> str:
-    dropped = [f"{name} {passed['documents']:,}" for name, passed in own.get("filters", {}).items()
-               if passed["documents"]]
-    return f", dropped by filters: {', '.join(dropped)}" if dropped else ""
 
 
 def _first(folder: Path, source: str | None = None) -> str:
@@ -243,7 +216,6 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
 
 
 def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
-    dropped, shards = counts["dropped"], [sum(record["split"] == split for record in outputs) for split in SPLITS]
     for source, own in counts["sources"].items():
         for split, word in zip(SPLITS, ("train", "held-out"), strict=True):
             if not own[split]:
@@ -255,22 +227,23 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
         work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
                  f"{work.folder / REJECTED}")
     for name, own in counts.get("filters", {}).items():
-        reasons = "; ".join(f"{documents:,} {reason}" for reason, documents in own["reasons"].items())
-        work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped"
-                 f"{f' ({reasons})' if reasons else ''}, {own['changed']:,} changed")
-    told = ", ".join(f"{documents:,} {reason}" for reason, documents in dropped.items())
+        reasons = f" ({_counted(own['reasons'], '; ')})" if own["reasons"] else ""
+        work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped{reasons}, "
+                 f"{own['changed']:,} changed")
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
+    shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
-             f"held out + {sum(dropped.values()):,} dropped ({told}) + {counts['rejected']:,} rejected; "
-             f"{sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards[0]} + {shards[1]} shards")
-
-
-def _tell_contamination(work: Work, counts: dict[str, Any]) -> None:
+             f"held out + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
+             f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
     for name, tasks in counts.get("contamination", {}).items():
         for task, own in tasks.items():
             short = f" ({own['too_short']:,} are too short to be looked for)" if own["too_short"] else ""
             work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} stand in "
                      f"{own['documents']:,} documents")
+
+
+def _counted(counts: dict[str, int], separator: str = ", ") -> str:
+    return separator.join(f"{count:,} {what}" for what, count in counts.items())
 
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
@@ -279,11 +252,10 @@ def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     from pipeline.data.planning.origins import ORIGINS
     from pipeline.data.reading import DROPPED
 
-    for path in [*(path for split in SPLITS for path in (folder / split).glob("*.tar")),
-                 *(folder / DROPPED).glob("*.jsonl"), *(folder / DUPLICATES).glob("*.parquet"),
-                 *(folder / ORIGINS).glob("*/*.parquet")]:
-        if path.relative_to(folder).as_posix() not in outputs:
-            path.unlink()
+    for place in (*SPLITS, DROPPED, DUPLICATES, ORIGINS):
+        for path in (folder / place).rglob("*"):
+            if path.is_file() and path.relative_to(folder).as_posix() not in outputs:
+                path.unlink()
 
 
 if __name__ == "__main__":

@@ -13,18 +13,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contract.units import Unit
-from pipeline.data.shard_texts import read_texts
-from pipeline.data.text_shards import shard_records
+from pipeline.data.text_shards import read_texts, shard_records
 from pipeline.errors import UserError
-from pipeline.files import copy_file, output_record, write_json, write_text
-from pipeline.tokenization.admission import COUNT, DOCUMENT_BYTES, gate_texts
+from pipeline.files import copy_file, output_record, write_json
 from pipeline.tokenization.base import Tokenizer, loses_marks
 from pipeline.tokenization.bpe_training import train_bpe
 from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
 from pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
 from pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
-from pipeline.tokenization.fast import NAME
-from pipeline.tokenization.gate import applies, key_of, verdict
+from pipeline.tokenization.fast import KINDS, installed_version
+from pipeline.tokenization.gate import COUNT, verdict
 from pipeline.tokenization.kinds import (
     FILES,
     files_beside,
@@ -35,7 +33,7 @@ from pipeline.tokenization.kinds import (
     ready_file,
     write_record,
 )
-from pipeline.tokenization.reporting import as_markdown, described
+from pipeline.tokenization.reporting import described
 from pipeline.tokenization.simple import write_characters
 from pipeline.tokenization.training import Sample, sampled, train_sentencepiece
 
@@ -61,47 +59,26 @@ def make_tokenizer(work: Work) -> None:
     units = [_check_unit(place(shards, work.folder), record, tokenizer, limit)
              for record, limit in (*checked, *looked_at(train, LOOK_BYTES))]
     checks = work.do_units("check", units, check_shard, "shards")
-    refuse_failures(summed(checks), [failure for check in checks for failure in check["failures"]])
+    whole = summed(check["tally"] for check in checks)
+    refuse_failures(whole, [failure for check in checks for failure in check["failures"]])
 
-    tallies = {source: summed(check for check, (record, _) in zip(checks, checked, strict=False)
+    tallies = {source: summed(check["tally"] for check, (record, _) in zip(checks, checked, strict=False)
                               if record["source"] == source) for source in {record["source"] for record in heldout}}
     seen = set().union(*(from_bitmap(check["seen"]) for check in checks))
     marks = manifest.counts.get("documents_with_u2581", 0) if loses_marks(tokenizer) else 0
-    report = described(tokenizer, tallies, summed(checks[len(checked):]), seen, marks,
+    report = described(tokenizer, tallies, summed(check["tally"] for check in checks[len(checked):]), seen, marks,
                        sum(record["docs"] for record in heldout))
     write_json(work.folder / "report.json", report)
-    write_text(work.folder / "report.md", as_markdown(report))
-    outputs = [*made["outputs"], *(output_record(work.folder, work.folder / name)
-                                   for name in ("report.json", "report.md"))]
-    everything = summed(checks).text_bytes / 1e6
-    speed = everything / max(1e-9, sum(check["encode_s"] for check in checks))
+    outputs = [*made["outputs"], output_record(work.folder, work.folder / "report.json")]
+    speed = whole["text_bytes"] / 1e6 / max(1e-9, sum(check["encode_s"] for check in checks))
     if marks:
         work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['heldout']:,} documents have the character "
                  f"U+2581 (\u2581), sentencepiece's own sign for a space: there it is read back, and written by the "
                  f"model, as a space. Where it matters, take tokenizer.kind tiktoken, huggingface or byte")
     counts = _told(work, tokenizer, report, made["sample"], speed)
-    work.commit(outputs, {**counts, **_gate(work, shards, heldout, tokenizer)})
-
-
-def _gate(work: Work, shards: Path, heldout: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Whether encode may use the fast encoder: no output, since it depends on what is installed here."""
-    if work.config.encode.encoder == "reference" or not applies(tokenizer.kind):
-        return {}
-    payload = {"shards": place(shards, work.folder), "records": heldout,
-               **key_of(work.folder, tokenizer.kind, tokenizer.sha256)}
-    [found] = work.do_units("gate", [Unit(NAME, payload)], try_encoder, "encoders")
-    del found["outputs"]
-    work.say(f"{NAME} {found['version']}: " + (
-        f"equal ids to {found['reference']} on {found['documents']:,} held-out documents and {found['strings']:,} odd "
-        f"strings; encode may use it" if found["equal"] else
-        f"not for this vocabulary ({found['problem']}); {found['reference']} encodes"))
-    return {COUNT: found}
-
-
-def try_encoder(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Unit of work: the fast encoder compared with the finished tokenizer in `folder`."""
-    texts = gate_texts(placed(folder, payload["shards"]), payload["records"], DOCUMENT_BYTES)
-    return {"outputs": [], **verdict(folder, load_tokenizer(folder), texts)}
+    if tokenizer.kind in KINDS and installed_version() is not None and work.config.encode.encoder != "reference":
+        counts[COUNT] = verdict(work.folder, shards, heldout)
+    work.commit(outputs, counts)
 
 
 def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, Any]:

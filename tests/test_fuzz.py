@@ -34,8 +34,7 @@ from pipeline.contract.start_record import STARTED, begun_by, force_id, read_sta
 from pipeline.contract.state import read_state
 from pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
 from pipeline.data.shard_table import ShardTable, open_shards
-from pipeline.data.shard_texts import read_texts
-from pipeline.data.text_shards import read_shard, shard_records
+from pipeline.data.text_shards import read_shard, read_texts, shard_records
 from pipeline.data.token_shards import read_batch
 from pipeline.errors import UserError
 from pipeline.evaluation.tasks import find_tasks

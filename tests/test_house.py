@@ -82,6 +82,7 @@ CALLED_FROM_OUTSIDE = {
     "initialise",  # by who uses the network alone
     "loglikelihood_rolling", "generate_until",  # by lm_eval
     "affinity",  # by submitit
+    "seekable",  # by io.BufferedReader
 }
 
 

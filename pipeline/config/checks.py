@@ -322,8 +322,9 @@ def _filters(config: Config) -> Iterator[str]:
                 for name, count in names.items() if count > 1)
     yield from (f"a filter of shard.filters is named '{name}', which counts other documents; give it another `name`."
                 for name in names if name in ("duplicate", "empty"))
-    if config.shard.keep_dropped and not names:
-        yield "shard.keep_dropped is true, but there are no shard.filters that could drop a document."
+    if config.shard.keep_dropped and not names and not config.shard.drop_duplicates:
+        yield ("shard.keep_dropped is true, but there are no shard.filters that could drop a document, and "
+               "shard.drop_duplicates is false.")
 
 
 def _near_duplicates(config: Config) -> Iterator[str]:

@@ -27,7 +27,7 @@ from pipeline.contract.manifest import Difference
 from pipeline.contract.stages import Stage
 from pipeline.contract.threads import in_threads
 from pipeline.errors import AbsentInputError, UserError
-from pipeline.files import read_sealed, write_sealed
+from pipeline.files import changed_ns, read_sealed, write_sealed
 from pipeline.stores.object_files import InputFile, ObjectStat
 from pipeline.stores.store import is_url
 
@@ -123,7 +123,7 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
             full, own = str(path.absolute()), recorded(name, path)
             digest = own["sha256"] if own is not None and _same(own, stat) else \
                 hashes.known[key(name, path)]["sha256"]
-            records.append({"name": name, "path": full, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns,
+            records.append({"name": name, "path": full, "bytes": stat.st_size, "mtime_ns": changed_ns(stat),
                             "sha256": digest})
     return Outside(records, frozenset(incomplete))
 
@@ -223,7 +223,7 @@ class Hashes:
         with ThreadPoolExecutor(HASHING) as pool:
             for path, digest in pool.map(lambda path: (path, _hashed(path)), todo):
                 stat = todo[path]
-                self.known[path] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+                self.known[path] = {"bytes": stat.st_size, "mtime_ns": changed_ns(stat), "sha256": digest}
                 if time.monotonic() - kept > KEEP_S:
                     kept = self._keep()
         if todo:
@@ -239,7 +239,7 @@ class Hashes:
 
 def _same(record: Record | None, stat: Stat) -> bool:
     try:
-        return record is not None and (record["bytes"], record["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns)
+        return record is not None and (record["bytes"], record["mtime_ns"]) == (stat.st_size, changed_ns(stat))
     except (KeyError, TypeError):  # torn
         return False
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.contract.threads import in_threads
 from pipeline.errors import UserError
-from pipeline.files import atomic_file, sha256_file, sha256_json
+from pipeline.files import atomic_file, changed_ns, sha256_file, sha256_json
 from pipeline.stores.object_files import InputFile
 
 LISTING = "listing.jsonl"
@@ -29,7 +29,7 @@ def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
             stat = path.stat()
         except OSError as error:
             raise UserError(f"The input file {path} cannot be read: {error.strerror}.") from None
-        return {"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        return {"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": changed_ns(stat)}
     found = {record["name"]: record for record in in_threads(record, files)}
     return [found[name] for name, _ in files]
 

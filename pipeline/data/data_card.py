@@ -36,7 +36,7 @@ class DataCard:
         self._examples = examples
         self._documents = self._changed = self._bytes = self._characters = 0
         self._lengths: Counter[int] = Counter()
-        self._dropped: dict[str, dict[str, list[dict[str, str]]]] = {}
+        self._shown: dict[str, dict[str, list[dict[str, str]]]] = {}
 
     def add(self, document: Document, *, changed: bool = False) -> None:
         """Count a document that the filters kept. changed: they changed it."""
@@ -50,24 +50,26 @@ class DataCard:
 
     def drop(self, dropped: Dropped) -> None:
         """Keep the beginning of a document that a filter dropped, where it is one of the first for its reason."""
-        reasons = self._dropped.setdefault(dropped.filter, {})
-        if dropped.reason not in reasons and len(reasons) >= MOST_REASONS:
-            return
-        shown = reasons.setdefault(dropped.reason, [])
-        if len(shown) < self._examples:
-            text = dropped.document.text
-            more = "…" if len(text) > EXAMPLE_CHARACTERS else ""
-            shown.append({"id": dropped.document.id, "text": text[:EXAMPLE_CHARACTERS] + more})
+        text = dropped.document.text
+        more = "…" if len(text) > EXAMPLE_CHARACTERS else ""
+        example = {"id": dropped.document.id, "text": text[:EXAMPLE_CHARACTERS] + more}
+        _show(self._shown, dropped.filter, dropped.reason, [example], self._examples)
 
     def record(self) -> dict[str, Any]:
-        """The card as JSON: `documents`, `changed`, `bytes` (of UTF-8) and `characters` of what filters kept;
-        `lengths`, by k the documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
-        shown = {name: {reason: examples for reason, examples in reasons.items() if examples}
-                 for name, reasons in self._dropped.items()}
+        """As JSON: `documents`, `changed`, `bytes` and `characters` of those that the filters kept; `lengths`, by k the
+        documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
         return {"documents": self._documents, "changed": self._changed, "bytes": self._bytes,
                 "characters": self._characters,
                 "lengths": {str(length): count for length, count in sorted(self._lengths.items())},
-                "examples": {name: reasons for name, reasons in shown.items() if reasons}}
+                "examples": self._shown}
+
+
+def _show(shown: dict[str, dict[str, list[Any]]], name: str, reason: str, examples: list[Any], most: int) -> None:
+    """Add examples of what a filter dropped, up to `most` for a reason."""
+    reasons = shown.get(name, {})
+    if most and (reason in reasons or len(reasons) < MOST_REASONS):
+        own = shown.setdefault(name, {}).setdefault(reason, [])
+        own += examples[:most - len(own)]
 
 
 def keeps_examples(unit: str) -> bool:
@@ -80,25 +82,20 @@ def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str
     """The card of a source, of its units' records in order: their cards added up, and their `findings` of languages.
 
     Args:
-        records: of finished units; one of an older version without a card adds nothing.
+        records: of finished units.
         examples: dropped documents to show for each filter and reason.
 
     Returns:
         As `DataCard.record`, with `languages` (documents by language) by the filters that tell them, if there are any.
     """
-    numbers, found = [DataCard().record()], []
-    shown: dict[str, dict[str, list[dict[str, str]]]] = {}
+    cards, shown, found = [DataCard().record()], dict[str, dict[str, list[Any]]](), []
     for record in records:
-        card = dict(record.get("card", {}))
-        for name, reasons in card.pop("examples", {}).items():
+        cards.append(record["card"])
+        found.append({name: own["languages"] for name, own in record["findings"].items() if "languages" in own})
+        for name, reasons in record["card"]["examples"].items():
             for reason, own in reasons.items():
-                of_filter = shown.setdefault(name, {})
-                if reason in of_filter or len(of_filter) < MOST_REASONS:
-                    of_reason = of_filter.setdefault(reason, [])
-                    of_reason += own[:max(0, examples - len(of_reason))]
-        numbers.append(card)
-        found.append({name: own["languages"] for name, own in record.get("findings", {}).items() if "languages" in own})
-    card = total([{key: value for key, value in own.items() if key != "examples"} for own in numbers])
+                _show(shown, name, reason, own, examples)
+    card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
     card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
     languages = {name: _most(counts) for name, counts in total(found).items()}
     return {**card, "examples": shown, **({"languages": languages} if languages else {})}
@@ -107,5 +104,4 @@ def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
     """The most frequent, and how many the others are together."""
     ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
-    rest = sum(count for _, count in ordered[MOST_LANGUAGES:])
-    return dict(ordered[:MOST_LANGUAGES]) | ({OTHERS: rest} if rest else {})
+    return total([dict(ordered[:MOST_LANGUAGES]), *({OTHERS: count} for _, count in ordered[MOST_LANGUAGES:])])

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.data.quick_json import UNSURE, compact, parsed
+import orjson
 
 DIGEST_BYTES = 16
 
@@ -84,16 +84,23 @@ def key_fits(document: Document) -> bool:
 
 
 def to_json(document: Document) -> bytes:
-    """The document as the `.json` member of a shard; UnicodeEncodeError if its text is not valid Unicode."""
-    meta = document.meta
-    return compact({"text": document.text, "source": document.source, "id": document.id, "meta": meta}, meta)
+    """The document as the `.json` member of a shard.
+
+    Raises:
+        UnicodeEncodeError: a text in it is not valid Unicode.
+        TypeError, RecursionError: its meta holds something else than JSON's own types, or is nested too deeply.
+    """
+    value = {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta}
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        json.dumps(value, ensure_ascii=False).encode()  # says where a text is not valid Unicode
+        raise (RecursionError if "Recursion" in str(error) else TypeError)(str(error)) from None
 
 
 def from_json(member: bytes, key: str) -> Document:
     """The document of a shard's `.json` member; ValueError, KeyError or TypeError if it is none."""
-    value = parsed(member)
-    if value is UNSURE:
-        value = json.loads(member)
+    value = orjson.loads(member)
     document = Document(value["text"], value["source"], value["id"], value["meta"], key)
     if not (isinstance(document.text, str) and isinstance(document.source, str)):
         raise TypeError("text and source must be strings")
@@ -101,11 +108,14 @@ def from_json(member: bytes, key: str) -> Document:
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's own types: other ones become text, NaN and infinities null."""
+    """`value` in JSON's own types: others become text, whole numbers of more than 64 bits too, NaN and infinities
+    null."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+    if isinstance(value, int) and value.bit_length() > 63:
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)

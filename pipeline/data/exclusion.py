@@ -26,12 +26,15 @@ class Taken:
     end: int
 
 
+@dataclass(frozen=True, init=False)
 class Excluded:
     """Ranges of sample numbers that no batch holds.
 
     Attributes:
         ranges: the excluded ranges, sorted, disjoint and not touching; empty ones are dropped, others merged.
     """
+
+    ranges: tuple[Range, ...]
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
         merged: list[Range] = []
@@ -41,16 +44,7 @@ class Excluded:
                 merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
             elif first < end:
                 merged.append((first, end))
-        self.ranges: tuple[Range, ...] = tuple(merged)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Excluded) and self.ranges == other.ranges
-
-    def __hash__(self) -> int:
-        return hash(self.ranges)
-
-    def __repr__(self) -> str:
-        return f"Excluded({list(self.ranges)})"
+        object.__setattr__(self, "ranges", tuple(merged))
 
     def take(self, cursor: int, count: int) -> Taken:
         """The next `count` samples from `cursor` on that are not excluded.

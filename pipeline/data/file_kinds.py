@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import codecs
 import io
+import zlib
 from pathlib import Path, PurePath
 
 from pipeline.data.streams import COMPRESSIONS, unpacked
-from pipeline.data.zstd_frames import is_skippable
 from pipeline.stores.object_files import ObjectReader
 
 HEAD = 4096
 """Bytes that are looked at."""
+SKIPPABLE = b"\x2a\x4d\x18"
+"""Follows the first byte of a zstd frame without data, which `pzstd` writes before each other one."""
 _UNPACK = "unpack it (.gz and .zst are read as they are)"
 _SIGNATURES = (
     (b"version https://git-lfs.github.com/spec/", "Git LFS pointer", "run `git lfs pull` in the clone it comes from"),
@@ -41,12 +43,12 @@ def mistaken(path: Path | ObjectReader, kind: str) -> str | None:
         compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
             return _instead_of(kind, head)
-        what = "zstd" if compression == "zstd" and is_skippable(head) else _signature(head)
+        what = "zstd" if head[1:4] == SKIPPABLE else _signature(head)
         if what != compression and head:
             return f"its name ends in {ending}, but it is {_told(head) or f'no {compression} data; rename it'}"
         with unpacked(_opened(path), compression) as stream:
             return _instead_of(kind, stream.read(HEAD) or b"")
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return None
 
 

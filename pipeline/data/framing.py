@@ -1,10 +1,11 @@
-"""A stream of bytes into records: lines, and what stands between separators, of a whole file or of a part of it.
+"""Cut a stream of bytes into records at a separator: lines, or the texts between two separators.
 
-A part is a range of bytes [start, stop), a `Span`. Which part a record belongs to follows from the bytes around the two
-ends of the range alone, so that parts that cover a file give its records once each, in order, without knowing of one
-another. No record longer than `limit` is held: it comes as None, and the next one is looked for.
+A part of a file is a range of bytes [start, stop). It has the records that begin after the first free separator that
+ends beyond `start`, up to the first one that ends beyond `stop`. A separator is free if no other one reaches into it
+from the left, as "--" at offset 0 of "---" reaches into the one at offset 1. So the bytes around its two ends alone
+decide what belongs to a part, and parts that cover a file give its records once each, in order.
 
-Every record comes with the offset of its first byte, counted as `start` is.
+No record longer than `limit` is held: it comes as None, and the next one is looked for.
 """
 
 from __future__ import annotations
@@ -12,168 +13,61 @@ from __future__ import annotations
 import codecs
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedIOBase
 
-CHUNK = 1 << 20
-"""Bytes read at a time where nothing says how many."""
-Framed = Iterator[tuple[int, bytes | None]]
+CHUNK = 1 << 16
+"""Bytes read at once."""
+Records = Iterator[tuple[int, bytes | None]]
 
 
-@dataclass
-class Span:
-    """What a reader has to read: the bytes [start, stop) of a stream that stands at `start`.
+def reach(separator: bytes) -> int:
+    """How many bytes before a part decide which separator is its first free one."""
+    return 2 * len(separator) - 2
 
-    first: the file begins here. stop may be set lower while the stream is read, before anything behind it is.
+
+def separated(stream: BufferedIOBase, separator: bytes, limit: int, start: int = 0, stop: int = sys.maxsize) -> Records:
+    """The records of the part [start, stop), each with the offset of its first byte; none after a separator that ends
+    the file. A byte order mark at the beginning of the file is left out.
+
+    stream: stands `reach(separator)` bytes before `start`, or at the beginning of the file.
     """
-
-    start: int = 0
-    stop: int = sys.maxsize
-    first: bool = True
-
-
-def lines(stream: BufferedReader, limit: int, span: Span) -> Framed:
-    """The lines that begin in (start, stop], and the one that begins the file; each with its newline.
-
-    A byte order mark at the file's beginning belongs to no line. Only b"\\n" ends a line.
-    """
-    at, mark = span.start, span.first
-    if not span.first:
-        skipped = _to_next_line(stream, at, span)
-        if skipped is None:
-            return
-        at = skipped
-    while at <= span.stop:
-        line = stream.readline(limit + 1)
-        if not line:
-            return
-        if mark:
-            mark = False
-            if line.startswith(codecs.BOM_UTF8):
-                line = line[3:]
-                line += b"" if line.endswith(b"\n") else stream.readline(3)
-                at += 3
-        if len(line) > limit and line[-1:] != b"\n":
-            yield at, None
-            skipped = _to_next_line(stream, at + len(line), span)
-            if skipped is None:
-                return
-            at = skipped
-        else:
-            yield at, line
-            at += len(line)
-
-
-def _to_next_line(stream: BufferedReader, at: int, span: Span) -> int | None:
-    """Pass over the rest of a line; where the next one begins, None where none does up to the end of the span."""
-    while at < span.stop and (part := stream.readline(CHUNK)):
-        at += len(part)
-        if part[-1:] == b"\n":
-            return at
-    return None
-
-
-def separated(stream: BufferedReader, limit: int, span: Span, separator: bytes) -> Framed:
-    """What stands between separators, found from left to right without overlap; nothing after one that ends the file.
-
-    Separators may overlap where one begins with what it ends with ("--" in "---"), and then which of them count depends
-    on all before. One that no other reaches into from the left always counts, since any that counts before it
-    ends before it. So a part begins after the first such *free* separator at or after start + len(separator) - 1, where
-    what reaches into it can be seen from `start` on, and ends with the first at or after stop + len(separator) - 1.
-    """
-    size = len(separator)
-    limit = max(limit, size)
-    window, first = _Window(stream, span.start), span.first
-    if not first:
-        if not _to_free(window, separator, span):
-            return
-    elif window.startswith(codecs.BOM_UTF8):
-        window.drop(3)
-    while True:
-        at, long = window.at, False
-        while (place := window.find(separator)) < 0:
-            if len(window) - size > limit:
-                long = True
-                window.drop(len(window) - size + 1)
-                if window.at >= span.stop + 2 * size:  # a separator further on is free: it begins a later part
-                    yield at, None
+    size, before, own = len(separator), b"", start == 0
+    at = begin = max(0, start - reach(separator))  # offsets of `rest` and of the record that it belongs to
+    rest = _read(stream, len(codecs.BOM_UTF8)) if own else b""
+    if rest.startswith(codecs.BOM_UTF8):
+        at, begin, rest = at + 3, begin + 3, rest[3:]
+    more = True
+    while more:
+        data = _read(stream, max(1, len(rest)))  # doubling: a long record is copied a few times only
+        more = bool(data)
+        *texts, rest = (rest + data).split(separator)
+        for text in texts:
+            end = at + len(text) + size
+            if own:
+                yield begin, None if at > begin or len(text) > limit else text
+            if end > (stop if own else start) and _is_free(before + text, separator):
+                if own or end > stop:
                     return
-            if not window.grow():
-                if long or len(window):
-                    yield at, None if long or len(window) > limit else window.take(len(window))
-                return
-        free = first or long or place >= size or not _reaches_into(separator, window.peek(place))
-        ends = free and window.at + place >= span.stop + size - 1
-        yield at, None if long or place > limit else window.peek(place)
-        if ends:
-            return
-        window.drop(place + size)
-        first = False
+                own = True
+            at, begin, before = end, end, separator
+        if len(rest) > size + (limit if own else 0):
+            dropped = len(rest) - size + 1
+            at, rest, before = at + dropped, rest[dropped:], b""
+            if at > stop + 2 * size:  # the next separator is a free one, and a later part begins there
+                break
+    if own and (rest or at > begin):
+        yield begin, None if at > begin or len(rest) > limit else rest
 
 
-def _reaches_into(separator: bytes, between: bytes) -> bool:
-    """Whether a separator that begins inside of the first of two, which `between` parts, reaches into the second."""
-    whole = separator + between + separator
-    return whole.find(separator, len(between) + 1) < len(separator) + len(between)
+def _is_free(before: bytes, separator: bytes) -> bool:
+    """Whether no other separator reaches into the one that follows these bytes."""
+    return (before + separator).find(separator, max(0, len(before) - len(separator) + 1)) == len(before)
 
 
-def _to_free(window: _Window, separator: bytes, span: Span) -> bool:
-    """Go to behind the first free separator of a part; False where it has none."""
-    size = len(separator)
-    known = span.start + size - 1
-    before = -size  # offset of the last separator, counted or not
-    while True:
-        while (place := window.find(separator)) < 0:
-            if window.at + len(window) >= span.stop + 2 * size:
-                return False
-            window.drop(max(0, len(window) - size + 1))
-            if not window.grow():
-                return False
-        at = window.at + place
-        if at >= span.stop + size - 1:
-            return False
-        if at >= known and at - before >= size:
-            window.drop(place + size)
-            return True
-        before = at
-        window.drop(place + 1)
-
-
-class _Window:
-    """The bytes of a stream that are looked at, from offset `at` on."""
-
-    def __init__(self, stream: BufferedReader, at: int) -> None:
-        self.at, self._stream, self._data, self._begin, self._searched = at, stream, b"", 0, 0
-
-    def __len__(self) -> int:
-        return len(self._data) - self._begin
-
-    def find(self, separator: bytes) -> int:
-        """Where the separator first stands in the window; -1 if nowhere. What was searched is not searched again."""
-        found = self._data.find(separator, max(self._begin, self._searched))
-        self._searched = len(self._data) - len(separator) + 1 if found < 0 else found
-        return found - self._begin if found >= 0 else -1
-
-    def startswith(self, mark: bytes) -> bool:
-        while len(self) < len(mark) and self.grow():
-            pass
-        return self._data.startswith(mark, self._begin)
-
-    def peek(self, count: int) -> bytes:
-        return self._data[self._begin:self._begin + count]
-
-    def drop(self, count: int) -> None:
-        self._begin += count
-        self.at += count
-
-    def take(self, count: int) -> bytes:
-        taken = self.peek(count)
-        self.drop(count)
-        return taken
-
-    def grow(self) -> bool:
-        """Read on, as much again as is there, so that a long record is copied a few times only; False at the end."""
-        rest = self._data[self._begin:]
-        more = self._stream.read1(max(CHUNK, len(rest)))
-        self._data, self._searched, self._begin = rest + more, max(0, self._searched - self._begin), 0
-        return bool(more)
+def _read(stream: BufferedIOBase, least: int) -> bytes:
+    """At least so many bytes, fewer at the end."""
+    parts, size = list[bytes](), 0
+    while size < least and (part := stream.read1(CHUNK)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)

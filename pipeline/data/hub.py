@@ -23,30 +23,22 @@ def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     datasets.disable_progress_bars()
     local = Path(source.dataset).expanduser()
     call = f"load_dataset({source.dataset!r}, {source.config_name!r}, split={source.split!r})"
+    number, rows = 0, None
     try:
         rows = datasets.load_dataset(str(local) if local.is_dir() else source.dataset, source.config_name,
                                      split=source.split, revision=source.revision, streaming=source.streaming)
-        iterator = iter(islice(rows, source.limit))
+        for number, row in enumerate(islice(rows, source.limit), 1):
+            if number == 1 and source.text_field not in row:
+                raise UnusableInputError(f"source {source.name}: the dataset {source.dataset} has no column "
+                                         f"'{source.text_field}'. Set text_field to one of {', '.join(row)}.")
+            yield number, row
+    except UserError:
+        raise
     except Exception as error:
-        raise _hub_error(source, f"{call} failed", error) from error
-    number = 0
-    while True:
-        try:
-            row = next(iterator, None)
-        except Exception as error:
-            raise _hub_error(source, f"reading broke off after {number} records of {call}", error) from error
-        if row is None:
-            return
-        number += 1
-        if number == 1 and source.text_field not in row:
-            raise UnusableInputError(f"source {source.name}: the dataset {source.dataset} has no column "
-                                     f"'{source.text_field}'. Set text_field to one of {', '.join(row)}.")
-        yield number, row
-
-
-def _hub_error(source: HubSource, what: str, error: Exception) -> UserError:
-    text = " ".join(str(error).split())
-    return UserError(f"source {source.name}: {what}: {type(error).__name__}: {text[:500]}. Check the dataset's name, "
-                     f"`config_name` and `split`, and the network (or HF_HUB_OFFLINE with a filled cache), and run the "
-                     f"stage again; damaged local files are better read with `kind: files`, which names the broken "
-                     f"records and keeps the others.")
+        what = f"reading broke off after {number} records of {call}" if rows is not None else f"{call} failed"
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"source {source.name}: {what}: {type(error).__name__}: {text[:500]}. Check the dataset's name, "
+            f"`config_name` and `split`, and the network (or HF_HUB_OFFLINE with a filled cache), and run the stage "
+            f"again; damaged local files are better read with `kind: files`, which names the broken records and keeps "
+            f"the others.") from error

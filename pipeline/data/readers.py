@@ -16,24 +16,27 @@ import codecs
 import csv
 import io
 import json
+import re
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
+
+import orjson
 
 from pipeline.config.data import FilesSource, ShardConfig
 from pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
 from pipeline.data.file_kinds import mistaken
-from pipeline.data.framing import CHUNK, Framed, Span, lines, separated
-from pipeline.data.quick_json import UNSURE, parsed
+from pipeline.data.framing import reach, separated
 from pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
 from pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
 from pipeline.stores.object_files import InputFile
 
-SPACE = " \t\r\n"
-"""What JSON lets stand between values."""
+CHUNK = 1 << 20
+"""Characters of a JSON file read at a time."""
+_SPACE, _COMMAS, _DECODER = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*"), json.JSONDecoder()
+"""What JSON lets stand between values, and in an array."""
 COLUMNAR = ("csv", "parquet", "arrow")
 """Formats that say once for a whole file which fields its records have."""
 LONGEST_TOKEN = 100
@@ -50,10 +53,10 @@ def file_format(path: PurePath, asked: str = "auto") -> str | None:
 
 
 def divisible(path: PurePath, source: FilesSource) -> bool:
-    """Whether parts of the file can be read without what stands before them; by its name alone."""
-    kind, ending = file_format(path, source.format), path.suffix.lower()
-    by_bytes = kind == "jsonl" or (kind == "txt" and source.separator is not None)
-    return by_bytes if ending == ".zst" else ending not in COMPRESSIONS and (by_bytes or kind in ("parquet", "arrow"))
+    """Whether parts of the file can be read by themselves; its name alone decides."""
+    kind = file_format(path, source.format)
+    return path.suffix.lower() not in COMPRESSIONS and (
+        kind in ("jsonl", "parquet") or (kind == "txt" and source.separator is not None))
 
 
 def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -73,7 +76,7 @@ def column_names(path: Path, kind: str) -> list[str] | None:
     if mistaken(path, kind) is not None:
         return None
     if kind == "csv":
-        with suppress(*damage()), Input(Piece.of(path)).open() as stream:
+        with suppress(*damage()), _text(Input(Piece.of(path))) as stream:
             return next(csv.reader(_csv_lines(stream, Limit(1.0)), strict=True), None)
         return None
     if kind not in ("parquet", "arrow") or path.suffix.lower() in COMPRESSIONS:
@@ -133,73 +136,66 @@ def _text_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             text = stream.read(limit.bytes + 4).removeprefix(codecs.BOM_UTF8)
         yield limit.exceeded(None) if len(text) > limit.bytes else (None, _plain_text(text))
         return
-    separator = source.separator.encode("utf-8", "surrogatepass")
-    for place, data in _framed(file, limit, partial(separated, separator=separator)):
-        if data is None:
-            yield limit.exceeded(place)
-        else:
-            yield place, _plain_text(data)
+    for place, data in _separated(file, source.separator.encode("utf-8", "surrogatepass"), limit):
+        yield limit.exceeded(place) if data is None else (place, _plain_text(data))
 
 
 def _plain_text(data: bytes) -> PlainText:
     return PlainText(data.decode("utf-8", "surrogateescape"))
 
 
-def _framed(file: Input, limit: Limit, frame: Callable[..., Framed]) -> Iterator[tuple[int | str, bytes | None]]:
+def _separated(file: Input, separator: bytes, limit: Limit) -> Iterator[tuple[int | str, bytes | None]]:
     """Records of a file with their numbers, or of a part with their offsets."""
-    opened = file.open_part() if not file.piece.whole else (file.open(), Span(), None)
-    if opened is None:
-        return
-    stream, span, prefix = opened
-    with stream:
-        if prefix is None:
-            yield from enumerate((data for _, data in frame(stream, limit.bytes, span)), 1)
-        else:
-            for offset, data in frame(stream, limit.bytes, span):
-                yield f"{prefix}{offset}", data
+    piece = file.piece
+    with file.open(reach(separator)) as stream:
+        if piece.whole:
+            yield from enumerate((data for _, data in separated(stream, separator, limit.bytes)), 1)
+            return
+        for offset, data in separated(stream, separator, limit.bytes, piece.start, piece.stop):
+            yield str(offset), data
 
 
 def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
-    for place, line in _framed(file, limit, lines):
+    for place, line in _separated(file, b"\n", limit):
         if line is None:
             yield limit.exceeded(place)
             continue
-        value = parsed(line)
-        if value is not UNSURE:
-            yield place, value
-            continue
-        text = line.decode("utf-8", "surrogateescape")
-        if not text.strip():
-            continue
         try:
-            yield place, json.loads(text)
-        except (ValueError, RecursionError) as error:
-            yield Unreadable(place, f"the line is not JSON: {error}")
+            yield place, orjson.loads(line)
+            continue
+        except orjson.JSONDecodeError:  # also for NaN, broken UTF-8 and half of a surrogate pair
+            text = line.decode("utf-8", "surrogateescape")
+        if text.strip():
+            try:
+                yield place, json.loads(text)
+            except (ValueError, RecursionError) as error:
+                yield Unreadable(place, f"the line is not JSON: {error}")
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The elements of arrays, or values one after another, without holding the whole file."""
-    # Line ends as they are, without a byte order mark.
-    with io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline="\n") as stream:
-        values, number, wrong = _JsonValues(stream, limit), 0, ""
-        array = values.begins_array()
-        while not wrong and (character := values.next_character(f"{SPACE}," if array else SPACE)):
-            if character == "]":
-                if array:
-                    array, wrong = values.end_array()
-                else:
-                    wrong = "a ']' closes nothing"
-                continue
-            number += 1
-            try:
-                yield number, values.value()
-            except TooLongError:
-                yield limit.exceeded(number, lost=True)
-                return
-            except (ValueError, RecursionError) as error:
-                yield Unreadable(number, f"not JSON from here on: {error}", lost=True)
-                return
-        if wrong or array:
+    with _text(file) as stream:
+        text, number, within, wrong = _JsonText(stream), 0, "nothing", ""
+        while not wrong and (character := text.next(_COMMAS if within == "array" else _SPACE)):
+            if (character == "[" and within in ("nothing", "rest")) or (character == "]" and within == "array"):
+                text.at += 1
+                within = "array" if character == "[" else "rest"
+            elif within == "rest" and character != "{":
+                wrong = "something stands after the array's end"
+            elif character == "]":
+                wrong = "a ']' closes nothing"
+            else:
+                within = "array" if within == "array" else "values"
+                number += 1
+                try:
+                    yield number, text.value(limit.bytes)
+                except TooLongError:
+                    yield limit.exceeded(number, lost=True)
+                    return
+                except (ValueError, RecursionError) as error:
+                    yield Unreadable(number, f"not JSON from here on: {error}", lost=True)
+                    return
+        if wrong or within == "array":
             yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True)
 
 
@@ -207,99 +203,88 @@ class TooLongError(Exception):
     """A value goes on beyond the limit."""
 
 
-class _JsonValues:
-    """JSON values one by one from a stream of text."""
+class _JsonText:
+    """The text of a JSON file, of which some is held: `at` is where to read on in it."""
 
-    def __init__(self, stream: io.TextIOWrapper, limit: Limit) -> None:
-        self.stream, self.buffer, self.position, self.ended = stream, "", 0, False
-        self.limit = limit
-        self.decoder = json.JSONDecoder()
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream, self._held, self.at, self._ended = stream, "", 0, False
 
-    def next_character(self, skipped: str) -> str:
-        """The next character that is none of `skipped`, not consumed; empty at the end."""
+    def next(self, skipped: re.Pattern[str]) -> str:
+        """The character at the next place where `skipped` ends; empty at the end."""
         while True:
-            while self.position < len(self.buffer):
-                if self.buffer[self.position] not in skipped:
-                    return self.buffer[self.position]
-                self.position += 1
-            if self.ended:
-                return ""
+            if match := skipped.match(self._held, self.at):
+                self.at = match.end()
+            if self.at < len(self._held) or self._ended:
+                return self._held[self.at:self.at + 1]
             self._fill()
 
-    def begins_array(self) -> bool:
-        """Whether an array begins here; then goes on to what it holds."""
-        begins = self.next_character(SPACE) == "["
-        self.position += begins
-        return begins
-
-    def end_array(self) -> tuple[bool, str]:
-        """Go on behind a ]: whether another array begins there, as in files that were joined, and what is wrong."""
-        self.position += 1
-        after = self.next_character(SPACE)
-        return self.begins_array(), "" if after in ("", "[", "{") else "something stands after the array's end"
-
-    def value(self) -> Any:
+    def value(self, limit: int) -> Any:
         """The value that begins here; ValueError if there is none, TooLongError if it has no end within the limit."""
         while True:
+            is_long = len(self._held) - self.at > limit
             try:
-                value, end = self.decoder.raw_decode(self.buffer, self.position)
-                if end - self.position > self.limit.bytes:
-                    raise TooLongError
-                if end < len(self.buffer) or self.ended:
-                    self.position = end
-                    return value
+                value, end = _DECODER.raw_decode(self._held, self.at)
             except json.JSONDecodeError as error:
-                wrong = error.pos < len(self.buffer) - LONGEST_TOKEN and not error.msg.startswith("Unterminated string")
-                if self.ended or (wrong and self._is_long()):
+                may_be_cut = error.pos >= len(self._held) - LONGEST_TOKEN or error.msg.startswith("Unterminated string")
+                if self._ended or (is_long and not may_be_cut):
                     raise
-                if self._is_long():
+                if is_long:
                     raise TooLongError from None
+            else:
+                if end - self.at > limit:
+                    raise TooLongError
+                if end < len(self._held) or self._ended:
+                    self.at = end
+                    return value
             self._fill()
 
-    def _is_long(self) -> bool:
-        return len(self.buffer) - self.position > self.limit.bytes
-
     def _fill(self) -> None:
-        rest = self.buffer[self.position:]
-        more = self.stream.read(max(CHUNK, len(rest)))  # doubling: a long value is tried a few times only
-        self.buffer, self.position, self.ended = rest + more, 0, not more
+        rest = self._held[self.at:]
+        more = self._stream.read(max(CHUNK, len(rest)))  # doubling: a long value is tried a few times only
+        self._held, self.at, self._ended = rest + more, 0, not more
 
 
 def _csv_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     csv.field_size_limit(limit.bytes)
-    with file.open() as stream:
-        rows = csv.reader(_csv_lines(stream, limit), strict=True)
-        number = 0
+    with _text(file) as stream:
+        rows, number = csv.reader(_csv_lines(stream, limit), strict=True), 0
         try:
             header = next(rows, [])
             check_columns(header, source)
-            while True:
-                try:
-                    row = next(rows)
-                except csv.Error as error:
-                    if "field limit" in str(error):
-                        raise TooLongError from None
-                    number += 1
-                    yield Unreadable(number, f"the row is not CSV: {error}", lost="unexpected end" in str(error))
-                    continue
+            while (row := _csv_row(rows)) is not None:
                 if not row:
                     continue
                 number += 1
-                if len(row) == len(header):
+                if isinstance(row, csv.Error):
+                    yield Unreadable(number, f"the row is not CSV: {row}", lost="unexpected end" in str(row))
+                elif len(row) == len(header):
                     yield number, dict(zip(header, row, strict=True))
                 else:
                     yield Unreadable(number, f"the row has {len(row)} values, the header {len(header)}")
-        except StopIteration:
-            return
         except TooLongError:
             yield limit.exceeded(number + 1, lost=True)
 
 
-def _csv_lines(stream: io.BufferedReader, limit: Limit) -> Iterator[str]:
-    for _, line in lines(stream, limit.bytes, Span()):
-        if line is None:
+def _text(file: Input) -> io.TextIOWrapper:
+    """The file as text, without a byte order mark and with its line ends as they are."""
+    return io.TextIOWrapper(file.open(), "utf-8-sig", "surrogateescape", newline="\n")
+
+
+def _csv_lines(stream: io.TextIOWrapper, limit: Limit) -> Iterator[str]:
+    while line := stream.readline(limit.bytes + 1):
+        if len(line) > limit.bytes:
             raise TooLongError
-        yield line.decode("utf-8", "surrogateescape")
+        yield line
+
+
+def _csv_row(rows: Any) -> list[str] | csv.Error | None:
+    """The next row, or what is wrong with it; None at the end."""
+    try:
+        return next(rows, None)
+    except csv.Error as error:
+        if "field limit" in str(error):
+            raise TooLongError from None
+        return error
 
 
 FORMATS: dict[str, Callable[[Input, FilesSource, Limit], Records]] = {

@@ -42,7 +42,6 @@ from pipeline.files import atomic_file, output_record
 from pipeline.stores.store import Changed, Missing
 
 STAGING = "staging"
-FRAMES = "frames"
 DROPPED = "dropped"
 """Folder of the documents that filters dropped, a file for each unit, where they are kept."""
 HAS_NUL, HAS_U2581 = 1, 2
@@ -69,65 +68,63 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
     `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
     whether it was read whole, the first byte, and the digests, see `pipeline.contract.content_hash`), the files as
-    `outputs`, the staged documents first, and where the source names meta fields `fields`: in how many of the documents
-    that could be read each of them is.
+    `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta field
+    is that the source names.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
     """
-    texts, index, rejections = (staged(folder, payload["name"], ending)
-                                for ending in (".documents", ".npy", ".rejected"))
+    name, source = payload["name"], payload["source"]
+    texts, index, rejections, bands, places_file = (
+        staged(folder, name, ending) for ending in (".documents", ".npy", ".rejected", ".bands", PLACES))
+    aside = folder / DROPPED / f"{name}.jsonl"
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
-    chain, aside = Chain(payload.get("filters", ())), folder / DROPPED / f"{payload['name']}.jsonl"
-    inputs: list[dict[str, Any]] = []
-    fields = Counter[str]()
-    places: list[str] | None = [] if payload["source"].get("id_field") else None
-    card = DataCard(payload.get("examples", 0))
+    chain, card = Chain(payload.get("filters", ())), DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
+    inputs, places, fields = list[dict[str, Any]](), list[str](), Counter[str]()
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
-        for item in unit_documents(payload, inputs.append, folder / STAGING / FRAMES, fields):
+        for item in unit_documents(payload, inputs.append, fields):
             if isinstance(item, Rejection):
                 counts["read"] += item.documents
                 counts["rejected"] += item.documents
                 counts["lost"] += item.lost
                 rejected.write(item.line())
                 continue
+            read = item[0]
             counts["read"] += 1
-            text = item[0].text
-            if not text or text.isspace():
+            if not read.text or read.text.isspace():
                 counts["empty"] += 1
                 continue
             left = chain(*item)
             if isinstance(left, Dropped):
                 card.drop(left)
                 if kept_aside is not None:
-                    kept_aside.write(left.line(item[0].place))  # as it was read: a filter may forget it
+                    kept_aside.write(left.line(read.place))  # as it was read: a filter may forget it
                 continue
             document, member = left
-            card.add(document, changed=document is not item[0] and document != item[0])
+            card.add(document, changed=document is not read and document != read)
             if signer is not None:
                 signer.add(document.text)
-            if places is not None:
-                places.append(item[0].place)
+            places.append(read.place)
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
         np.save(file, np.frombuffer(rows, INDEX))
-    outputs = [output_record(folder, path) for path in (texts, index, rejections)]
+    made = [texts, index, rejections]
     if signer is not None:
-        outputs.append(output_record(folder, signer.write(staged(folder, payload["name"], ".bands"))))
-    if places is not None:
-        outputs.append(output_record(folder, write_places(staged(folder, payload["name"], PLACES), places)))
+        made.append(signer.write(bands))
+    if source.get("id_field"):
+        made.append(write_places(places_file, places))
+    outputs = [output_record(folder, path) for path in made]
     if kept_aside is not None:
-        source, gone = payload["source"]["name"], chain.counts.values()
-        outputs.append(output_record(folder, aside, split=DROPPED, source=source,
+        gone = chain.counts.values()
+        outputs.append(output_record(folder, aside, split=DROPPED, source=source["name"],
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
-    meta = {name: fields[name] for name in payload["source"].get("meta_fields") or ()}
     return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
-            **({"fields": meta} if meta else {}), "card": card.record(),
-            **({"findings": found} if (found := chain.findings()) else {}), "outputs": outputs}
+            "fields": {name: fields[name] for name in source.get("meta_fields") or ()},
+            "card": card.record(), "findings": chain.findings(), "outputs": outputs}
 
 
 def index_row(text: str, offset: int, length: int) -> bytes:
@@ -139,11 +136,10 @@ def index_row(text: str, offset: int, length: int) -> bytes:
 
 
 def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], object] = lambda record: None,
-                   cache: Path | None = None, fields: Counter[str] | None = None) -> Iterator[Item]:
+                   fields: Counter[str] | None = None) -> Iterator[Item]:
     """The documents of one unit in order: by file name, then place in the file.
 
     seen: called with the record of each file or part, when it has been read (see `Input.record`).
-    cache: a folder for what is found out about a file once for all its parts.
     fields: where it is counted in how many documents each of the source's meta fields is, null or not.
 
     Raises:
@@ -152,43 +148,32 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
     """
     source: Source = TypeAdapter(Source).validate_python(payload["source"])
     limit = Limit(payload["max_document_mb"])
-    pieces = [Piece(**piece) for piece in payload["pieces"]]
     fields = Counter() if fields is None else fields
     if isinstance(source, HubSource):
         for number, row in hub_rows(source):
             yield _document(source, source.split, number, row, limit, fields)
-        for piece in pieces:  # its own library knows which of them it read
-            seen(_opened(source, piece).record())
-        return
-    for piece in pieces:
+    for piece in (Piece(**piece) for piece in payload["pieces"]):
         try:
-            file = _opened(source, piece, cache)
-            records = python_records(file, limit) if isinstance(source, StdlibSource) else \
-                file_records(file, source, limit)
-            yield from _file_documents(source, piece.file, records, limit, fields)
-            seen(_record(source, file))
+            file = Input(piece)
+            if not isinstance(source, HubSource):  # whose own library knows which of them it read
+                records = python_records(file, limit) if isinstance(source, StdlibSource) else \
+                    file_records(file, source, limit)
+                yield from _file_documents(source, piece.file, records, limit, fields)
+            seen(file.record())
         except (Missing, Changed) as error:
             raise UserError(f"source {source.name}: {error} It was another when the stage shard began. Let nobody "
                             f"write there; the same command then reads what is there.") from None
-
-
-def _opened(source: Source, piece: Piece, cache: Path | None = None) -> Input:
-    try:
-        return Input(piece, cache)
-    except OSError as error:
-        raise _unreadable(source, piece.file, error) from None
-
-
-def _record(source: Source, file: Input) -> dict[str, Any]:
-    try:
-        return file.record()
-    except OSError as error:
-        raise _unreadable(source, file.piece.file, error) from None
-
-
-def _unreadable(source: Source, file: str, error: OSError) -> UserError:
-    return UserError(f"source {source.name}: {file} cannot be read: {os.strerror(error.errno or errno.EIO)}. Put it "
-                     f"back or make it readable, and run the stage again.")
+        except MemoryError as error:  # not the data: recorded as damage it would stay lost when there is more
+            told = f" ({error})" if str(error) else ""
+            raise UserError(f"source {source.name}: {piece.file} needs more memory than this process can have{told}. "
+                            f"Give the stage more, or fewer processes at once (launch.processes), and run it again."
+                            ) from None
+        except OSError as error:
+            if is_shortage(error):
+                raise
+            raise UserError(f"source {source.name}: {piece.file} cannot be read: "
+                            f"{os.strerror(error.errno or errno.EIO)}. Put it back or make it readable, and run the "
+                            f"stage again.") from None
 
 
 def _file_documents(source: StdlibSource | FilesSource, file: str, records: Records, limit: Limit,
@@ -201,13 +186,7 @@ def _file_documents(source: StdlibSource | FilesSource, file: str, records: Reco
             else:
                 place = record[0]
                 yield _document(source, file, *record, limit, fields)
-    except MemoryError as error:  # not the data: recorded as damage it would stay lost when there is more
-        told = f" ({error})" if str(error) else ""
-        raise UserError(f"source {source.name}: {file} needs more memory than this process can have{told}. Give the "
-                        f"stage more, or fewer processes at once (launch.processes), and run it again.") from None
     except damage() as error:
-        if isinstance(error, OSError) and error.errno is not None and not is_shortage(error):
-            raise _unreadable(source, file, error) from None
         raise_unless_damage(error)
         after = place + 1 if isinstance(place, int) else place
         yield Rejection(source.name, file, after, f"the file cannot be read from here on: {error}", lost=True)
@@ -224,19 +203,19 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
         if not limit.allows(document.text):
             return Rejection(source.name, file, place, limit.reason)
         member = to_json(document)
-        if document.meta and not isinstance(source, StdlibSource):
-            fields.update({name for name in source.meta_fields if name in record})
-        return document, member
     except UnicodeEncodeError:
-        if isinstance(record, PlainText) and "\0" in record:
-            return Rejection(source.name, file, place, "binary data, not text: NUL bytes and broken UTF-8")
-        named = _broken_field(document, getattr(source, "id_field", None))
-        return Rejection(source.name, file, place, f"{named}broken UTF-8, or half of a surrogate pair; "
-                         "convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
+        reason = "binary data, not text: NUL bytes and broken UTF-8"
+        if not (isinstance(record, PlainText) and "\0" in record):
+            reason = (f"{_broken_field(document, getattr(source, 'id_field', None))}broken UTF-8, or half of a "
+                      f"surrogate pair; convert the file to UTF-8 (iconv -f latin1 -t utf-8, where it is Latin-1)")
     except TypeError as error:
-        return Rejection(source.name, file, place, str(error))
+        reason = str(error)
     except RecursionError:
-        return Rejection(source.name, file, place, "a field that is kept as meta is nested too deeply")
+        reason = "a field that is kept as meta is nested too deeply"
+    else:
+        fields.update(name for name in document.meta if name in record)
+        return document, member
+    return Rejection(source.name, file, place, reason)
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:
@@ -253,13 +232,9 @@ def _from_fields(source: FilesSource | HubSource, where: str, record: Any) -> Do
     """The document in a record's fields; TypeError, fit for a reader's eyes, if it lacks one or is of another kind."""
     if not isinstance(record, dict):
         raise TypeError(f"the record is {_kind(record)}, not an object with fields")
-    try:
-        text, own = record[source.text_field], record[source.id_field] if source.id_field else where
-    except KeyError:
-        fields = [source.text_field, *([source.id_field] if source.id_field else [])]
-        missing = [field for field in fields if field not in record]
-        raise TypeError(f"no field named {', '.join(missing)}; the fields are "
-                        f"{', '.join(map(str, record)) or 'none'}") from None
+    if missing := [name for name in (source.text_field, source.id_field) if name and name not in record]:
+        raise TypeError(f"no field named {', '.join(missing)}; the fields are {', '.join(map(str, record)) or 'none'}")
+    text, own = record[source.text_field], record[source.id_field] if source.id_field else where
     if not isinstance(text, str):
         raise TypeError(f"the field '{source.text_field}' is {_kind(text)}, not text")
     if not isinstance(own, (str, int)):

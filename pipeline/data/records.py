@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +39,7 @@ class UnusableColumnsError(Exception):
 def damage() -> tuple[type[Exception], ...]:
     """Exceptions that a damaged file causes in the readers. Others raise them too: see `raise_unless_damage`."""
     import pyarrow as pa
-    return (OSError, EOFError, UnicodeDecodeError, csv.Error, pa.ArrowException, UnusableColumnsError)
+    return (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error, pa.ArrowException, UnusableColumnsError)
 
 
 def is_shortage(error: BaseException) -> bool:

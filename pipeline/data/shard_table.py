@@ -1,6 +1,6 @@
 """What a manifest says of token shards, as columns, and the shards that are open now: both of bounded size.
 
-A hundred thousand records as JSON are 150 MB of Python objects; as columns they are 14 MB, which one rank sends to all.
+A hundred thousand records as JSON are 150 MB of Python objects; as columns they are 20 MB, which one rank sends to all.
 A shard becomes an object when it is read, and its file is opened then. The ones read last are kept, all others are
 forgotten: neither descriptors nor memory grow with the number of shards that were read.
 """
@@ -8,10 +8,9 @@ forgotten: neither descriptors nor memory grow with the number of shards that we
 from __future__ import annotations
 
 import resource
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, overload
 
@@ -71,14 +70,13 @@ class ShardTable:
     Attributes:
         numbers: (shards, 7) int64, `NUMBERS`.
         sha256: (shards, 32) uint8.
-        paths: UTF-8 of all paths inside the stage's folder, one after another; path_ends: (shards,) where each ends.
+        paths: where each is inside the stage's folder.
         kind: (shards,) the row of `kinds`: what many shards share, (split, source, dtype).
     """
 
     numbers: NDArray[np.int64]
     sha256: NDArray[np.uint8]
-    paths: bytes
-    path_ends: NDArray[np.int64]
+    paths: list[str]
     kind: NDArray[np.int32]
     kinds: tuple[tuple[str, str, str], ...]
 
@@ -94,11 +92,9 @@ class ShardTable:
             raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} has not the "
                             f"room for what is said to be in it. Run the stage again with --force.")
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
-        paths = [record["path"].encode() for record in records]
         shared = [(record["split"], record["source"], record["dtype"]) for record in records]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}
-        return cls(numbers, digests.reshape(-1, 32), b"".join(paths),
-                   np.cumsum([len(path) for path in paths], dtype=np.int64),
+        return cls(numbers, digests.reshape(-1, 32), [record["path"] for record in records],
                    np.array([kinds[kind] for kind in shared], np.int32), tuple(kinds))
 
     def __len__(self) -> int:
@@ -106,7 +102,7 @@ class ShardTable:
 
     def path(self, row: int) -> str:
         """The shard's path inside the stage's folder."""
-        return self.paths[int(self.path_ends[row - 1]) if row else 0:int(self.path_ends[row])].decode()
+        return self.paths[row]
 
     def digest(self, row: int) -> str:
         """Hex sha256 of the shard's file."""
@@ -121,20 +117,14 @@ class ShardTable:
     def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
         """The shards of one split (and source), in the order of their paths."""
         chosen = np.array([kind[0] == split and source in (None, kind[1]) for kind in self.kinds], bool)
-        if not len(self):
-            return np.empty(0, np.int64)
-        paths = self._paths()  # UTF-8 sorts as its characters do
-        return np.array(sorted(np.flatnonzero(chosen[self.kind]).tolist(), key=paths.__getitem__), np.int64)
+        found = np.flatnonzero(chosen[self.kind]).tolist() if self.paths else []
+        return np.array(sorted(found, key=self.paths.__getitem__), np.int64)
 
     def content(self, split: str) -> Iterator[list[str]]:
         """(path, sha256) of each shard of a split, in the manifest's order: what identifies the tokens."""
         chosen, digests = [kind[0] == split for kind in self.kinds], self.sha256.tobytes()
-        return ([path.decode(), digests[32 * row:32 * row + 32].hex()]
-                for row, (path, kind) in enumerate(zip(self._paths(), self.kind.tolist(), strict=True)) if chosen[kind])
-
-    def _paths(self) -> list[bytes]:
-        ends = self.path_ends.tolist()
-        return [self.paths[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return ([path, digests[32 * row:32 * row + 32].hex()]
+                for row, (path, kind) in enumerate(zip(self.paths, self.kind.tolist(), strict=True)) if chosen[kind])
 
 
 def most_open() -> int:
@@ -158,26 +148,18 @@ class OpenShards:
         self.folder, self.table, self.opener = folder, table, opener
         self.most = most or most_open()
         self._whole = OFFSETS_BYTES // max(1, min(self.most, len(table)))
-        self._kept: OrderedDict[int, TokenShard] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept = lru_cache(self.most)(self._opened)
 
     def __len__(self) -> int:
         """How many are kept now."""
-        return len(self._kept)
+        return self._kept.cache_info().currsize
 
     def shard(self, row: int) -> TokenShard:
         """The shard in that row of the table."""
-        with self._lock:
-            if (found := self._kept.get(row)) is None:
-                record = self.table.record(row)
-                found = self._kept[row] = self._opened(row, record)
-                if len(self._kept) > self.most:
-                    self._kept.popitem(last=False)
-            else:
-                self._kept.move_to_end(row)
-            return found
+        return self._kept(row)
 
-    def _opened(self, row: int, record: dict[str, Any]) -> TokenShard:
+    def _opened(self, row: int) -> TokenShard:
+        record = self.table.record(row)
         if self.opener is not None:
             return self.opener(row, record, self._whole)
         return TokenShard(self.folder / record["path"], record, self._whole)

@@ -19,6 +19,7 @@ from pipeline.contract.content_hash import BLOCK_BYTES
 from pipeline.data.readers import FORMATS, divisible, file_format
 from pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from pipeline.errors import AbsentInputError, UserError, listed
+from pipeline.files import changed_ns
 from pipeline.stores.object_files import InputFile, ObjectFile, find
 from pipeline.stores.store import is_url
 
@@ -84,7 +85,7 @@ def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
         for index, group in enumerate(groups):
             name = f"{source.name}-{index:05d}"
             units.append((name, {"name": name, "source": settings, "max_document_mb": config.max_document_mb,
-                                 "pieces": [_fields(piece) for piece in group]}))
+                                 "pieces": [vars(piece) for piece in group]}))
     return units
 
 
@@ -176,11 +177,6 @@ def _pure(path: InputFile) -> PurePath:
     return path.place if isinstance(path, ObjectFile) else path
 
 
-def _fields(piece: Piece) -> dict[str, Any]:
-    """A piece as a payload has it: of a file on a disk, as before there were others."""
-    return {key: value for key, value in vars(piece).items() if key != "etag" or value}
-
-
 def _looked_in(pattern: Path) -> str:
     """The folder in which an absolute path or glob was looked for, as far as it is there."""
     fixed = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
@@ -212,7 +208,7 @@ def _whole(name: str, path: InputFile) -> Piece:
     except OSError as error:
         raise UserError(f"source {name.partition('/')[0]}: {path} cannot be read: {error.strerror}. Put it back or "
                         f"make it readable, and run the stage again.") from None
-    return Piece(name, str(path), about.st_size, about.st_mtime_ns, 0, about.st_size)
+    return Piece(name, str(path), about.st_size, changed_ns(about), 0, about.st_size)
 
 
 def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: float) -> list[list[Piece]]:

@@ -1,16 +1,22 @@
-"""Text shards: WebDataset tars with one `.json` member a document. Written here, read by the stages that follow."""
+"""Text shards: WebDataset tars with one `.json` member a document. Written here, read by the stages that follow.
+
+Only tars of the form that is written here are read: plain members without extended headers.
+"""
 
 from __future__ import annotations
 
-import io
-import json
+import hashlib
 import os
 import tarfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
-from pipeline.contract.input_check import committed, refuse_changed
+import orjson
+
+from pipeline.contract.input_check import committed, refuse_changed, wrong
 from pipeline.contract.manifest import check_record
 from pipeline.data.documents import Document, from_json, key_fits
 from pipeline.errors import UserError
@@ -25,14 +31,14 @@ BLOCK = tarfile.BLOCKSIZE
 END = bytes(2 * BLOCK)
 """Ends a tar."""
 _NAME = tarfile.LENGTH_NAME
-_TOGETHER = 1 << 20
-"""Bytes written or read at once."""
+_BUFFER = 1 << 20
 _EMPTY = tarfile.TarInfo().tobuf()
 """The header of a member without a name and content. Name, size (octal, at 124) and sum of all bytes (at 148, itself
 counted as spaces) are what differs in others."""
 _EMPTY_SUM = sum(_EMPTY) - sum(_EMPTY[148:156]) + 8 * ord(" ") - sum(_EMPTY[124:135])
-NO_END = "the mark that ends a tar is missing, so members may be"
-MEND = "Delete the file and run the stage shard again: it makes only what is missing."
+_WRONG = (ValueError, KeyError, TypeError, AttributeError)
+"""What is raised of a file that is no text shard."""
+_MEND = "Delete the file and run the stage shard again: it makes only what is missing."
 
 
 class TextRecord(TypedDict):
@@ -56,30 +62,31 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
     The bytes are those of webdataset's own TarWriter, whose import would bring torch into every worker.
     """
     with atomic_file(path) as file:
-        written, held, waiting = 0, 0, list[bytes]()
+        written = 0
         for key, member in members:
-            header, size = _header(key + SUFFIX, len(member)), len(member)
-            waiting += (header, member, bytes(-size % BLOCK))
-            held += len(header) + size + -size % BLOCK
-            if held >= _TOGETHER:
-                written += file.write(b"".join(waiting))
-                held = 0
-                waiting.clear()
-        written += file.write(b"".join(waiting) + END)
+            written += file.write(b"".join((_header(key + SUFFIX, len(member)), member, bytes(-len(member) % BLOCK))))
+        written += file.write(END)
         file.write(bytes(-written % tarfile.RECORDSIZE))
 
 
 def _header(name: str, size: int) -> bytes:
     """A member's header as tarfile writes it; time, user and group are 0 and empty."""
-    data = name.encode("ascii", "replace")
-    if len(data) > _NAME or not name.isascii() or size >= 8**11:
-        entry = tarfile.TarInfo(name)
-        entry.size = size
-        return entry.tobuf()
-    digits = b"%011o" % size
+    data, digits = name.encode("ascii"), b"%011o" % size
+    if len(data) > _NAME or len(digits) > 11:
+        raise ValueError(f"the member {name} of {size:,} bytes does not fit a plain header")
     total = _EMPTY_SUM + sum(data) + sum(digits)
     return b"".join((data, bytes(_NAME - len(data)), _EMPTY[_NAME:124], digits, _EMPTY[135:148], b"%06o\0" % total,
                      _EMPTY[155:]))
+
+
+def _parsed_header(header: bytes) -> tuple[str, int]:
+    """Name and size of a member; ValueError unless `write_members` makes this header for them."""
+    name, digits = header[:_NAME].rstrip(b"\0"), header[124:135]
+    if name.isascii() and name.endswith(SUFFIX.encode()) and digits.isdigit():
+        size = int(digits, 8)
+        if header == _header(name.decode(), size):
+            return name.decode(), size
+    raise ValueError(f"the member {name!r} is not a plain {SUFFIX} file")
 
 
 def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
@@ -100,11 +107,10 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
     for document in read_documents(path, only):
         if not key_fits(document):
             raise UserError(f"{path} is damaged: the text of the document {document.id} does not have the hash that "
-                            f"its name {document.key} says. {MEND}")
+                            f"its name {document.key} says. {_MEND}")
         count += 1
         yield document
-    if count != (record["docs"] if only is None else len(only)):
-        raise UserError(f"{path} holds {count} documents instead of {record['docs']}. {MEND}")
+    _refuse_other_count(path, count, record["docs"] if only is None else len(only))
 
 
 def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[Document]:
@@ -113,95 +119,119 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
     Raises:
         UserError: naming the file and the place at which it is torn or not a text shard.
     """
-    place, end, number, start = "its beginning", 0, -1, 0
+    with _opened(path) as shard:
+        for name, member in shard.members(only):
+            yield from_json(member, name[:-len(SUFFIX)])
+
+
+@dataclass
+class Texts:
+    """Some documents of a shard, in order: their texts, the UTF-8 bytes of each, their keys."""
+
+    texts: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+
+
+def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterator[Texts]:
+    """The documents of a shard of which the manifest has `record`, in batches of about `batch_bytes` of text. The file
+    is hashed while it is read, so texts are not compared with their keys.
+
+    Raises:
+        UserError: the file is missing, is not what was committed (also after batches were given: nothing that was made
+            of them may be kept then), or holds another number of documents.
+    """
+    path, count, digest = folder / record["path"], 0, hashlib.sha256()
+    batch, size = Texts(), 0
+    with _opened(path, digest.update) as shard:
+        try:
+            for name, member in shard.members():
+                text = orjson.loads(member)["text"]
+                encoded = len(text) if text.isascii() else len(text.encode())
+                batch.texts.append(text)
+                batch.lengths.append(encoded)
+                batch.keys.append(name[:-len(SUFFIX)])
+                size, count = size + encoded, count + 1
+                if size >= batch_bytes:
+                    yield batch
+                    batch, size = Texts(), 0
+        except _WRONG:  # that the file was changed says more
+            _refuse_other_hash(folder, record, shard, digest)
+            raise
+        _refuse_other_hash(folder, record, shard, digest)
+    _refuse_other_count(path, count, record["docs"])
+    if batch.texts:
+        yield batch
+
+
+def _refuse_other_hash(folder: Path, record: dict[str, Any], shard: _Shard, digest: hashlib._Hash) -> None:
+    shard.read_on()
+    [expected] = committed(folder, [record], "shard")
+    if digest.hexdigest() != expected.sha256:
+        raise UserError(wrong(expected, digest.hexdigest()))
+
+
+def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
+    if count != wanted:
+        raise UserError(f"{path} holds {count} documents instead of {wanted}. {_MEND}")
+
+
+@contextmanager
+def _opened(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[_Shard]:
+    """The shard, open; UserError if it cannot be read, or what is read of it is no text shard. seen: is given all bytes
+    that are read."""
     try:
-        with open_shard(path) as file:
-            while (plain := _plain_member(file, end, read=only is None or number + 1 in only)) is not None:
-                (name, size, data), start = plain, end
-                place, end = f"the member {name}", start + BLOCK + -(-size // BLOCK) * BLOCK
-                number += 1
-                if data is not None:
-                    yield _parsed(data, name)
-            # What is not as it is written here is left to tarfile, from the last good member on.
-            file.seek(start)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (member := tar.next()) is not None:
-                    # tarfile would keep every member that it has met.
-                    tar.members.clear()  # type: ignore[attr-defined]
-                    if member.offset < end:
-                        continue
-                    place, end = f"the member {member.name}", member.offset_data + -(-member.size // BLOCK) * BLOCK
-                    number += 1
-                    if only is None or number in only:
-                        yield _document(tar, member)
-        place = f"byte {end}"
-        _check_end(path, end)
-    except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise UserError(f"{path} is torn or no text shard, at {place}: {error or type(error).__name__}. "
-                        f"{MEND}") from None
-
-
-class ShardFile(io.BufferedReader):
-    """A shard that is open. Whatever size a header tells of, no more is asked for than the file has."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
-
-
-def open_shard(path: Path) -> ShardFile:
-    """The file of a shard; UserError if it cannot be read."""
-    try:
-        return ShardFile(open(path, "rb", buffering=0), _TOGETHER)
+        file = open(path, "rb", buffering=_BUFFER)  # noqa: SIM115
     except FileNotFoundError:
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}. {MEND}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}. {_MEND}") from None
+    with file:
+        shard = _Shard(file, seen)
+        try:
+            yield shard
+        except _WRONG as error:
+            raise UserError(f"{path} is torn or no text shard, at {shard.place}: {error}. {_MEND}") from None
 
 
-def _plain_member(file: IO[bytes], start: int, *, read: bool) -> tuple[str, int, bytes | None] | None:
-    """Name, size and content (if it is to be read) of the member at `start`, if its header is a plain one; None if it
-    is another or the file ends before the member does."""
-    file.seek(start)
-    if (plain := plain_header(file.read(BLOCK))) is None or not read:
-        return plain and (*plain, None)
-    name, size = plain
-    data = file.read(size)
-    return (name, size, data) if len(data) == size else None
+class _Shard:
+    """An open shard.
 
+    Attributes:
+        place: what was read last, for messages.
+    """
 
-def plain_header(header: bytes) -> tuple[str, int] | None:
-    """Name and size of a member whose header is as `write_members` makes it, byte for byte; None if it is another."""
-    name, digits = header[:_NAME].rstrip(b"\0"), header[124:135]
-    if not (digits.isdigit() and name.isascii() and name.endswith(SUFFIX.encode())):
-        return None
-    try:
-        size = int(digits, 8)
-    except ValueError:
-        return None
-    return (name.decode("ascii"), size) if header == _header(name.decode("ascii"), size) else None
+    def __init__(self, file: IO[bytes], seen: Callable[[bytes], object]) -> None:
+        self._file, self._seen, self.place = file, seen, "its beginning"
+        self._left = os.fstat(file.fileno()).st_size
 
+    def members(self, only: Collection[int] | None = None) -> Iterator[tuple[str, bytes]]:
+        """Name and content of each member; with `only`, of those of these numbers, from 0."""
+        number = 0
+        while (header := self._take(BLOCK)) != END[:BLOCK]:
+            name, size = _parsed_header(header)
+            self.place = f"the member {name}"
+            padded = -(-size // BLOCK) * BLOCK
+            if only is None or number in only:
+                yield name, self._take(padded)[:size]
+            elif padded > self._left:
+                raise ValueError(f"{self._left} of {size} bytes are there")
+            else:
+                self._file.seek(padded, os.SEEK_CUR)
+                self._left -= padded
+            number += 1
+        if self._take(BLOCK) != END[BLOCK:]:
+            raise ValueError("the mark that ends a tar is missing, so members may be")
 
-def _document(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Document:
-    file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
-    if file is None or not member.name.endswith(SUFFIX):
-        raise ValueError(f"it is not a {SUFFIX} file")
-    data = file.read()
-    if len(data) != member.size:
-        raise ValueError(f"{len(data)} of {member.size} bytes are there")
-    return _parsed(data, member.name)
+    def read_on(self) -> None:
+        """Read the rest."""
+        while data := self._file.read(_BUFFER):
+            self._seen(data)
 
-
-def _parsed(data: bytes, name: str) -> Document:
-    try:
-        return from_json(data, name[:-len(SUFFIX)])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from None
-
-
-def _check_end(path: Path, end: int) -> None:
-    """A tar that was cut between two members reads without an error: only its end mark is missing."""
-    with open(path, "rb") as file:
-        file.seek(end)
-        if file.read(len(END)) != END:
-            raise ValueError(NO_END)
+    def _take(self, count: int) -> bytes:
+        if count > self._left:
+            raise ValueError(f"{self._left} of {count} bytes are there, and the mark that ends a tar is missing")
+        data = self._file.read(count)
+        self._seen(data)
+        self._left -= count
+        return data

@@ -75,6 +75,12 @@ class Tokenizer(ABC):
         """Rows of the embedding: `used` rounded up to a multiple of 128."""
         return padded(self.used)
 
+    def _add_special_tokens(self, first: int) -> None:
+        """Give the special tokens of Llama 3 the ids from `first` on."""
+        self.special_tokens = {name: first + index for index, name in enumerate(SPECIAL_TOKENS)}
+        self.used = first + len(SPECIAL_TOKENS)
+        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids that stand for no text."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,40 +24,19 @@ EXAMPLES = 5
 """Failures that are named one by one; the others are counted."""
 
 
-@dataclass
-class Tally:
-    """Sums over the documents of one source.
-
-    `literal_marks` are documents with U+2581 that read back with a space in its place; `cut_documents` those so long
-    that the tokenizer encodes them in parts; `prefixed` those whose token bytes begin with a space of the
-    tokenizer's own.
-    """
-
-    documents: int = 0
-    text_bytes: int = 0
-    characters: int = 0
-    words: int = 0
-    tokens: int = 0
-    fallback_tokens: int = 0
-    unknown_tokens: int = 0
-    round_trip_failures: int = 0
-    hugging_face_failures: int = 0
-    literal_marks: int = 0
-    nul_documents: int = 0
-    cut_documents: int = 0
-    prefixed: int = 0
-
-    def add(self, other: Tally) -> None:
-        """Take in the sums of another tally."""
-        for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + value)
+FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_tokens", "unknown_tokens",
+          "round_trip_failures", "hugging_face_failures", "literal_marks", "nul_documents", "cut_documents", "prefixed")
+"""What is counted: `literal_marks` are documents with U+2581 that read back with a space in its place; `cut_documents`
+those so long that the tokenizer encodes them in parts; `prefixed` those whose token bytes begin with a space of the
+tokenizer's own."""
 
 
-def summed(records: Iterable[dict[str, Any]]) -> Tally:
-    """The sums of several units of `check_shard`."""
-    total = Tally()
-    for record in records:
-        total.add(Tally(**record["tally"]))
+def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Tallies added up."""
+    total = dict.fromkeys(FIELDS, 0)
+    for tally in tallies:
+        for name in FIELDS:
+            total[name] += tally.get(name, 0)
     return total
 
 
@@ -64,27 +44,23 @@ def summed(records: Iterable[dict[str, Any]]) -> Tally:
 class Check:
     """A tokenizer at work on documents: its tally, the ids that occurred, the first failures, the time spent."""
 
-    tally: Tally = field(default_factory=Tally)
+    tally: Counter[str] = field(default_factory=Counter)
     seen: set[int] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     encode_s: float = 0.0
 
     def document(self, document: Document, tokenizer: Tokenizer, exported: Any) -> None:
         """Encode and decode one document here and with the exported tokenizer, and compare."""
-        text, tally = document.text, self.tally
+        text = document.text
         began = time.perf_counter()
         ids = tokenizer.encode(text)
         self.encode_s += time.perf_counter() - began
-        decoded, encoded = tokenizer.decode(ids), text.encode()
-        tally.documents += 1
-        tally.text_bytes += len(encoded)
-        tally.characters += len(text)
-        tally.words += len(text.split())
-        tally.tokens += len(ids)
-        tally.fallback_tokens += sum(map(tokenizer.byte_fallback_ids.__contains__, ids))
-        tally.unknown_tokens += ids.count(tokenizer.unk_id) if tokenizer.unk_id is not None else 0
-        tally.literal_marks += decoded != text and reads_back(text, decoded)
-        tally.nul_documents += "\0" in text
+        decoded = tokenizer.decode(ids)
+        self.tally.update(
+            documents=1, text_bytes=len(text.encode()), characters=len(text), words=len(text.split()), tokens=len(ids),
+            fallback_tokens=sum(map(tokenizer.byte_fallback_ids.__contains__, ids)),
+            unknown_tokens=0 if tokenizer.unk_id is None else ids.count(tokenizer.unk_id),
+            literal_marks=decoded != text and reads_back(text, decoded), nul_documents="\0" in text)
         self.seen.update(ids)
         self._round_trip(document, decoded, tokenizer.joined_bytes(ids))
         self._export(document, tokenizer, exported, ids, decoded)
@@ -93,14 +69,14 @@ class Check:
         text = document.text
         accepted = {text.encode(), text.replace(WORD_MARK, " ").encode()}
         prefixed = joined not in accepted and joined.removeprefix(b" ") in accepted
-        self.tally.prefixed += prefixed
+        self.tally["prefixed"] += prefixed
         if not reads_back(text, decoded) or not (prefixed or joined in accepted):
-            self.tally.round_trip_failures += 1
+            self.tally["round_trip_failures"] += 1
             self._fail(document, f"is not read back from its tokens: {_first_difference(text, decoded)}")
 
     def _export(self, document: Document, tokenizer: Tokenizer, exported: Any, ids: list[int], decoded: str) -> None:
         parts = tokenizer.parts(document.text)
-        self.tally.cut_documents += len(parts) > 1
+        self.tally["cut_documents"] += len(parts) > 1
         # Names of special tokens in a text are text here; somebody else's settings may want them matched.
         plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
@@ -108,9 +84,8 @@ class Check:
             exported(parts[0][:BEGINNING], verbose=False)["input_ids"][0] == tokenizer.bos_id
         back = exported.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if ids != theirs or not begins or back != decoded:
-            self.tally.hugging_face_failures += 1
-            at = next((index for index, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]),
-                      min(len(ids), len(theirs)))
+            self.tally["hugging_face_failures"] += 1
+            at = _difference(ids, theirs)
             self._fail(document, f"has other ids in the exported tokenizer.json from token {at} on: "
                                  f"{ids[at:at + 4]} here, {theirs[at:at + 4]} there")
 
@@ -130,9 +105,9 @@ def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         refuse_changed_shard(placed(folder, payload["shards"]), payload["record"])
     for document in read_shard(placed(folder, payload["shards"]), payload["record"]):
         check.document(document, tokenizer, exported)
-        if limit is not None and check.tally.text_bytes >= limit:
+        if limit is not None and check.tally["text_bytes"] >= limit:
             break
-    return {"outputs": [], "tally": asdict(check.tally), "seen": bitmap(check.seen, tokenizer.size),
+    return {"outputs": [], "tally": summed([check.tally]), "seen": bitmap(check.seen, tokenizer.size),
             "failures": check.failures, "encode_s": check.encode_s}
 
 
@@ -158,23 +133,28 @@ def from_bitmap(text: str) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), dtype=np.uint8))).tolist())
 
 
-def refuse_failures(tally: Tally, failures: list[str]) -> None:
+def refuse_failures(tally: Mapping[str, int], failures: list[str]) -> None:
     """UnusableInputError if a document was not read back, or the exported tokenizer gave other ids."""
     named = "; ".join(failures[:EXAMPLES])
-    if tally.round_trip_failures:
+    if failed := tally["round_trip_failures"]:
         raise UnusableInputError(
-            f"The tokenizer loses text: {tally.round_trip_failures} of {tally.documents} documents are not read back "
+            f"The tokenizer loses text: {failed} of {tally['documents']} documents are not read back "
             f"as they were ({named}). A model could never write what is lost. Take a tokenizer without normalisation "
             f"and with byte fallback, or let Drover train one (tokenizer.kind=sentencepiece without tokenizer.path).")
-    if tally.hugging_face_failures:
+    if failed := tally["hugging_face_failures"]:
         raise UnusableInputError(
-            f"The Hugging Face export does not give the same tokens: {tally.hugging_face_failures} of "
-            f"{tally.documents} documents differ ({named}). A converted model would be fed other tokens than it was "
+            f"The Hugging Face export does not give the same tokens: {failed} of "
+            f"{tally['documents']} documents differ ({named}). A converted model would be fed other tokens than it was "
             f"trained on, so the stage is not committed. With a ready tokenizer.path, use its tokenizer.json with "
             f"tokenizer.kind=huggingface; with a trained one, please report it.")
 
 
 def _first_difference(text: str, decoded: str) -> str:
-    at = next((index for index, pair in enumerate(zip(text, decoded, strict=False)) if pair[0] != pair[1]),
-              min(len(text), len(decoded)))
+    at = _difference(text, decoded)
     return f"{text[at:at + 12]!r} at character {at} became {decoded[at:at + 12]!r}"
+
+
+def _difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The first place at which two sequences differ."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (own, theirs) in pairs if own != theirs), min(len(one), len(other)))

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 Record = dict[str, Any]
 COVER = 4
 """Training text is sampled from shards with so many times as much, so that the sample still spreads over documents."""
@@ -26,20 +28,18 @@ def training_shards(records: Sequence[Record], train_bytes: float, seed: int) ->
     All of them where the corpus is at most COVER times as large. Else of each source as many as hold COVER times what
     its share of the corpus makes it contribute, one at least; so what is read does not grow with the corpus.
     """
-    sizes = {source: sum(record["text_bytes"] for record in own) for source, own in by_source(records).items()}
-    total = max(1, sum(sizes.values()))
-    if total <= COVER * train_bytes:
-        return list(records), dict.fromkeys(sizes, train_bytes / total)
-    paths, shares = set(), {}
+    total = max(1, _size(records))
+    chosen, shares = set[str](), {}
     for source, own in by_source(records).items():
-        wanted, covered = train_bytes * sizes[source] / total, 0
-        for record in by_hash(own, seed):
-            paths.add(record["path"])
-            covered += record["text_bytes"]
-            if covered >= COVER * wanted:
-                break
-        shares[source] = wanted / max(1, covered)
-    return [record for record in records if record["path"] in paths], shares
+        share, some = train_bytes / total, own
+        if total > COVER * train_bytes:
+            order, wanted = by_hash(own, seed), train_bytes * _size(own) / total
+            covered = np.cumsum([record["text_bytes"] for record in order])
+            some = order[:int(np.searchsorted(covered, COVER * wanted)) + 1]
+            share = wanted / max(1, _size(some))
+        chosen.update(record["path"] for record in some)
+        shares[source] = share
+    return [record for record in records if record["path"] in chosen], shares
 
 
 def heldout_beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
@@ -49,11 +49,9 @@ def heldout_beginnings(records: Sequence[Record], most_bytes: float) -> list[tup
     """
     limits: dict[str, int | None] = {}
     for own in by_source(records).values():
-        if sum(record["text_bytes"] for record in own) <= most_bytes:
-            limits |= {record["path"]: None for record in own}
-        else:
-            chosen = by_hash(own)[:MOST_LOOKED_AT]
-            limits |= {record["path"]: int(most_bytes) // len(chosen) for record in chosen}
+        some = own if _size(own) <= most_bytes else by_hash(own)[:MOST_LOOKED_AT]
+        limits |= dict.fromkeys([record["path"] for record in some],
+                                None if some is own else int(most_bytes) // len(some))
     return [(record, limits[record["path"]]) for record in records if record["path"] in limits]
 
 
@@ -61,6 +59,10 @@ def looked_at(records: Sequence[Record], most_bytes: int) -> list[tuple[Record, 
     """The training shards whose beginnings are looked at, `most_bytes` in all, and how many bytes of each."""
     chosen = records if len(records) <= MOST_LOOKED_AT else by_hash(records)[:MOST_LOOKED_AT]
     return [(record, most_bytes // max(1, len(chosen))) for record in chosen]
+
+
+def _size(records: Sequence[Record]) -> int:
+    return sum(record["text_bytes"] for record in records)
 
 
 def by_source(records: Iterable[Record]) -> dict[str, list[Record]]:

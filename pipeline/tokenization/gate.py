@@ -1,29 +1,38 @@
-"""Whether a faster encoder gives the ids of the reference: on documents, on odd strings, on fuzz.
+"""Which encoder works in the stage encode: the reference, or a faster one that gives the same ids.
 
-That ids decode to the text proves little: others do so too. Here the ids themselves are compared.
+That ids decode to the text proves little: other ids do so too. So the ids themselves are compared: on held-out
+documents, on odd strings and on fuzz once the tokenizer is made, and on some documents of every shard
+(`pipeline.encode`).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.files import sha256_file
-from pipeline.tokenization.base import Tokenizer, joined
-from pipeline.tokenization.fast import KINDS, NAME, EncoderError, FastEncoder, defining_file, installed_version
+from pipeline.data.text_shards import read_shard
+from pipeline.errors import UserError
+from pipeline.tokenization.base import Tokenizer
+from pipeline.tokenization.fast import KINDS, NAME, EncoderError, FastEncoder, installed_version
+from pipeline.tokenization.kinds import load_tokenizer
 
-FORMAT = 1
-"""Raised when the gate asks for more than before: older verdicts then do not count."""
+if TYPE_CHECKING:
+    from pipeline.contract.stage_work import Work
+
+COUNT = "fast_encoder"
+"""Where the counts of the tokenizer stage have its verdict."""
 FUZZ_STRINGS = 6000
 RUN_CHARACTERS = 30_000
 """Length of the runs of one kind of character; beyond it Llama 3's tokenizer cuts."""
-BATCH_BYTES = 1 << 20
-REFERENCES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken", "huggingface": "tokenizers"}
+DOCUMENT_BYTES = 4_000_000
+"""Held-out text that is compared."""
+MOST_SHARDS = 64
 ODD = (
     "", " ", "\n", "\t\t\n", "a", "  two  spaces  ", "tabs\tand\r\nline ends\r\rhere\n\n\n    indented",
     "\u2028\u2029\x85", "a\u2028b\u2029c\x0bd\x0ce", "nul \0 inside\0", "\0", "\x00\x01\x7f\x80", "\ufeffbom", "\ufeff",
@@ -37,59 +46,81 @@ ODD = (
     "\u05e2\u05d1\u05e8\u05d9\u05ea \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22", "\xa0\u3000\u2003\u200b",
     "\u1100\u1161\u11a8 \ud55c\uad6d\uc5b4", "trailing \n \n", "\r", "\r\n" * 20, "x" * 257 + "\n" + "\t" * 65,
 )
+RANGES = ((0x20, 0x7F), (0x20, 0x7F), (0, 0x300), (0x300, 0x370), (0x370, 0x2000), (0x2000, 0x2070), (0x2070, 0x3100),
+          (0x3100, 0xD800), (0xE000, 0x10000), (0x1F000, 0x1FB00), (0x10000, 0x110000))
+"""Code points of fuzz: all of Unicode but surrogates."""
+BLANKS = " \n\t\r\u2581'0"
 
 
-def key_of(folder: Path, kind: str, sha256: str) -> dict[str, Any]:
-    """What a verdict on a vocabulary holds for: the encoder, the reference and the files that both read."""
-    from importlib import metadata
-
-    return {"format": FORMAT, "encoder": NAME, "version": installed_version(), "reference": REFERENCES[kind],
-            "reference_version": metadata.version(REFERENCES[kind]), "tokenizer_sha256": sha256,
-            "source_sha256": sha256_file(defining_file(folder, kind))}
-
-
-def applies(kind: str) -> bool:
-    """Whether there is anything to ask: the library is installed and may know such a vocabulary."""
-    return kind in KINDS and installed_version() is not None
-
-
-def verdict(folder: Path, reference: Tokenizer, documents: Iterable[str]) -> dict[str, Any]:
-    """Compare the encoder with the reference over texts; a JSON record of what was found.
+def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, heldout: Sequence[dict[str, Any]],
+             ) -> str | None:
+    """The version of the fast encoder, if it is to encode; None where the reference does. What it is, is said.
 
     Args:
-        folder: the tokenizer stage's.
-        documents: texts of the corpus.
+        tokenizer: folder of the tokenizer stage, `counts` those of its manifest.
+        heldout: records of held-out text shards in `shards`, for a verdict where that stage has none of this version.
 
-    Returns:
-        `key_of`, `equal`, what was compared (documents, text_bytes, strings) and, where it is not equal, `problem`.
+    Raises:
+        UserError: encode.encoder asks for the fast one, and it is not there or gives other ids.
     """
-    found = {**key_of(folder, reference.kind, reference.sha256), "equal": False, "documents": 0, "text_bytes": 0,
-             "strings": 0}
+    wanted, kind, version, problem = work.config.encode.encoder, counts["kind"], installed_version(), ""
+    if kind not in KINDS:
+        problem = f"{NAME} knows no vocabularies of tokenizer.kind {kind}"
+    elif version is None:
+        problem = f"{NAME} is several times faster, and not installed (pip install --editable '.[fast]')"
+    elif wanted != "reference":
+        found = counts.get(COUNT, {})
+        if found.get("versions") != _versions(kind):
+            found = verdict(tokenizer, shards, heldout)
+        if not found["problem"]:
+            work.say(f"{NAME} {version} encodes: equal ids to {kind} on {found['texts']:,} held-out documents and odd "
+                     f"strings, and compared again in every shard")
+            return version
+        problem = f"{NAME} {version} does not give this vocabulary's ids ({found['problem']})"
+    if wanted == NAME:
+        raise UserError(f"encode.encoder is {NAME}, but {problem}. Set encode.encoder to auto or reference.")
+    work.say(f"the reference encodes ({kind})" + (f"; {problem}" if problem and wanted == "auto" else ""))
+    return None
+
+
+def verdict(tokenizer: Path, shards: Path, heldout: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the fast encoder with the finished tokenizer in a folder: `versions` of both, how many `texts` have equal
+    ids, and the `problem` where one has not."""
+    reference = load_tokenizer(tokenizer)
+    found = {"versions": _versions(reference.kind), "texts": 0, "problem": ""}
     try:
-        encoder = FastEncoder(reference, folder)
-        for batch in _batched(chain(odd_strings(reference), fuzz(0, FUZZ_STRINGS))):
-            compare(encoder, reference, batch)
-            found["strings"] += len(batch)
-        for batch in _batched(documents):
-            compare(encoder, reference, batch)
-            found["documents"] += len(batch)
-            found["text_bytes"] += sum(len(text.encode()) for text in batch)
+        found["texts"] = compared(FastEncoder(reference, tokenizer), reference, chain(
+            odd_strings(reference), fuzz(FUZZ_STRINGS), heldout_texts(shards, heldout)))
     except EncoderError as error:
-        return {**found, "problem": str(error)}
-    return {**found, "equal": True}
+        found["problem"] = str(error)
+    return found
 
 
-def compare(encoder: FastEncoder, reference: Tokenizer, texts: Sequence[str]) -> None:
-    """EncoderError naming the first text of which the encoder gives other ids."""
-    wanted, offsets = joined([np.array(reference.encode(text), np.uint32) for text in texts])
-    ids, found = encoder.encode_flat(texts)
-    if np.array_equal(offsets, found) and np.array_equal(wanted, ids):
-        return
-    for number, text in enumerate(texts):
-        theirs, own = ids[found[number]:found[number + 1]], wanted[offsets[number]:offsets[number + 1]]
-        if not np.array_equal(theirs, own):
-            raise EncoderError(f"other ids for {_shown(text)}: {_shown(theirs.tolist())} instead of "
-                               f"{_shown(own.tolist())}")
+def _versions(kind: str) -> list[str | None]:
+    return [installed_version(), metadata.version({"huggingface": "tokenizers"}.get(kind, kind))]
+
+
+def compared(encoder: FastEncoder, reference: Tokenizer, texts: Iterable[str]) -> int:
+    """How many texts the fast encoder gives the reference's ids for. EncoderError naming the first with others."""
+    count = 0
+    for text in texts:
+        ids, own = encoder.encode_flat([text])[0], np.array(reference.encode(text), np.uint32)
+        if not np.array_equal(ids, own):
+            raise EncoderError(f"other ids for {text!r:.80}: {ids.tolist()!s:.80} instead of {own.tolist()!s:.80}")
+        count += 1
+    return count
+
+
+def heldout_texts(shards: Path, records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """About DOCUMENT_BYTES of held-out text: the beginnings of at most MOST_SHARDS shards."""
+    chosen = records[::-(-len(records) // MOST_SHARDS)] if records else []
+    for record in chosen:
+        left = DOCUMENT_BYTES // len(chosen)
+        for document in read_shard(shards, record):
+            left -= len(document.text.encode())
+            yield document.text
+            if left <= 0:
+                break
 
 
 def odd_strings(reference: Tokenizer) -> Iterator[str]:
@@ -103,36 +134,10 @@ def odd_strings(reference: Tokenizer) -> Iterator[str]:
     yield from ("".join(names), "word " * (RUN_CHARACTERS // 4))
 
 
-def fuzz(seed: int, count: int) -> Iterator[str]:
-    """Strings over all of Unicode but surrogates; a seed gives the same ones everywhere."""
-    draw = random.Random(seed)
-    ranges = ((0x20, 0x7F), (0x20, 0x7F), (0, 0x300), (0x300, 0x370), (0x370, 0x2000), (0x2000, 0x2070),
-              (0x2070, 0x3100), (0x3100, 0xD800), (0xE000, 0x10000), (0x1F000, 0x1FB00), (0x10000, 0x110000))
-    blanks = " \n\t\r\u2581'0"
+def fuzz(count: int) -> Iterator[str]:
+    """Strings over all of Unicode but surrogates, each of two ranges of it and blanks; the same ones everywhere."""
+    draw = random.Random(0)
     for _ in range(count):
-        chosen = [ranges[int(draw.random() * len(ranges))] for _ in range(2)]
-        characters = []
-        for _ in range(1 + int(draw.random() * 24)):
-            kind = draw.random()
-            low, high = chosen[kind < 0.4]
-            characters.append(blanks[int(kind * 10 * len(blanks)) % len(blanks)] if kind > 0.8
-                              else chr(low + int(draw.random() * (high - low))))
-        yield "".join(characters)
-
-
-def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        ranges = draw.choices(RANGES, k=2)
+        yield "".join(draw.choice(BLANKS) if draw.random() < 0.2 else chr(draw.randrange(*draw.choice(ranges)))
+                      for _ in range(draw.randint(1, 24)))

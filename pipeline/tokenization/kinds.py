@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -63,21 +64,16 @@ def token_dtype(vocab_size: int) -> str:
 
 def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None = None) -> Tokenizer:
     """The tokenizer that a file defines (`byte` has none); `bounds` as for `HuggingFaceTokenizer`."""
+    from pipeline.tokenization import huggingface_tokenizer, sentencepiece_tokenizer, simple, tiktoken_tokenizer
     if kind == "byte":
-        from pipeline.tokenization.simple import ByteTokenizer
-        return ByteTokenizer()
+        return simple.ByteTokenizer()
     assert path is not None, f"a {kind} tokenizer is read from a file"
-    if kind == "char":
-        from pipeline.tokenization.simple import CharTokenizer
-        return CharTokenizer(path)
-    if kind == "sentencepiece":
-        from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
-        return SentencePieceTokenizer(path)
-    if kind in ("tiktoken", "bpe"):
-        from pipeline.tokenization.tiktoken_tokenizer import TiktokenTokenizer
-        return TiktokenTokenizer(path)
-    from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-    return HuggingFaceTokenizer(path, bounds)
+    if kind == "huggingface":
+        return huggingface_tokenizer.HuggingFaceTokenizer(path, bounds)
+    classes: dict[str, Callable[[Path], Tokenizer]] = {
+        "char": simple.CharTokenizer, "sentencepiece": sentencepiece_tokenizer.SentencePieceTokenizer,
+            "tiktoken": tiktoken_tokenizer.TiktokenTokenizer, "bpe": tiktoken_tokenizer.TiktokenTokenizer}
+    return classes[kind](path)
 
 
 def write_record(folder: Path, tokenizer: Tokenizer) -> Path:

@@ -5,7 +5,7 @@ broken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,58 +22,43 @@ SAID = 5
 """Outliers that are named on the console."""
 
 
-def rare_counts(parts: Iterable[NDArray[Any]], tokenizer: Tokenizer) -> dict[str, int]:
+def rare_counts(ids: NDArray[Any], tokenizer: Tokenizer) -> dict[str, int]:
     """How many of a shard's ids are unknown, and how many spell a byte: fields of its output record.
 
     Where the unknown id is BOS or EOS too, it stands around documents only: a shard with more of it is refused.
     """
-    bounds = (tokenizer.bos_id, tokenizer.eos_id)
-    rare = {"unknown": [] if tokenizer.unk_id is None or tokenizer.unk_id in bounds else [tokenizer.unk_id],
-            "fallback": sorted(tokenizer.byte_fallback_ids)}
-    found = dict.fromkeys(rare, 0)
-    for part in parts:
-        counts = np.bincount(part, minlength=tokenizer.size)
-        for kind, ids in rare.items():
-            found[kind] += int(counts[ids].sum()) if ids else 0
-    return {f"{kind}_tokens": count for kind, count in found.items()}
+    unknown = [] if tokenizer.unk_id in (None, tokenizer.bos_id, tokenizer.eos_id) else [tokenizer.unk_id]
+    counts = np.bincount(ids, minlength=tokenizer.size)
+    return {"unknown_tokens": int(counts[unknown].sum()),
+            "fallback_tokens": int(counts[sorted(tokenizer.byte_fallback_ids)].sum())}
 
 
 def rare_ids(records: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> dict[str, Any]:
     """Counts for encode's manifest.
 
     Args:
-        records: output records of token shards; those of versions that did not count are left out.
+        records: output records of token shards.
         report: of the tokenizer stage (report.json).
 
     Returns:
-        Nothing where no shard was counted; else `rare_ids`: unknown_tokens and fallback_tokens of all, shards that were
-        counted, and `outliers`: path, kind, share of the shard's ids without BOS and EOS, and the share in the report,
-        that of the shard's source if it has one.
+        unknown_tokens and fallback_tokens of all shards, and `outliers`: path, kind, share of the shard's ids without
+        BOS and EOS, and the share in the report, that of the shard's source if it has one.
     """
-    counted = [record for record in records if "unknown_tokens" in record]
-    if not counted:
-        return {}
-    outliers = [{"path": record["path"], "kind": kind, "share": round(share, 6), "reported": reported}
-                for record in counted for kind in KINDS
-                for share, reported in [(_share(record, kind), _reported(report, record["source"], kind))]
-                if share > TIMES * reported and share > reported + BEYOND]
-    totals = {name: sum(record[name] for record in counted) for name in ("unknown_tokens", "fallback_tokens")}
-    return {"rare_ids": {**totals, "shards": len(counted), "outliers": outliers}}
+    outliers = []
+    for record in records:
+        for kind in KINDS:
+            share = record[f"{kind}_tokens"] / max(1, record["tokens"] - 2 * record["docs"])
+            own = report["sources"].get(record["source"], {}).get(f"{kind}_share")
+            reported = (report["total"][f"{kind}_share"] if own is None else own) or 0.0
+            if share > TIMES * reported and share > reported + BEYOND:
+                outliers.append({"path": record["path"], "kind": kind, "share": round(share, 6), "reported": reported})
+    return {**{name: sum(record[name] for record in records) for name in ("unknown_tokens", "fallback_tokens")},
+            "outliers": outliers}
 
 
-def warnings(found: Mapping[str, Any]) -> list[str]:
-    """What is said of `rare_ids`, a line for each of the first outliers."""
-    outliers = found.get("rare_ids", {}).get("outliers", [])
+def warnings(outliers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is said of outliers, a line for each of the first."""
     told = [f"warning: {one['path']}: {one['share']:.2%} {KINDS[one['kind']]}, {one['reported']:.2%} in the "
             f"tokenizer's report: other text than the vocabulary was made for, or broken" for one in outliers[:SAID]]
     more = len(outliers) - SAID
     return [*told, f"warning: {more:,} more shards like these are named in encode's manifest"] if more > 0 else told
-
-
-def _share(record: Mapping[str, Any], kind: str) -> float:
-    return float(record[f"{kind}_tokens"] / max(1, record["tokens"] - 2 * record["docs"]))
-
-
-def _reported(report: Mapping[str, Any], source: str, kind: str) -> float:
-    own = report.get("sources", {}).get(source, {}).get(f"{kind}_share")
-    return float((report["total"].get(f"{kind}_share") if own is None else own) or 0.0)

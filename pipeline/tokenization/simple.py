@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.files import read_record, sha256_file, write_json
-from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Flat, Tokenizer, byte_piece, joined
+from pipeline.tokenization.base import Flat, Tokenizer, byte_piece, joined
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 
 MEND = "Run --stage tokenizer with --force."
@@ -24,9 +24,7 @@ class ByteTokenizer(Tokenizer):
     kind = "byte"
 
     def __init__(self) -> None:
-        self.special_tokens = {name: 256 + index for index, name in enumerate(SPECIAL_TOKENS)}
-        self.used = 256 + len(SPECIAL_TOKENS)
-        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+        self._add_special_tokens(256)
         self.sha256 = hashlib.sha256(bytes(range(256))).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -64,13 +62,10 @@ class CharTokenizer(Tokenizer):
         self.characters = record.characters if record else ""
         if len(set(self.characters)) != max(1, len(self.characters)):
             raise UserError(f"{path} is no list of different characters. {MEND}")
-        first_byte, first_special = len(self.characters), len(self.characters) + 256
         self._ids = {character: index for index, character in enumerate(self.characters)}
-        self._first_byte = first_byte
-        self.special_tokens = {name: first_special + index for index, name in enumerate(SPECIAL_TOKENS)}
-        self.byte_fallback_ids = frozenset(range(first_byte, first_special))
-        self.used = first_special + len(SPECIAL_TOKENS)
-        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+        self._first_byte = len(self.characters)
+        self.byte_fallback_ids = frozenset(range(self._first_byte, self._first_byte + 256))
+        self._add_special_tokens(self._first_byte + 256)
         self.sha256 = sha256_file(path)
 
     def encode(self, text: str) -> list[int]:
@@ -96,12 +91,11 @@ class CharTokenizer(Tokenizer):
         return tokenizer
 
 
-def write_characters(path: Path, texts: Iterable[str]) -> int:
-    """Collect the characters of `texts` into the file of a `CharTokenizer`; returns how many there are."""
+def write_characters(path: Path, texts: Iterable[str]) -> None:
+    """Collect the characters of `texts` into the file of a `CharTokenizer`."""
     seen: set[str] = set()
     for text in texts:
         seen.update(text)
     if not seen:
         raise UserError("There is no training text to take characters from. Look at the shard stage's sources.")
     write_json(path, {"characters": "".join(sorted(seen))})
-    return len(seen)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import UserError
 from pipeline.files import sha256_file
-from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, Flat, Tokenizer, joined
+from pipeline.tokenization.base import Flat, Tokenizer, joined
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character, merges
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -35,9 +35,7 @@ class TiktokenTokenizer(Tokenizer):
         """Read the ranks; UserError if the file is not of this form."""
         from tiktoken import Encoding
         self.ranks = read_ranks(path)
-        self.special_tokens = {name: len(self.ranks) + index for index, name in enumerate(SPECIAL_TOKENS)}
-        self.used = len(self.ranks) + len(SPECIAL_TOKENS)
-        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+        self._add_special_tokens(len(self.ranks))
         self._encoding = Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=self.ranks,
                                   special_tokens=dict(self.special_tokens))
         self._bytes = sorted(self.ranks, key=self.ranks.__getitem__)

@@ -14,13 +14,14 @@ from pipeline.config.tree import Config
 from pipeline.data.documents import Rejection
 from pipeline.data.reading import unit_documents
 from pipeline.data.sources import input_files, reading_units
+from pipeline.files import changed_ns
 
 RECORDS = [{"text": "one\ntwo", "name": "a", "stars": 1},
            {"text": 'comma, "quote", ü €  \u2028', "name": "b", "stars": 2},
            {"text": "x" * 3000 + "\r\nend", "name": "c", "stars": None}]
 
 COMPRESS = {"": lambda data: data, ".gz": lambda data: gzip.compress(data, mtime=0),
-            ".zst": zstandard.ZstdCompressor().compress}
+            ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
 
 
 def config_of(*sources, **settings):
@@ -48,7 +49,7 @@ def read(*sources, **settings):
 def payload_of(path, *borders, megabytes=128.0, **fields):
     """The payload of a unit that reads a file, or the pieces of it between these borders."""
     about = path.stat()
-    pieces = [{"name": f"s/{path.name}", "path": str(path), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns,
+    pieces = [{"name": f"s/{path.name}", "path": str(path), "bytes": about.st_size, "mtime_ns": changed_ns(about),
                "start": start, "stop": stop} for start, stop in pairwise(borders or (0, about.st_size))]
     return {"name": "s-00000", "source": files_source(path, **fields).model_dump(mode="json"), "pieces": pieces,
             "max_document_mb": megabytes}

@@ -65,8 +65,10 @@ def test_a_source_has_one_card_however_it_is_cut_into_units(events, borders, exa
 
 
 def test_cards_stay_small():
-    many = {"card": record_of([(0, (("own", f"reason {number}"), "x")) for number in range(3 * MOST_REASONS)], 5)}
-    other, twice = ({"card": record_of([(0, (("own", "another"), "x"))] * times, 2)} for times in (1, 2))
+    many = {"card": record_of([(0, (("own", f"reason {number}"), "x")) for number in range(3 * MOST_REASONS)], 5),
+            "findings": {}}
+    other, twice = ({"card": record_of([(0, (("own", "another"), "x"))] * times, 2), "findings": {}}
+                    for times in (1, 2))
     languages = {"card": record_of([], 0), "findings": {
         "lid": {"languages": {f"l{number:03}": number + 1 for number in range(100)}}}}
     assert len(many["card"]["examples"]["own"]) == MOST_REASONS

@@ -35,7 +35,7 @@ TOLD = {
               {"w": Entry("F32", (4, 2), (Run(0, (0,), (4,), ((2, 1, (4,)),)),))}),
         Rollback(7, 5, ((1, 2), (9, 12)), "ab", "a spike"),
         Damage("torn", None), Chosen(COUNTS[::2], COUNTS, COUNTS, COUNTS, 9, 2 ** 62),
-        ShardTable(COUNTS.reshape(2, 3), np.zeros((0, 32), np.uint8), b"\0\xff/", COUNTS, COUNTS.astype(np.int32),
+        ShardTable(COUNTS.reshape(2, 3), np.zeros((0, 32), np.uint8), ["a/\u20ac"], COUNTS.astype(np.int32),
                    (("train", "web", "uint16"),)),
         HeldoutText([np.array([1, 65535], np.uint16), np.array([], np.uint32)], 12)],
     "errors": [UserError("a\nb"), DamagedCopyError("c"), RuntimeError("d"), OSError(ENOSPC, "full", "/x"), None],

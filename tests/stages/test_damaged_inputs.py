@@ -104,7 +104,7 @@ def test_a_source(chain):
 
 @pytest.mark.parametrize(("stage", "reads"), [
     ("tokenizer", [("shard/train/*.tar", 3), ("shard/heldout/*.tar", 700), ("shard/train/*.tar", -1)]),
-    ("encode", [("shard/train/*.tar", -1), ("tokenizer/report.md", None)])])
+    ("encode", [("shard/train/*.tar", -1), ("tokenizer/report.json", None)])])
 def test_text_shards_and_a_vocabulary(chain, capsys, stage, reads):
     """Wherever in it: the name of a member, text, padding, and a file of the vocabulary's that encode does not need."""
     here = reusing(chain, f"{stage}-again")

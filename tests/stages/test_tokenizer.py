@@ -44,20 +44,20 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     told = run("tokenizer", copy).out
     folder = stage_folder(copy)
     manifest, shard = read_manifest(folder), read_manifest(copy.parent / "runs/mini/shard").counts
-    assert len(manifest.outputs) == 6 and (folder / "train.log").stat().st_size > 0
-    counts, report, page = manifest.counts, read_json(folder / "report.json"), (folder / "report.md").read_text()
+    assert len(manifest.outputs) == 5 and (folder / "train.log").stat().st_size > 0
+    counts, report = manifest.counts, read_json(folder / "report.json")
     assert counts["vocab_size"] == 768 and counts["trained_on"]["nul_characters"] > 0
     for source in ("code", "odd"):
         found = report["sources"][source]
-        assert found["documents"] == shard["sources"][source]["heldout"] and f"| {source} |" in page
+        assert found["documents"] == shard["sources"][source]["heldout"]
         assert found["text_bytes"] == shard["sources"][source]["text_bytes"]["heldout"]
     assert found["literal_marks"] > 0 and found["nul_documents"] > 0 and found["fallback_tokens"] > 0
     assert report["total"]["round_trip_failures"] == report["total"]["hugging_face_failures"] == 0
     assert counts["trained_on"]["text_bytes"] + counts["trained_on"]["nul_characters"] == shard["text_bytes"]["train"]
     marks, kept = shard["documents_with_u2581"], shard["train"] + shard["heldout"]
     assert counts["documents_with_u2581_as_space"] == report["marks_as_spaces"] == marks > found["literal_marks"]
+    assert fast.installed_version() is None or not counts["fast_encoder"]["problem"]
     assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in told
-    assert f"comes back as a space: {marks} of all" in page
 
 
 def test_the_outputs_do_not_depend_on_processes_or_on_which_run_it_was(run, copy):
@@ -148,21 +148,6 @@ def test_held_out_text_is_checked_and_documents_are_sampled_up_to_a_bound(run, m
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
     assert f"{checked} of {count} held-out" in told
     assert read_manifest(folder).counts["trained_on"]["text_bytes"] <= 2 * 500 * shard["train"]
-
-
-def test_the_fast_encoder_is_tried(run, copy, monkeypatch):
-    pytest.importorskip("fastokens")
-    told, whole = run("tokenizer", copy).out, read_manifest(stage_folder(copy))
-    found = whole.counts["fast_encoder"]
-    assert found["equal"] and found["strings"] > 6000 and "equal ids to sentencepiece on" in told
-    assert found["documents"] == read_manifest(copy.parent / "runs/mini/shard").counts["heldout"]
-    monkeypatch.setattr(fast, "_opened", lambda path, kind: None)
-    for settings, equal in (([], False), (["encode.encoder=reference"], None)):
-        told = run("tokenizer", copy, "--force", *settings).out
-        assert ("not for this vocabulary" in told and "; sentencepiece encodes" in told) == (equal is False)
-        manifest = read_manifest(stage_folder(copy))
-        assert manifest.counts.get("fast_encoder", {}).get("equal") is equal
-        assert manifest.digest == whole.digest  # what is installed decides no output
 
 
 def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):

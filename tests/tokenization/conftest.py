@@ -8,6 +8,7 @@ import pytest
 from pipeline.config.data import TokenizerConfig
 from pipeline.errors import UserError
 from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from pipeline.tokenization.gate import ODD
 from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
 from pipeline.tokenization.simple import ByteTokenizer, CharTokenizer, write_characters
@@ -17,15 +18,7 @@ from tests.refusal import refused
 
 KINDS = ("bpe", "unigram", "tiktoken", "huggingface", "byte", "char")
 
-ODD_TEXTS = [
-    "", " ", "\n", "\t\t\n", "a", "  two  spaces  ",
-    "tabs\tand\r\nline ends\r\rhere\n\n\n    indented", "\u2028\u2029\x85",
-    "emoji 😀👩‍👩‍👧 flags 🇩🇪", "漢字かな交じり文 中文，标点。",
-    "combining e\u0301 n\u0303 a\u0300\u0301 \u0301alone", "ﬁ ① Å K \ufb01",
-    "<|end_of_text|> and <|begin_of_text|><|eot_id|> in a text", "<unk> <s> </s> <0x41> <0x0A>", "nul \0 inside\0",
-    "1234567 3.14159 0xFF 1_000", "don't I'LL we've ſhe's", "\ufeffbom", "\U0010ffff\ue000", "=" * 300, " " * 300 + "x",
-    "\u2581 the mark\u2581itself", "العربية עברית हिन्दी ไทย", "#" * 17 + "-" * 33, "\x00\x01\x7f\x80",
-]
+ODD_TEXTS = [*ODD, "<|end_of_text|> and <|begin_of_text|><|eot_id|> in a text"]
 
 
 def largest_that_fits(told, train):

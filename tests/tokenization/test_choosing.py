@@ -20,13 +20,6 @@ def size(records):
     return sum(record["text_bytes"] for record in records)
 
 
-def test_of_a_small_corpus_everything_is_read():
-    records = shards(web=3, code=1)
-    chosen, shares = training_shards(records, 64 * MB, 0)
-    assert chosen == records and shares == {"web": 0.25, "code": 0.25}
-    assert training_shards([], 64 * MB, 0) == ([], {})
-
-
 def test_what_is_read_does_not_grow_with_the_corpus():
     records = shards(web=18_000, code=2000)
     chosen, shares = training_shards(records, 2000 * MB, 0)
@@ -38,13 +31,6 @@ def test_what_is_read_does_not_grow_with_the_corpus():
     places = [order[record["path"]] for record in chosen]
     assert places == sorted(places), "in the corpus's order"
     assert min(sum(low <= place < low + 4500 for place in places) for low in range(0, 18_000, 4500)) > len(places) / 10
-
-
-def test_the_choice_is_that_of_contents_and_seed():
-    records = shards(web=1000)
-    first = {record["path"] for record in training_shards(records, 100 * MB, 0)[0]}
-    assert {record["path"] for record in training_shards(records[::-1], 100 * MB, 0)[0]} == first
-    assert {record["path"] for record in training_shards(records, 100 * MB, 1)[0]} != first
 
 
 def test_a_small_source_has_one_shard_at_least():

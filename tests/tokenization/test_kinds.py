@@ -12,7 +12,6 @@ from pipeline.tokenization.kinds import (
     input_files,
     load_tokenizer,
     open_tokenizer,
-    token_dtype,
     vocabulary_record,
     write_record,
 )
@@ -30,10 +29,6 @@ def folder(tmp_path, files, vocabularies):
         write_record(tmp_path, vocabulary)
         return tmp_path
     return lay_out
-
-
-def test_two_bytes_hold_65536_ids():
-    assert [token_dtype(size) for size in (512, 65536, 65537)] == ["uint16", "uint16", "uint32"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

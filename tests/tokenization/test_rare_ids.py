@@ -21,12 +21,12 @@ def record(path, unknown, fallback, source="a", tokens=1002):
             "fallback_tokens": fallback}
 
 
-def test_they_are_counted_over_all_batches(monkeypatch):
-    parts = [np.array([0, 1, 3, 9], np.uint16), np.array([4, 4, 0, 127], np.uint16)]
-    assert rare_counts(parts, Vocabulary()) == {"unknown_tokens": 2, "fallback_tokens": 3}
+def test_they_are_counted(monkeypatch):
+    ids = np.array([0, 1, 3, 9, 4, 4, 0, 127], np.uint16)
+    assert rare_counts(ids, Vocabulary()) == {"unknown_tokens": 2, "fallback_tokens": 3}
     for name, value in (("eos_id", 0), ("unk_id", None)):  # one that stands around documents; none
         monkeypatch.setattr(Vocabulary, name, value)
-        assert rare_counts(parts, Vocabulary()) == {"unknown_tokens": 0, "fallback_tokens": 3}
+        assert rare_counts(ids, Vocabulary()) == {"unknown_tokens": 0, "fallback_tokens": 3}
 
 
 REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
@@ -38,20 +38,18 @@ REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},
     (10, 60, []), (11, 0, ["unknown"]), (0, 61, ["fallback"]), (500, 500, ["unknown", "fallback"])])
 def test_an_outlier_has_more_than_three_times_the_share_and_one_percent_more(unknown, fallback, kinds):
     for source in ("a", "b", "not in the report"):  # without a figure of its own, that of all
-        found = rare_ids([record("x", unknown, fallback, source), record("y", 0, 20)], REPORT)["rare_ids"]
-        assert [one["kind"] for one in found["outliers"]] == kinds and found["shards"] == 2
+        found = rare_ids([record("x", unknown, fallback, source), record("y", 0, 20)], REPORT)
+        assert [one["kind"] for one in found["outliers"]] == kinds
         assert found["fallback_tokens"] == fallback + 20
 
 
 def test_they_are_said_and_in_the_report():
     found = rare_ids([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
-    told = warnings(found)
+    told = warnings(found["outliers"])
     assert len(told) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in told[0] and "25 more" in told[-1]
-    table = _tokens({"splits": {}, "dtype": "uint16", **found})[1]
+    table = _tokens({"splits": {}, "dtype": "uint16", "rare_ids": found})[1]
     assert table.rows[0][:3] == ["train/0.arrow", "byte-fallback ids", "20.0 %"] and len(table.rows) == 20
-    older = [{key: value for key, value in record("x", 0, 0).items() if not key.endswith("n_tokens")
-              and key != "fallback_tokens"}]
-    assert rare_ids(older, REPORT) == {} and warnings({}) == [] and len(_tokens({"splits": {}})) == 1
+    assert warnings([]) == []
 
 
 def test_encode_counts_them(encoded):
@@ -59,7 +57,7 @@ def test_encode_counts_them(encoded):
     manifest, tokenizer = read_manifest(run / "encode"), load_tokenizer(run / "tokenizer")
     for record in manifest.outputs:
         shard = TokenShard(run / "encode" / record["path"], record)
-        counts = rare_counts([shard.tokens(0, shard.token_count)], tokenizer)
+        counts = rare_counts(shard.tokens(0, shard.token_count), tokenizer)
         assert counts == {name: record[name] for name in counts}
     report = read_json(run / "tokenizer/report.json")
-    assert manifest.counts["rare_ids"] == rare_ids(manifest.outputs, report)["rare_ids"]
+    assert manifest.counts["rare_ids"] == rare_ids(manifest.outputs, report)

@@ -65,7 +65,7 @@ def test_what_trains_has_the_same_ids_and_takes_names_in_a_text_for_text(made):
     check = Check()
     for number, text in enumerate([*ODD_TEXTS, "<think>hm</think>", "a<|eot_id|>b"]):
         check.document(Document(text, "web", f"page-{number}", {}), tokenizer, exported)
-    assert check.failures == [] and check.tally.hugging_face_failures == check.tally.round_trip_failures == 0
+    assert check.failures == [] and check.tally["hugging_face_failures"] == check.tally["round_trip_failures"] == 0
     assert tokenizer.special_tokens["<|eot_id|>"] not in tokenizer.encode("a<|eot_id|>b")
 
 

@@ -92,13 +92,3 @@ def test_what_cannot_be_trained_says_what_to_change(tmp_path, texts, size, messa
 def test_a_too_large_vocabulary_is_told_the_largest_that_fits(tmp_path, texts):
     largest_that_fits("", lambda size: train_sentencepiece(texts[:3], TokenizerConfig(vocab_size=size), tmp_path / "m",
                                                            tmp_path / "log"))
-
-
-def test_the_trainer_speaks_although_somebody_silenced_it(tmp_path, texts):
-    from sentencepiece import SentencePieceTrainer
-    with open(tmp_path / "other.model", "wb") as file:
-        SentencePieceTrainer.train(sentence_iterator=iter(texts[0].splitlines()), model_writer=file, vocab_size=400,
-                                   byte_fallback=True, minloglevel=2)
-    chunks = [chunk for text in texts for chunk in chunked(text)]
-    train_sentencepiece(chunks, TokenizerConfig(vocab_size=1024), tmp_path / "x.model", tmp_path / "train.log")
-    assert "Done! preprocessed" in (tmp_path / "train.log").read_text()

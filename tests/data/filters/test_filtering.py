@@ -107,8 +107,8 @@ def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
                           filters=[{"kind": "characters", "least": {"digits": 1}}], heldout_share=0.5)
     assert run(config) == 2
     error = capsys.readouterr().err
-    assert "source b yields no documents: 9 read, of which 1 empty, 0 duplicates, 0 unreadable, dropped by filters: " \
-           "characters 8. Correct the source or shard.filters, or leave it out." in error
+    assert "source b yields no documents: 9 read, of which 0 duplicate, 1 empty, 8 characters, 0 unreadable. Correct " \
+           "the source or shard.filters, or leave it out." in error
 
 
 MINE = '''
