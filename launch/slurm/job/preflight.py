@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
+from launch.slurm.job.rank import PREFLIGHT
 from launch.slurm.job.srun import run_step, srun_command
 from launch.slurm.jobspec import JobSpec
 from launch.slurm.nodes import few, named
@@ -49,17 +50,13 @@ class Found:
     reason: str = ""
 
 
-def allowed_s(nodes: int) -> float:
-    """Seconds that the trial of so many nodes may take where nothing is set."""
-    return min(LONGEST_S, BASE_S + PER_NODE_S * nodes)
-
-
 def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each: Callable[[], bool],
                   nodes: Sequence[str]) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
-    limit_s, places = spec.preflight_s or allowed_s(spec.nodes), places_of(spec, nodes)
+    limit_s = spec.preflight_s or min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
+    places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
     trial = [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}"]
-    command = srun_command(spec, folder, "preflight", trial)
+    command = srun_command(spec, folder, PREFLIGHT, trial)
     reports, said, look_at = list[Report](), list[str](), 0.0
     began = last = time.monotonic()  # last: when the newest report came
 
@@ -85,11 +82,6 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     found = judge(reports, places, spec.preflight_factor, last - began, now - last)
     found.told += [*(said if not reports else ()), *conclusion(found, reports, places, now - began, end.cause)]
     return found
-
-
-def places_of(spec: JobSpec, nodes: Sequence[str]) -> list[str]:
-    """The node of each rank, as Slurm distributes them (in blocks)."""
-    return [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]
 
 
 def judge(reports: Sequence[Report], places: Sequence[str], factor: float, lasted_s: float = 0.0,

@@ -22,6 +22,8 @@ from pipeline.errors import UserError
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's word that the time limit is near goes to all processes of a step; without a handler they would die of it."""
 ENDING = (signal.SIGTERM, signal.SIGINT)
+PREFLIGHT = "preflight"
+"""In place of a stage's name: the trial of the nodes, which itself says what they lack."""
 SAVES = ("train",)
 """Stages that catch every signal to stop, once they are ready, and unblock it then: those with checkpoints. Spelt here,
 since every rank of a step begins with this module, and nothing heavy may be imported on the way."""
@@ -30,7 +32,7 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 """What torch.distributed reads, and which variable of a task of a step has it."""
 
 
-def rank_environment(slurm: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(slurm: Mapping[str, str], stage: str = "") -> dict[str, str]:
     """What torch.distributed reads, from what Slurm sets in each task of a step; the rest comes from the runner.
     Nothing for a stage without ranks.
 
@@ -43,7 +45,8 @@ def rank_environment(slurm: Mapping[str, str]) -> dict[str, str]:
     nodes = int(slurm.get("SLURM_STEP_NUM_NODES") or slurm.get("SLURM_JOB_NUM_NODES") or 1)
     if world != planned:
         raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
-    if (gpus := int(slurm.get("DROVER_GPUS") or 0)) and (found := visible_gpus(slurm)) < gpus:
+    gpus = int(slurm.get("DROVER_GPUS") or 0)
+    if gpus and stage != PREFLIGHT and (found := visible_gpus(slurm)) < gpus:
         raise UserError(f"{node} shows {found} GPUs to this job, but {gpus} per node were asked for. Look at "
                         f"`scontrol show node {node}`, leave the node out (launch.exclude={node}), or ask for fewer.")
     return {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: slurm[theirs] for name, theirs in NAMES.items()}}
@@ -83,7 +86,7 @@ def main(stage: str, *command: str) -> int:
     # A killed slurmstepd leaves its tasks running: they would write into the run beside those of the next start.
     end_with_parent(os.getppid())
     try:
-        environment = {**os.environ, **rank_environment(os.environ)}
+        environment = {**os.environ, **rank_environment(os.environ, stage)}
         if "RANK" in environment:
             environment |= defaults(os.environ)
         # What would end the stage before its handlers stand. The mask survives exec; the stage unblocks.
