@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from launch.slurm.chain import Chain, ChainJob
+from launch.slurm.jobspec import JobSpec
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
@@ -78,10 +79,12 @@ class HandMade:
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
             needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:
-        """A job of the submission."""
+        """A job of the submission, with its spec."""
         name = name or f"demo-{stage}"
-        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), "", phase,
-                        parts)
+        spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
+        JobSpec(name, stage, (), run=str(self.folder), chain="c1", parts=parts, phase=phase).save(spec)
+        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
+                        phase, parts)
 
     def whole_chain(self) -> list[ChainJob]:
         """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""
