@@ -61,7 +61,7 @@ def beside(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run this benchmark on the code of two checkouts by turns, one round at a time; ratios of rates, row by row."""
     if not (options.beside / "pipeline").is_dir():
         raise UserError(f"--beside {options.beside} is no checkout of Drover: it has no folder pipeline.")
-    rates: dict[str, dict[str, list[float]]] = {}
+    rates: dict[str, dict[str, list[tuple[float, float]]]] = {}
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as place:
         (Path(place) / "benchmarks").symlink_to(REPOSITORY / "benchmarks")  # the same script measures both
         for number in range(options.rounds):
@@ -74,14 +74,17 @@ def beside(options: argparse.Namespace, arguments: list[str]) -> int:
                                env={**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{checkouts[which]}"})
                 for row in read_json(Path(out) / "results.json")["rows"]:
                     if "rate" in row:
-                        rates.setdefault(row["name"], {}).setdefault(which, []).append(row["rate"])
+                        rates.setdefault(row["name"], {}).setdefault(which, []).append(
+                            (row["rate"], row.get("cpu_rate", row["rate"])))
     record = Record(f"{options.name}, beside {options.beside}", options.out)
     for name, found in rates.items():
         if len(found.get("now", [])) == len(found.get("before", [])) == options.rounds:
-            ratios = [now / before for now, before in zip(found["now"], found["before"], strict=True)]
-            record.add("Now beside before", {"": "{name}", "times as fast, median (least - most)":
-                                             "{wall_ratio:.3f} ({wall_least:.3f} - {wall_most:.3f})"},
-                       {"name": name, **found, **spread(ratios)})
+            wall, cpu = ([now[at] / before[at] for now, before in zip(found["now"], found["before"], strict=True)]
+                         for at in (0, 1))
+            record.add("Now beside before", {
+                "": "{name}", "times as fast, clock, median (least - most)": "{wall_ratio:.3f} ({wall_least:.3f} - "
+                "{wall_most:.3f})", "processor": "{cpu_ratio:.3f} ({cpu_least:.3f} - {cpu_most:.3f})"},
+                {"name": name, **spread(wall), **spread(cpu, "cpu")})
     return 0
 
 

@@ -155,31 +155,11 @@ class Bench:
             report(part, **classify(error, self.on_gpu))
 
     def matrix(self, case: Row, report: Callable[..., None]) -> None:
-        """Products of bf16 matrices at shapes that occur in Llamas, one in fp8, and a copy within the memory."""
-        shapes = [(8192, 8192, 8192), (16384, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096),
-                  (2048, 4096, 128256), (8192, 2048, 8192), (4096, 4096, 4096)]
-
-        def product(rows: int, inner: int, columns: int) -> Row:
+        """Products of bf16 matrices at shapes that occur in Llamas: what the device can do at its best."""
+        for rows, inner, columns in [[64, 64, 64]] if self.tiny else case["shapes"]:
             left, right, out = self.random(rows, inner), self.random(columns, inner), self.random(rows, columns)
-            seconds = self.median(lambda: torch.mm(left, right.t(), out=out))
-            return {"tflops": 2e-12 * rows * inner * columns / seconds, "precision": "bf16"}
-
-        def fp8(size: int) -> Row:
-            if not self.on_gpu or torch.cuda.get_device_capability(self.device) < (8, 9):
-                raise NotHereError("fp8 products need a GPU of compute capability 8.9")
-            left, right = (self.random(size, size).to(torch.float8_e4m3fn) for _ in range(2))
-            one = torch.ones((), device=self.device)
-            seconds = self.median(lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one,
-                                                           out_dtype=torch.bfloat16, use_fast_accum=True))
-            return {"tflops": 2e-12 * size**3 / seconds, "precision": "fp8"}
-
-        def copy(count: int) -> Row:
-            source, target = self.random(count), self.random(count)
-            return {"gb_per_s": 2e-9 * source.nbytes / self.median(lambda: target.copy_(source))}
-        for rows, inner, columns in [(64, 64, 64)] if self.tiny else shapes:
-            self.attempt(report, f"bf16 {rows} x {inner} x {columns}", partial(product, rows, inner, columns))
-        self.attempt(report, "fp8 product", partial(fp8, 8192))
-        self.attempt(report, "copy", partial(copy, 1 << (16 if self.tiny else 30)))
+            seconds = self.median(partial(torch.mm, left, right.t(), out=out))
+            report(f"{rows} x {inner} x {columns}", tflops=2e-12 * rows * inner * columns / seconds)
 
     def attention(self, case: Row, report: Callable[..., None]) -> None:
         """One layer's attention, each way of computing it: forward, and with backward, for one sequence.

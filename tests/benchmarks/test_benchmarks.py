@@ -125,5 +125,5 @@ def test_layouts_are_measured_and_one_that_fails_stops_no_other(tmp_path):
     assert all(row["rate"] > 0 and row["gpus"] == 2 and len(row["step_s"]) == 2 for row in rows.values())
     done = run_python(*command, "8b, eager", "8b, tp 8", "--gpus", "3", check=False)  # four heads over three ranks
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert done.returncode == 1 and [row["status"] for row in rows] == ["ok", "failed"]
+    assert done.returncode == 1 and [row["status"] for row in rows] == ["ok", "failed", "failed"]
     assert "Error: " in rows[1]["note"] and "rate" not in rows[1]
