@@ -17,8 +17,9 @@ OURS = ("model.", "pipeline.")
 
 
 def training_code(config: Config) -> dict[str, Path]:
-    """The source files of the attention and the optimizer that come from outside, by module, as far as found."""
-    named = [config.train.attention, config.train.optimizer]
+    """The source files of the attention, the optimizer and the hooks that come from outside, by module, as far as
+    found."""
+    named = [config.train.attention, config.train.optimizer, *(hook.kind for hook in config.train.hooks)]
     with suppress(UserError):
         named.append(optimizer_kind(config.train.optimizer).make)
     modules = {name.partition(":")[0] for name in named if ":" in name and not name.startswith(OURS)}

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,6 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from pipeline.config.training import CheckpointConfig
 from pipeline.contract.background import BackgroundWorker
 from pipeline.contract.manifest import differences
 from pipeline.contract.stage_work import Work
@@ -82,7 +81,11 @@ class Owner:
 
 class Uploads:
     """The copies of one training's checkpoints; without `copy_to` it does nothing. Called on all ranks alike, except
-    where it says otherwise."""
+    where it says otherwise.
+
+    Attributes:
+        uploaded: the newest step whose copy is complete; -1 before there is one. Of rank 0.
+    """
 
     def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, say: Callable[[str], None],
                  event: Event) -> None:
@@ -92,14 +95,16 @@ class Uploads:
             UserError: it is another run's, another process uploads there, or it cannot be used; the same on every rank.
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
-        self.config = work.config.train.checkpoint
+        self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
+        self.uploaded, self._stopped, self._problem, self._left_out = -1, False, "", list[int]()
+        self._final = threading.Lock()  # held while a copy becomes complete or is removed
+        self._release = ExitStack()
         self._lock: Lock | None = None
-        self._uploader: Uploader | None = None
-        self._stored: list[int] = []
-        if self.config.copy_to is not None:
-            self._copies = CopiedCheckpoints(Store(self.config.copy_to))
+        self._worker: BackgroundWorker[tuple[int, float]] | None = None
+        if self.url is not None:
+            self._copies = CopiedCheckpoints(Store(self.url))
             try:
-                self._stored, work.drift = ranks.by_leader(self._claim)
+                self.uploaded, work.drift = ranks.by_leader(self._claim)
             except BaseException:
                 self.close()
                 raise
@@ -111,50 +116,54 @@ class Uploads:
             UserError: as there; or the newest copy is damaged, or cannot be fetched.
             OSError: the disk is full, or does not work.
         """
-        newest = self._stored[-1] if self._stored else -1
         try:
             found = self.checkpoints.newest_valid()
         except UserError:  # all local ones are damaged
-            if newest < 0:
+            if self.uploaded < 0:
                 raise
             found = None
-        if newest < 0 or (found is not None and found[1].step >= newest):
+        if self.uploaded < 0 or (found is not None and found[1].step >= self.uploaded):
             return found
-        self._fetch(newest)
-        self.event("checkpoint_fetched", step=newest)
+        self._fetch(self.uploaded)
+        self.event("checkpoint_fetched", step=self.uploaded)
         return self.checkpoints.newest_valid()
 
     def begin(self, found: tuple[Path, TrainingProgress] | None) -> None:
         """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
-        if self.config.copy_to is None:
+        if self.url is None:
             return
-        newest = self._stored[-1] if self._stored else -1
-        self._uploader = Uploader(self._copies, self._lock, self.ranks, self.config, self.work.folder,
-                                  self.checkpoints.path, self.say, self.event, newest)
-        if found is not None and found[1].step > newest:
+        self._channel = HostChannel(dataclasses.replace(self.ranks, patience=PATIENCE))
+        self._worker = BackgroundWorker("uploads", self._upload if self.ranks.leads else self._follow, newest_only=True)
+        if not self.ranks.leads:
+            self._worker.put((0, 0.0))
+        elif found is not None and found[1].step > self.uploaded:
             self.saved(found[1].step)
 
     def saved(self, step: int) -> None:
         """The checkpoint after `step` is complete. Nothing is read here, where a failure would be the save's."""
-        if self._uploader is not None and self.ranks.leads:
-            self._uploader.put(step)
+        if self._worker is None or not self.ranks.leads:
+            return
+        self._left_out += [left_out for left_out, _ in self._worker.put((step, time.monotonic()))]
+        if self._worker.error is not None:
+            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}, since copying has ended "
+                     f"({self._worker.error}). Training goes on; the next start copies the newest")
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint after `step` must not be removed. For rank 0."""
-        return self._uploader is not None and self._uploader.needs(step)
+        """Whether the checkpoint after `step` is being uploaded or waits for it. For rank 0."""
+        return self._worker is not None and any(step == waiting for waiting, _ in self._worker.pending())
 
     def withdraw(self, after: int) -> None:
         """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
-        if self._uploader is None or not self.ranks.leads:
+        if self._worker is None or not self.ranks.leads:
             return
+        self._stop()
         try:
-            self._uploader.stop()
-            with self._uploader.final:
-                self._uploader.refuse_lost()
+            with self._final:
+                self._refuse_lost()
                 self._remove([step for step in self._copies.found().whole if step > after])
         except UserError as error:
-            self.say(f"Their copies in {self.config.copy_to} could not be removed ({error}); the next start does it, "
-                     f"if it finds this folder.")
+            self.say(f"Their copies in {self.url} could not be removed ({error}); the next start does it, if it finds "
+                     f"this folder.")
 
     def finish(self, step: int) -> None:
         """Wait for the upload of the last checkpoint, then leave the store to others.
@@ -164,7 +173,7 @@ class Uploads:
         """
         patience = self.ranks.patience
         if problem := self._wait(step, max(patience - SLACK, patience / 2)):
-            raise UserError(f"The last checkpoint could not be copied to {self.config.copy_to}: {problem} Training is "
+            raise UserError(f"The last checkpoint could not be copied to {self.url}: {problem} Training is "
                             f"done, and its checkpoint {self.checkpoints.path(step)} is sound. Run the same command "
                             f"again, which copies it and finishes the stage; or with train.checkpoint.copy_to=null, to "
                             f"go on without the copy.")
@@ -172,30 +181,39 @@ class Uploads:
     def leave(self, step: int, limit_s: float) -> None:
         """Wait for the upload of the checkpoint after `step` as long as there is time; say if it was not done."""
         if problem := self._wait(step, timedelta(seconds=limit_s)):
-            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.config.copy_to}: {problem} It is in "
+            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}: {problem} It is in "
                      f"{self.checkpoints.folder}; the next start copies it, if it finds this folder")
 
     def close(self) -> None:
         """Upload no more and leave the store to others, whatever came of it. Idempotent."""
-        if self._uploader is not None:
-            self._uploader.stop()
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        self._stop()
+        self._release.close()
+
+    def _stop(self) -> None:
+        """What is being sent does not become a copy, and nothing is waited for."""
+        self._stopped = True
+        if self._worker is not None:
+            self._worker.close(0.0, drop=True)
 
     def _wait(self, step: int, limit: timedelta) -> str:
         """Wait for the upload of the checkpoint after `step`; why there is none, or "", on every rank."""
-        def wait() -> str:
-            assert self._uploader is not None
-            if self._uploader.uploaded != step:
-                self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.config.copy_to}")
-            problem = self._uploader.finish(step, limit.total_seconds())
-            self.close()
-            return problem
-        return "" if self._uploader is None else str(self.ranks.by_leader(wait))
+        return "" if self._worker is None else str(self.ranks.by_leader(lambda: self._wait_here(step, limit)))
 
-    def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """The steps in the store, and the drift of the training that they are of. For rank 0."""
+    def _wait_here(self, step: int, limit: timedelta) -> str:
+        assert self._worker is not None
+        if self.uploaded != step:
+            self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.url}")
+        if self._worker.close(limit.total_seconds()) and self._worker.error is None:
+            with suppress(dist.DistError):
+                self._channel.same(None)  # the other ranks' threads end
+        broken = f"{self._worker.error}." if self._worker.error else ""
+        late = f"it was not done after {limit.total_seconds():g} s."
+        problem = "" if self.uploaded == step else self._lost() or broken or self._problem or late
+        self.close()
+        return problem
+
+    def _claim(self) -> tuple[int, list[dict[str, Any]]]:
+        """The newest step in the store, and the drift of the training that it is of. For rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
         record, mark = RunRecord(store), _mark(folder)
@@ -207,6 +225,7 @@ class Uploads:
         lock = Lock(store, mark, self.say)
         lock.take()
         self._lock = lock
+        self._release.callback(lock.release)
         theirs = record.content
         known = mine.id if mine is not None and mine.folder == mark else uuid4().hex
         owner = Owner(theirs["id"] if theirs else known, mark)
@@ -229,11 +248,11 @@ class Uploads:
         self._remove(aside := [step for step in found.whole
                                if step > (step_of(complete[-1]) if complete else -1)
                                and any((folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))])
-        return [step for step in found.whole if step not in aside], drift
+        return max((step for step in found.whole if step not in aside), default=-1), drift
 
     def _conflict(self, theirs: dict[str, Any] | None, mine: Owner | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
-        url, name = self.config.copy_to, self.work.config.name
+        url, name = self.url, self.work.config.name
         if theirs is None:
             found = self._copies.found()
             steps = sorted([*found.whole, *found.unfinished])
@@ -267,7 +286,7 @@ class Uploads:
         """Remove copies of damaged training. For rank 0."""
         self._copies.remove(*steps)
         if steps:
-            self.say(f"Copies of damaged training in {self.config.copy_to} are removed: "
+            self.say(f"Copies of damaged training in {self.url} are removed: "
                      f"{', '.join(map(checkpoint_name, steps))}.")
 
     def _fetch(self, step: int) -> None:
@@ -311,74 +330,21 @@ class Uploads:
                 for folder in (temporary, records):
                     shutil.rmtree(folder, ignore_errors=True)
 
-
-class Uploader:
-    """The thread that uploads. Made on all ranks alike; everything else is called on rank 0 only.
-
-    Args:
-        lock: rank 0's right to upload there.
-        folder: the train stage's.
-        path: from a step to the checkpoint's folder.
-
-    Attributes:
-        uploaded: the newest step whose copy is complete; -1 before there is one.
-        final: held while a copy becomes complete or is removed.
-    """
-
-    def __init__(self, copies: CopiedCheckpoints, lock: Lock | None, ranks: Ranks, config: CheckpointConfig,
-                 folder: Path, path: Callable[[int], Path], say: Callable[[str], None], event: Event,
-                 uploaded: int) -> None:
-        self.copies, self.lock, self.ranks, self.config = copies, lock, ranks, config
-        self.folder, self.path, self.say, self.event, self.uploaded = folder, path, say, event, uploaded
-        self.final = threading.Lock()
-        self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
-        self._stopped, self._problem, self._left_out = False, "", list[int]()
-        self._worker = BackgroundWorker("uploads", self._upload if ranks.leads else self._follow, newest_only=True)
-        if not ranks.leads:
-            self._worker.put((0, 0.0))
-
-    def put(self, step: int) -> None:
-        """Upload the checkpoint after `step`."""
-        dropped = [left_out for left_out, _ in self._worker.put((step, time.monotonic()))]
-        self._left_out += dropped
-        if self._worker.error is not None:
-            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.copies.store.url}, since copying has "
-                     f"ended ({self._worker.error}). Training goes on; the next start copies the newest")
-
-    def needs(self, step: int) -> bool:
-        """Whether the checkpoint after `step` is being uploaded or waits for it."""
-        return any(step == waiting for waiting, _ in self._worker.pending())
-
-    def finish(self, step: int, limit_s: float) -> str:
-        """Let the upload of the last checkpoint end, for so long; why there is none, or "" if there is."""
-        if self._worker.close(limit_s) and self._worker.error is None:
-            with suppress(dist.DistError):
-                self._channel.same(None)  # the other ranks' threads end
-        if self.uploaded == step:
-            return ""
-        broken = f"{self._worker.error}." if self._worker.error else ""
-        return self._lost() or broken or self._problem or f"it was not done after {limit_s:g} s."
-
-    def stop(self) -> None:
-        """Upload no more: what is being sent does not become a copy, and nothing is waited for."""
-        self._stopped = True
-        self._worker.close(0.0, drop=True)
-
-    def refuse_lost(self) -> None:
+    def _refuse_lost(self) -> None:
         """UserError if the store is another process's by now. Called before anything that others may see is changed: a
         process that stood still for long hears of it here first."""
-        if self.lock is not None and not self.lock.held():
+        if self._lock is not None and not self._lock.held():
             raise UserError(self._lost())
 
     def _lost(self) -> str:
-        if self.lock is None or not self.lock.lost:
+        if self._lock is None or not self._lock.lost:
             return ""
-        return f"{self.lock.lost}, and this run copies nothing there any more."
+        return f"{self._lock.lost}, and this run copies nothing there any more."
 
     def _refuse_stopped(self) -> None:
         if self._stopped:
             raise UserError(self._lost() or "copying was stopped.")
-        self.refuse_lost()
+        self._refuse_lost()
 
     def _follow(self, _: tuple[int, float]) -> None:
         """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
@@ -387,7 +353,8 @@ class Uploader:
 
     def _upload(self, item: tuple[int, float]) -> None:
         """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead."""
-        (step, saved_at), url, name = item, self.copies.store.url, checkpoint_name(item[0])
+        assert self._worker is not None
+        (step, saved_at), url, name = item, self.url, checkpoint_name(item[0])
         for failures in itertools.count(1):
             began = time.monotonic()
             problem = self._attempt(step)
@@ -427,40 +394,40 @@ class Uploader:
     def _open(self, step: int) -> list[dict[str, Any]]:
         """The files to be sent, once the store has no copy of this step that counts: one whose objects are put again,
         one by one, would be neither the old nor the new."""
-        files: list[dict[str, Any]] = read_marker(self.path(step))["files"]
-        with self.final:
+        files: list[dict[str, Any]] = read_marker(self.checkpoints.path(step))["files"]
+        with self._final:
             self._refuse_stopped()
             if self.uploaded == step:
                 self.uploaded = -1
-            self.copies.reopen(step)
+            self._copies.reopen(step)
         return files
 
     def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
         """Send this rank's share; why it failed."""
         share = files[self.ranks.rank::self.ranks.world]
-        sent = tried(lambda: send(self.copies.store, self.path(step), prefix_of(step), share))
+        sent = tried(lambda: send(self._copies.store, self.checkpoints.path(step), prefix_of(step), share))
         return sent if isinstance(sent, Exception) else None
 
     def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
         """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
-        store, prefix, folder = self.copies.store, prefix_of(step), self.path(step)
-        self.refuse_lost()  # sending took long
+        store, prefix, folder = self._copies.store, prefix_of(step), self.checkpoints.path(step)
+        self._refuse_lost()  # sending took long
         marker = output_record(folder, folder / MARKER)
         send(store, folder, prefix, [marker])
-        records = train_records(self.folder, step)
-        self.refuse_lost()
+        records = train_records(self.work.folder, step)
+        self._refuse_lost()
         for name, data in records.items():
             store.put(f"{prefix}{RECORDS}{name}", data)
         all_files = [*files, marker, *({"path": f"{RECORDS}{name}", "bytes": len(data),
                                         "sha256": hashlib.sha256(data).hexdigest()} for name, data in records.items())]
-        with self.final:
+        with self._final:
             self._refuse_stopped()
-            self.copies.finish(step, all_files)
+            self._copies.finish(step, all_files)
         self._bytes = sum(record["bytes"] for record in all_files)
 
     def _prune(self) -> None:
-        self.refuse_lost()
-        self.copies.prune(self.config.keep, self.config.permanent_every)
+        self._refuse_lost()
+        self._copies.prune(self.config.keep, self.config.permanent_every)
 
 
 def train_records(folder: Path, step: int) -> dict[str, bytes]:

@@ -1,26 +1,30 @@
-"""A saver and its copier on a group of one."""
+"""A saver and its uploads on a group of one."""
+
+from functools import partial
 
 import pytest
 
+from pipeline.copies.claim import Lock
+from pipeline.training import uploads as module
 from tests.training.uploads.saving import Gate, parts_of
 
 
 @pytest.fixture()
-def made(tmp_path, ranks):
-    """From a store's address to (saver, copier, copies, said), the saver telling the copier, on a group of one."""
-    return lambda url, lock=None: parts_of(tmp_path, ranks, url, lock)
-
-
-@pytest.fixture()
-def setting(made, tmp_path, monkeypatch):
-    """The same for a folder as the store, and a gate before it."""
-    return *made(f"file://{tmp_path}/store"), Gate(monkeypatch)
+def setting(tmp_path, ranks, monkeypatch):
+    """(saver, uploads, copies, said) with a folder as the store, and a gate before it. The lock's own thread sleeps."""
+    monkeypatch.setattr(module, "Lock", partial(Lock, beat_s=1000.0))
+    gate = Gate(monkeypatch)
+    made = parts_of(tmp_path / "train", ranks, f"file://{tmp_path}/store")
+    yield *made, gate
+    gate.failing, gate.before = False, "nothing else"
+    gate.open.set()
+    made[1].close()
 
 
 @pytest.fixture()
 def events(tmp_path):
     """The train folder's log, which goes on with a checkpoint; a function that has it grow."""
-    (tmp_path / "train").mkdir()
+    (tmp_path / "train").mkdir(exist_ok=True)
 
     def grow(text):
         with (tmp_path / "train" / "events.jsonl").open("a") as file:

@@ -1,7 +1,9 @@
 """A saver and its copier, and a store that can be held back, for the tests of copies."""
 
 import threading
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -14,7 +16,7 @@ from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from pipeline.stores.store import Store
 from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.uploads import Uploader
+from pipeline.training.uploads import Uploads
 from tests.waiting import wait_for
 
 
@@ -46,14 +48,17 @@ class Log(list):
         return [name for name, _ in self]
 
 
-def parts_of(tmp_path, ranks, url, lock):
-    said, log = [], Log()
-    config = CheckpointConfig(keep=1, attempts=2)
-    copies = CopiedCheckpoints(Store(url))
-    checkpoints = Checkpoints(tmp_path / "train" / CHECKPOINTS, ranks, said.append, lambda step: copier.needs(step))
-    copier = Uploader(copies, lock, ranks, config, tmp_path / "train", checkpoints.path, said.append, log, -1)
-    saver = AsyncSaver(checkpoints, ranks, config, {}, said.append, log, copier.put)
-    return saver, copier, copies, said
+def parts_of(folder, ranks, url):
+    """A saver, the uploads that it tells, what is in their store, and what was said."""
+    said, log, config = [], Log(), CheckpointConfig(keep=1, attempts=2, copy_to=url)
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, said.append, lambda step: uploads.needs(step))
+    work = SimpleNamespace(config=SimpleNamespace(name="mini", train=SimpleNamespace(checkpoint=config)),
+                           folder=folder, fingerprint={}, drift=[], afresh=False)
+    uploads = Uploads(work, ranks, checkpoints, said.append, log)
+    uploads.begin(None)
+    return AsyncSaver(checkpoints, ranks, config, {}, said.append, log, uploads.saved), uploads, \
+        CopiedCheckpoints(Store(url)), said
 
 
 def save(saver, *steps):
@@ -85,3 +90,8 @@ def kept(saver):
 def store_put_as_another(store):
     """Beside the gate, which holds back what goes through the store."""
     (Path(store.url.removeprefix("file://")) / LOCK).write_text('{"token": "b"}')
+
+
+def waited(uploads, step, limit_s=1000.0):
+    """Wait for the copy of the last checkpoint; why there is none."""
+    return uploads._wait(step, timedelta(seconds=limit_s))

@@ -8,7 +8,7 @@ from pipeline.errors import UserError
 from pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
 from pipeline.training import uploads as module
 from pipeline.training.uploads import take_records, train_records
-from tests.training.uploads.saving import save_copied, save_held
+from tests.training.uploads.saving import save_copied, save_held, waited
 
 
 def test_what_goes_on_with_a_checkpoint_ends_before_its_step_however_late_it_is_copied(tmp_path):
@@ -46,7 +46,7 @@ def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(setting)
     save_held(saver, gate, 1)
     assert copies.found().whole == [] and copier.uploaded == -1
     gate.open.set()
-    assert copier.finish(1, 1000.0) == "" and copies.found().whole == [1]
+    assert waited(copier, 1) == "" and copies.found().whole == [1]
 
 
 def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(setting, monkeypatch):

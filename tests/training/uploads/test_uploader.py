@@ -2,17 +2,16 @@
 
 import pytest
 
-from pipeline.copies.claim import LOCK, Lock
+from pipeline.copies.claim import LOCK
 from pipeline.errors import UserError
-from pipeline.stores.store import Store
 from pipeline.training import uploads as module
 from tests.training.uploads.saving import (
-    Gate,
     kept,
     save,
     save_copied,
     save_held,
     store_put_as_another,
+    waited,
 )
 from tests.waiting import HANG_S, wait_for
 
@@ -24,7 +23,7 @@ def test_of_what_comes_while_a_copy_is_made_the_newest_is_copied_and_the_rest_to
     assert kept(saver) == [1, 4], "what is being copied and what waits stays, although one is to be kept"
     assert copier.needs(1) and copier.needs(4) and not copier.needs(3)
     gate.open.set()
-    assert copier.finish(4, 1000.0) == ""
+    assert waited(copier, 4) == ""
     assert [(details["step"], details.get("left_out")) for name, details in copier.event
             if name == "checkpoint_copied"] == [(1, [2, 3]), (4, None)]
     assert copies.found().whole == [4] and not copier.needs(4)
@@ -41,15 +40,15 @@ def test_what_failed_is_tried_again_while_training_goes_on_and_given_up_at_the_e
     wait_for(lambda: copies.found().whole == [1])
     gate.failing = True
     save(saver, 2)
-    assert copier.finish(2, 1000.0) == "the store is away."
+    assert waited(copier, 2) == "the store is away."
     assert copier.event.names().count("checkpoint_copy_failed") > 4
 
 
 def test_the_end_waits_no_longer_than_it_may_and_a_copier_that_is_stopped_makes_no_copy_any_more(setting):
     saver, copier, copies, _, gate = setting
     save_held(saver, gate, 1)
-    assert copier.finish(1, 0.2) == "it was not done after 0.2 s."
-    copier.stop()
+    assert waited(copier, 1, 0.2) == "it was not done after 0.2 s."
+    copier.close()
     gate.open.set()
     copier._worker.wait()
     assert copies.found().whole == [] and copier.uploaded == -1
@@ -62,61 +61,45 @@ def test_the_end_does_not_wait_for_a_thread_that_has_ended(setting, monkeypatch)
         raise OSError("broken")
     monkeypatch.setattr(copier, "_attempt", broken)
     save(saver, 1)
-    assert copier.finish(1, 10.0 * HANG_S) == "broken."
+    assert waited(copier, 1, 10.0 * HANG_S) == "broken."
     save(saver, 2)
     assert any("step-00000002 is not copied" in text and "has ended (broken)" in text for text in said)
 
 
-@pytest.fixture
-def held(tmp_path):
-    """A store, and its lock, whose own thread sleeps."""
-    lock = Lock(Store(f"file://{tmp_path}/store"), "a", lambda text: None, beat_s=1000.0)
-    lock.take()
-    yield lock.store, lock
-    lock.release()
-
-
-def test_a_process_thought_dead_neither_finishes_a_copy_nor_removes_any(made, held, monkeypatch):
+def test_a_process_thought_dead_neither_finishes_a_copy_nor_removes_any(setting):
     """Its lock's own thread stands still too: only by looking does it hear who copies there now."""
-    store, lock = held
-    saver, copier, copies, _ = made(store.url, lock)
+    saver, copier, copies, _, gate = setting
     save_copied(saver, copier, 1)
-    gate = Gate(monkeypatch)
     save_held(saver, gate, 2)
-    store_put_as_another(store)
+    store_put_as_another(copies.store)
     gate.open.set()
-    assert "took over" in copier.finish(2, 1000.0) and copies.found().whole == [1]
+    assert "took over" in waited(copier, 2) and copies.found().whole == [1]
     with pytest.raises(UserError, match="took over"):
         copier._prune()
-    lock.release()
-    assert store.head(LOCK) is not None
+    assert copies.store.head(LOCK) is not None
 
 
 @pytest.mark.parametrize(("before", "kept"), [(".safetensors", ("COMPLETE.json", "records/events.jsonl")),
                                               ("COMPLETE.json", ("records/events.jsonl",))])
-def test_a_process_thought_dead_puts_no_marker_or_records_over_its_successors(made, held, events, monkeypatch, before,
-                                                                              kept):
-    store, lock = held
-    saver, copier, _, _ = made(store.url, lock)
-    gate = Gate(monkeypatch)
+def test_a_process_thought_dead_puts_no_marker_or_records_over_its_successors(setting, events, before, kept):
+    saver, copier, copies, _, gate = setting
+    store = copies.store
     save_held(saver, gate, 2, before)
     store_put_as_another(store)
     gate.before = "nothing else"
     for name in kept:
         store.put(f"step-00000002/{name}", b"the successor's")
     gate.open.set()
-    assert "took over" in copier.finish(2, 1000.0)
+    assert "took over" in waited(copier, 2)
     assert {store.read(f"step-00000002/{name}") for name in kept} == {b"the successor's"}
 
 
-def test_the_end_does_not_wait_where_the_lock_is_lost(made, held, monkeypatch):
+def test_the_end_does_not_wait_where_the_lock_is_lost(setting, monkeypatch):
     """Its own thread finds that out while a copy waits to be tried again."""
     monkeypatch.setattr(module, "RETRY_S", (10.0 * HANG_S,))
-    gate = Gate(monkeypatch)
-    store, lock = held
-    saver, copier, _, said = made(store.url, lock)
+    saver, copier, _, said, gate = setting
     gate.failing = True
     save(saver, 1)
     wait_for(lambda: any("could not be copied" in text for text in said))
-    lock.lost = "Another took over"
-    assert copier.finish(1, 10.0 * HANG_S) == "Another took over, and this run copies nothing there any more."
+    copier._lock.lost = "Another took over"
+    assert waited(copier, 1, 10.0 * HANG_S) == "Another took over, and this run copies nothing there any more."

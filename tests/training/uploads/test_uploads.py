@@ -20,7 +20,7 @@ from pipeline.training.async_saver import AsyncSaver
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.data.token_check import _rename
 from pipeline.training.loop import Loop
-from pipeline.training.uploads import Uploader, Uploads
+from pipeline.training.uploads import Uploads
 from tests.training.uploads.saving import Log, save
 from tests.waiting import wait_for
 
@@ -184,6 +184,6 @@ def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch
     copying.begin(copying.newest_valid())
     copying.ranks = SimpleNamespace(patience=timedelta(minutes=2), by_leader=run.ranks.by_leader)
     waited = []
-    monkeypatch.setattr(Uploader, "finish", lambda self, step, limit_s: waited.append(limit_s) or "")
+    monkeypatch.setattr(Uploads, "_wait_here", lambda self, step, limit: waited.append(limit) or "")
     copying.finish(4)
-    assert waited == [60.0]
+    assert waited == [timedelta(minutes=1)]
