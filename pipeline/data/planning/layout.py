@@ -77,20 +77,20 @@ class Layout:
         """Numbers of a group's units."""
         return range(self.groups[group], self.groups[group + 1])
 
-    def columns(self, folder: Path, group: int, ending: str) -> list[np.ndarray]:
-        """The staged .npy tables of a group's units, a row a document.
+    def column(self, folder: Path, group: int, ending: str, field: Any) -> np.ndarray:
+        """A field of the staged .npy tables of a group's units, a row a document.
 
         Raises:
             UserError: a table has another number of documents than the reading counted.
         """
-        tables = []
+        parts = []
         for unit in self.units(group):
             path, count = staged(folder, self.names[unit], ending), self.starts[unit + 1] - self.starts[unit]
-            tables.append(np.load(path, mmap_mode="r"))
-            if len(tables[-1]) != count:
-                raise UserError(f"{path} has {len(tables[-1])} documents instead of {count}. Delete it and run the "
+            parts.append(np.array(np.load(path, mmap_mode="r")[field]))
+            if len(parts[-1]) != count:
+                raise UserError(f"{path} has {len(parts[-1])} documents instead of {count}. Delete it and run the "
                                 f"stage again: it reads that unit again.")
-        return tables
+        return np.concatenate(parts)
 
 
 def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], *, last: bool = False,
