@@ -47,6 +47,7 @@ from pydantic import Field
 from pipeline.config.kinds import Kind, outside_sources
 from pipeline.config.shipped import FILTERS
 from pipeline.data.documents import Document
+from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.config.tree import Config
@@ -87,6 +88,8 @@ class Filter(Kind):
         Raises:
             UserError: a file is not there or cannot be used, a library is not installed.
         """
+        if self.needs is not None and find_spec(self.needs[0]) is None:
+            raise UserError(absent(self))
 
     def findings(self) -> dict[str, Any]:
         """What it has counted in the documents so far: numbers, or dictionaries of them."""

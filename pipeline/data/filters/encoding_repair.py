@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter, unusable
-from pipeline.errors import UserError
+from pipeline.data.filters.base import Filter
 
 
 class EncodingRepair(Filter):
@@ -22,11 +21,6 @@ class EncodingRepair(Filter):
 
     entities: bool = False
     """Also write HTML's entities (&amp;) as the characters that they mean, in lines without a < ."""
-
-    def open(self) -> None:
-        """Have the library."""
-        if problems := unusable([self]):
-            raise UserError(problems[0])
 
     @cached_property
     def _settings(self) -> Any:

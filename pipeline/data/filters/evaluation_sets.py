@@ -151,21 +151,24 @@ def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
 
 def _named_by(settings: dict[str, Any]) -> list[str]:
     """The fields that a task's templates may mean, the question's first."""
-    found = [word for key in ("doc_to_text", "doc_to_choice", "doc_to_target")
-             for word in re.findall(r"[A-Za-z_]\w*", str(settings.get(key) or ""))]
-    return found or ["text"]
+    keys = ("doc_to_text", "doc_to_choice", "doc_to_target")
+    return [word for key in keys for word in _names(settings, key)] or ["text"]
+
+
+def _names(settings: dict[str, Any], key: str) -> list[str]:
+    """The words of a task's template that may be names of fields."""
+    return list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", str(settings.get(key) or ""))))
 
 
 def _of_task(record: dict[str, Any], settings: dict[str, Any], path: Path, number: Place) -> list[str]:
     """The fields of an item that its task's doc_to_text names, then the right choice, or what doc_to_target names."""
-    asked = [name for name in re.findall(r"[A-Za-z_]\w*", str(settings.get("doc_to_text") or "")) if name in record]
+    asked = [name for name in _names(settings, "doc_to_text") if name in record]
     choices, gold = record.get(str(settings.get("doc_to_choice"))), record.get(str(settings.get("doc_to_target")))
-    texts = [text for name in dict.fromkeys(asked) for text in _strings(record[name])]
+    texts = [text for name in asked for text in _strings(record[name])]
     if isinstance(choices, list) and isinstance(gold, int) and 0 <= gold < len(choices):
         texts += _strings(choices[gold])
     else:
-        named = re.findall(r"[A-Za-z_]\w*", str(settings.get("doc_to_target") or ""))
-        texts += [text for name in dict.fromkeys(named) if name in record and name not in asked
+        texts += [text for name in _names(settings, "doc_to_target") if name in record and name not in asked
                   for text in _strings(record[name])]
     if not texts:
         raise UserError(f"The task of {path} names no field of its record {number} in doc_to_text and doc_to_target; "

@@ -37,8 +37,12 @@ class ItemIndex:
         self.too_short = lengths < least
         self._codes = _mixed(len(self._numbers) + 1)
         sizes = np.where(self.too_short, 0, np.minimum(lengths, n))
-        self._tables = {size: _Table(self._codes[self._words], self._starts[:-1][sizes == size],
-                                     lengths[sizes == size], size) for size in np.unique(sizes[sizes > 0]).tolist()}
+        self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of each size: hashes, sorted, and their places
+        for size, hashes in _hashes(self._codes[self._words], set(sizes[sizes > 0].tolist())):
+            windows = np.where(sizes == size, lengths - size + 1, 0)
+            places = np.repeat(self._starts[:-1] - np.cumsum(windows) + windows, windows) + np.arange(windows.sum())
+            places = places[np.argsort(hashes[places], kind="stable")]
+            self._grams[size] = hashes[places], places
 
     def found_in(self, text: str) -> list[int]:
         """Numbers of the texts of which an n-gram stands in a document, ascending."""
@@ -46,44 +50,16 @@ class ItemIndex:
         known = np.fromiter(map(self._numbers.get, words, repeat(0)), np.int64, len(words))
         codes, unknown = self._codes[known], np.concatenate([[0], np.cumsum(known == 0)])
         hits: set[int] = set()
-        for size, hashes in _hashes(codes, set(self._tables)):
+        for size, hashes in _hashes(codes, set(self._grams)):
+            there, places = self._grams[size]
             whole = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows of words that all stand in items
-            for at, place in self._tables[size].places(hashes[whole]):
-                here = int(whole[at])
-                if np.array_equal(known[here:here + size], self._words[place:place + size]):
-                    hits.add(int(np.searchsorted(self._starts, place, side="right")) - 1)
+            low, high = (np.searchsorted(there, hashes[whole], side=side) for side in ("left", "right"))
+            for at in np.flatnonzero(high > low):
+                here = known[whole[at]:whole[at] + size]
+                hits.update(int(np.searchsorted(self._starts, place, side="right")) - 1
+                            for place in places[low[at]:high[at]]
+                            if np.array_equal(here, self._words[place:place + size]))
         return sorted(hits)
-
-
-class _Table:
-    """The n-grams of one n, by hash.
-
-    Args:
-        codes: of all words of all texts.
-        starts: of the texts in them. lengths: of these texts.
-    """
-
-    def __init__(self, codes: np.ndarray, starts: np.ndarray, lengths: np.ndarray, n: int) -> None:
-        [(_, hashes)] = _hashes(codes, {n})
-        windows = lengths - n + 1
-        first = np.repeat(starts, windows)
-        places = first + np.arange(len(first)) - np.repeat(np.cumsum(windows) - windows, windows)
-        order = np.argsort(hashes[places], kind="stable")
-        self._places = places[order]
-        self._sorted = hashes[self._places]
-        # A byte for each of 8 times as many beginnings of hashes as there are n-grams says for most that they are not
-        # among them, without a search.
-        self._shift = np.uint64(64 - min(max(10, (8 * len(order)).bit_length()), 27))
-        self._maybe = np.zeros(1 << (64 - int(self._shift)), bool)
-        self._maybe[self._sorted >> self._shift] = True
-
-    def places(self, hashes: np.ndarray) -> Iterator[tuple[int, int]]:
-        """(which of `hashes`, where an n-gram with that hash begins)."""
-        likely = np.flatnonzero(self._maybe[hashes >> self._shift])
-        low, high = (np.searchsorted(self._sorted, hashes[likely], side=side) for side in ("left", "right"))
-        for at in np.flatnonzero(high > low):
-            for place in self._places[low[at]:high[at]]:
-                yield int(likely[at]), int(place)
 
 
 def _mixed(count: int) -> np.ndarray:

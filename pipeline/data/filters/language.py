@@ -12,7 +12,7 @@ from pydantic import Field
 
 from pipeline.config.section import execution
 from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter, unusable
+from pipeline.data.filters.base import Filter
 from pipeline.errors import UserError
 
 _LABEL = "__label__"
@@ -46,8 +46,7 @@ class Language(Filter):
 
     def open(self) -> None:
         """Load the model, once a process for any number of units."""
-        if problems := unusable([self]):
-            raise UserError(problems[0])
+        super().open()
         known = self._model.labels
         if unknown := [name for name in self.languages if name not in known]:
             close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.3)

@@ -33,14 +33,13 @@ class Length(Filter):
         return self
 
     def __call__(self, document: Document) -> Document | str:
-        characters, text = len(document.text), document.text
-        if self.least_characters and characters < self.least_characters:
-            return f"fewer than {self.least_characters:,} characters"
-        if self.most_characters and characters > self.most_characters:
-            return f"more than {self.most_characters:,} characters"
-        words = len(text.split()) if self.least_words or self.most_words else 0
-        if self.least_words and words < self.least_words:
-            return f"fewer than {self.least_words:,} words"
-        if self.most_words and words > self.most_words:
-            return f"more than {self.most_words:,} words"
+        for what, least, most in (("characters", self.least_characters, self.most_characters),
+                                  ("words", self.least_words, self.most_words)):
+            if not least and not most:
+                continue
+            count = len(document.text if what == "characters" else document.text.split())
+            if least and count < least:
+                return f"fewer than {least:,} {what}"
+            if most and count > most:
+                return f"more than {most:,} {what}"
         return document

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 _BASE = 0x9E3779B97F4A7C15
@@ -43,18 +46,12 @@ class WordRuns:
             return False
         frequent = ordered[np.append(ends, len(ordered) - 1)[counts == most]]
         first = int(np.isin(hashes, frequent).argmax())
-        run = self._words[first:first + n]
+        run: Sequence[str] = self._words[first:first + n]
         if any(self._words[place:place + n] != run for place in np.flatnonzero(hashes == hashes[first]).tolist()):
-            run, most = self._most_frequent(n)  # other words of equal characters, or of an equal hash
+            # Other words of equal characters, or of an equal hash.
+            runs = Counter(zip(*(self._words[place:] for place in range(n)), strict=False))
+            [(run, most)] = runs.most_common(1)
         return (sum(map(len, run)) + n - 1) * most / characters > share
-
-    def _most_frequent(self, n: int) -> tuple[list[str], int]:
-        counts: dict[tuple[str, ...], int] = {}
-        for place in range(len(self._words) - n + 1):
-            run = tuple(self._words[place:place + n])
-            counts[run] = counts.get(run, 0) + 1
-        first = max(counts, key=counts.__getitem__)
-        return list(first), counts[first]
 
     def repeated_are_above(self, n: int, share: float, characters: int) -> bool:
         """Whether runs of n words that stood before, taken from the left without overlapping, are more than `share` of

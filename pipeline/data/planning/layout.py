@@ -6,9 +6,9 @@ A group is a range of units that one process holds in memory.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -77,20 +77,20 @@ class Layout:
         """Numbers of a group's units."""
         return range(self.groups[group], self.groups[group + 1])
 
-    def columns(self, folder: Path, group: int, ending: str) -> list[np.ndarray]:
-        """The staged .npy tables of a group's units, a row a document.
+    def column(self, folder: Path, group: int, ending: str, field: Any) -> np.ndarray:
+        """A field of the staged .npy tables of a group's units, a row a document.
 
         Raises:
             UserError: a table has another number of documents than the reading counted.
         """
-        tables = []
+        parts = []
         for unit in self.units(group):
             path, count = staged(folder, self.names[unit], ending), self.starts[unit + 1] - self.starts[unit]
-            tables.append(np.load(path, mmap_mode="r"))
-            if len(tables[-1]) != count:
-                raise UserError(f"{path} has {len(tables[-1])} documents instead of {count}. Delete it and run the "
+            parts.append(np.array(np.load(path, mmap_mode="r")[field]))
+            if len(parts[-1]) != count:
+                raise UserError(f"{path} has {len(parts[-1])} documents instead of {count}. Delete it and run the "
                                 f"stage again: it reads that unit again.")
-        return tables
+        return np.concatenate(parts)
 
 
 def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], *, last: bool = False,
@@ -112,21 +112,16 @@ class StagedDocuments:
 
     def __init__(self, folder: Path, plan: Layout) -> None:
         self.folder, self.names, self.starts = folder, plan.names, np.array(plan.starts)
-        self._indexes: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._index = lru_cache(_INDEXES_AT_ONCE)(lambda name: np.load(staged(folder, name, ".npy"), mmap_mode="r"))
 
-    def row(self, number: int) -> tuple[int, Any]:
-        """A document's unit and its row of INDEX."""
+    def row(self, number: int) -> tuple[str, Any]:
+        """The name of a document's unit, and its row of INDEX."""
         unit = int(np.searchsorted(self.starts, number, "right")) - 1
-        if unit not in self._indexes:
-            if len(self._indexes) == _INDEXES_AT_ONCE:
-                self._indexes.popitem(last=False)
-            self._indexes[unit] = np.load(staged(self.folder, self.names[unit], ".npy"), mmap_mode="r")
-        return unit, self._indexes[unit][number - self.starts[unit]]
+        return self.names[unit], self._index(self.names[unit])[number - self.starts[unit]]
 
     def document(self, number: int) -> Document:
         """The document, with its text."""
-        unit, row = self.row(number)
-        return read_document(self.folder, self.names[unit], row)
+        return read_document(self.folder, *self.row(number))
 
     def named(self, number: int) -> tuple[str, str, tuple[int, int]]:
         """The document's id, its source and the digest of its text."""

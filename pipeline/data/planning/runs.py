@@ -39,15 +39,12 @@ def sort_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write the runs of one group, and the links inside of it. Returns the files as `outputs`."""
     plan, group = Layout.read(folder), payload["group"]
     begin, end = plan.bounds(group)
-    digests = plan.columns(folder, group, ".npy")
-    bands = plan.columns(folder, group, ".bands") if plan.bands else []
     places, outputs = np.arange(end - begin), []
     for column in range(plan.bands + 1):
         if column == DIGEST:
-            own = places
-            keys = [_joined([table[half] for table in digests]) for half in ("high", "low")]
+            own, keys = places, [plan.column(folder, group, ".npy", half) for half in ("high", "low")]
         else:
-            band = _joined([table[:, column - 1] for table in bands])
+            band = plan.column(folder, group, ".bands", (slice(None), column - 1))
             own = places[band[places] != NONE]
             keys = [band[own]]
         firsts, others, kept = equal_rows(keys, plan.last)
@@ -129,10 +126,6 @@ def link_paths(folder: Path, plan: Layout, column: int, groups: Sequence[int]) -
     names = [*(plan.group_names[group] for group in groups),
              *(f"partition-{partition:06d}" for partition in range(plan.partitions))]
     return [_path(folder, "links", column, name) for name in names]
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.uint64), *parts])
 
 
 def _write(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:

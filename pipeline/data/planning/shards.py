@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.documents import document_key, key_fits, to_json
+from pipeline.data.documents import document_key, from_json, key_fits, to_json
 from pipeline.data.planning.decisions import SUMS, Summary
 from pipeline.data.planning.layout import Layout, read_document
 from pipeline.data.planning.origins import PLACES, read_places, write_origins
@@ -126,38 +126,30 @@ def _cut(folder: Path, pieces: Pieces, target: float) -> Iterator[list[list[Any]
     starts = [0, *ends.tolist()]
     large = [(start + int(before), int(size)) for start, piece in zip(starts, own, strict=False)
              if piece.largest >= _LARGE * target
-             for rows in [picked(folder, piece.unit, piece.first, piece.end, piece.cut, pieces.fate)]
-             for before, size in zip(_before(rows), rows["text_bytes"], strict=True) if size >= _LARGE * target]
+             for _, index in [picked(folder, piece.unit, piece.first, piece.end, piece.cut, pieces.fate)]
+             for before, size in zip(_before(index), index["text_bytes"], strict=True) if size >= _LARGE * target]
     for low, high in pairwise(shard_borders(starts[-1], target, large)):
         numbers = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(starts[:-1], high)))
         yield [[own[number].unit, own[number].first, own[number].end, own[number].cut,
                 [max(0, low - starts[number]), min(starts[number + 1], high) - starts[number]]] for number in numbers]
 
 
-def _before(rows: np.ndarray) -> np.ndarray:
+def _before(index: np.ndarray) -> np.ndarray:
     """Bytes of text before each document."""
-    return np.cumsum(rows["text_bytes"], dtype=np.int64) - rows["text_bytes"].astype(np.int64)
+    return np.cumsum(index["text_bytes"], dtype=np.int64) - index["text_bytes"].astype(np.int64)
 
 
-PICKED = np.dtype([("row", "<u8"), *INDEX.descr])
-"""A document: its row in the index of its unit, and what stands there."""
-
-
-def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None, fate: int) -> np.ndarray:
-    """PICKED of the documents with a fate among some rows of a unit; for the one that is cut, digest and size are those
-    of the part."""
+def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | None] | None,
+           fate: int) -> tuple[np.ndarray, np.ndarray]:
+    """The documents with a fate among some rows of a unit: their rows, and what its index has there; for the one that
+    is cut, digest and size are those of the part."""
     rows = first + np.flatnonzero(np.load(staged(folder, unit, ".fates"), mmap_mode="r")[first:end] == fate)
-    index, found = np.load(staged(folder, unit, ".npy"), mmap_mode="r")[rows], np.empty(len(rows), PICKED)
-    found["row"] = rows
-    for name in INDEX.names or ():
-        found[name] = index[name]
+    index = np.array(np.load(staged(folder, unit, ".npy"), mmap_mode="r")[rows])
     if cut is not None:
         [place] = np.flatnonzero(rows == cut[0])
         text = read_document(folder, unit, index[place]).text[cut[1]:cut[2]]
-        [part] = np.frombuffer(index_row(text, int(index[place]["offset"]), int(index[place]["length"])), INDEX)
-        for name in INDEX.names or ():
-            found[name][place] = part[name]
-    return found
+        [index[place]] = np.frombuffer(index_row(text, int(index[place]["offset"]), int(index[place]["length"])), INDEX)
+    return rows, index
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
@@ -169,10 +161,11 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """
     pieces = []
     for unit, first, end, cut, (low, high) in payload["pieces"]:
-        rows = picked(folder, unit, first, end, cut, payload["fate"])
-        before = _before(rows)
-        pieces.append((unit, cut, rows[(before >= low) & (before < high)]))
-    path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([rows for *_, rows in pieces])
+        rows, index = picked(folder, unit, first, end, cut, payload["fate"])
+        before = _before(index)
+        own = (before >= low) & (before < high)
+        pieces.append((unit, cut, rows[own], index[own]))
+    path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for *_, index in pieces])
     write_members(path, zip(_keys(picks), _members(folder, pieces), strict=True))
     expected = _keys(picks)
     for document in read_documents(path):
@@ -183,8 +176,8 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path} ends before the document {missing}. Check the disk, and run the stage again.")
     record = output_record(folder, path, split=payload["split"], source=payload["source"], docs=len(picks),
                            text_bytes=int(picks["text_bytes"].sum()))
-    places = [place and place + _suffix(cut, row) for unit, cut, rows in pieces
-              for place, row in zip(read_places(staged(folder, unit, PLACES), rows["row"]), rows["row"], strict=True)]
+    places = [place and place + _suffix(cut, row) for unit, cut, rows, _ in pieces
+              for place, row in zip(read_places(staged(folder, unit, PLACES), rows), rows, strict=True)]
     return {"outputs": [record, *write_origins(folder, record["path"], payload["source"], places)]}
 
 
@@ -198,18 +191,17 @@ def _keys(picks: np.ndarray) -> Iterator[str]:
         yield document_key(struct.pack(">QQ", high, low), 0 if first is None else before[first])
 
 
-def _members(folder: Path, pieces: list[tuple[str, Sequence[int | None] | None, np.ndarray]]) -> Iterator[bytes]:
+def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]) -> Iterator[bytes]:
     """The JSON of the documents."""
-    for unit, cut, rows in pieces:
+    for unit, cut, rows, index in pieces:
         with open(staged(folder, unit, ".documents"), "rb") as file:
-            for row in rows:
-                if suffix := _suffix(cut, row["row"]):
-                    whole = read_document(folder, unit, row)
-                    assert cut is not None
-                    yield to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + suffix))
-                else:
-                    file.seek(int(row["offset"]))
-                    yield file.read(int(row["length"]))
+            for row, offset, length in zip(rows, index["offset"].tolist(), index["length"].tolist(), strict=True):
+                file.seek(offset)
+                member = file.read(length)
+                if suffix := _suffix(cut, row):
+                    whole = from_json(member, "")
+                    member = to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + suffix))
+                yield member
 
 
 def _suffix(cut: Sequence[int | None] | None, row: int) -> str:

@@ -44,11 +44,11 @@ def find_borders(folder: Path, plan: Layout, summary: Summary, heldout_share: fl
         border = int(int(ends[-1]) * trained)
         place = int(np.searchsorted(ends, border, side="right"))
         unit, before = int(units[place]), int(ends[place - 1]) if place else 0
-        rows = picked(folder, plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], None, TRAIN)
-        inside = before + np.cumsum(rows["characters"]).astype(np.int64)
+        rows, index = picked(folder, plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], None, TRAIN)
+        inside = before + np.cumsum(index["characters"]).astype(np.int64)
         first = int(np.searchsorted(inside, border, side="right"))
         before = int(inside[first - 1]) if first else before
-        found.append(Border(int(source), unit, int(rows["row"][first]), border - before))
+        found.append(Border(int(source), unit, int(rows[first]), border - before))
     return found
 
 
@@ -71,5 +71,5 @@ def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[B
 
 
 def _piece(folder: Path, unit: str, first: int, end: int, cut: list[int | None] | None) -> Piece:
-    rows = picked(folder, unit, first, end, cut, TRAIN)
-    return Piece(unit, first, end, sums(rows), int(rows["text_bytes"].max(initial=0)), cut)
+    _, index = picked(folder, unit, first, end, cut, TRAIN)
+    return Piece(unit, first, end, sums(index), int(index["text_bytes"].max(initial=0)), cut)

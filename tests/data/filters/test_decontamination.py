@@ -55,6 +55,8 @@ def test_spelling_and_places_do_not_matter_and_other_words_do():
     index = ItemIndex(["Which planet is nearest to the Sun? Mercury, by far: always, ever and on.", "too short"], 13, 8)
     item = "which PLANET is\nnearest-to the sun mercury by far (always) ever & ”and”"
     assert index.found_in(f"before {item} behind") == [0] and index.found_in(item) == [0]
+    hidden = item.replace("planet", "pla\u00adnet").replace(" is\n", "&nbsp;is\u00a0").replace("sun", "\ufeffs&shy;un")
+    assert index.found_in(f"&quot;{hidden}&quot;") == [0]
     assert index.found_in(item.replace("far", "near")) == [] and index.found_in("too short") == []
     assert index.found_in(" ".join(item.split()[:-1])) == []
     assert index.found_in("") == []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.planning import components
-from pipeline.data.planning.components import Graph, label_components, labels_path, read_labels
+from pipeline.data.planning.components import label_components, labels_path, read_labels
 from pipeline.data.planning.layout import Layout
 from pipeline.data.planning.runs import DIGEST, link_paths, write_links
 from pipeline.errors import is_full_disk
@@ -101,22 +101,6 @@ def test_memory_follows_from_the_stretch_and_not_from_edges_or_documents(tmp_pat
             2, 800_000, 400_000)
     assert more_edges < 1.5 * small + 2**19 and more_documents < 1.5 * small + 2**20
     assert max(more_edges, more_documents) < 4_500_000
-
-
-def test_what_is_put_aside_goes_when_the_stage_is_stopped(tmp_path, monkeypatch):
-    class Stopped(BaseException):
-        pass
-
-    def stopped(graph, start):
-        assert list((tmp_path / "staging").glob("components.*.tmp/*"))
-        raise Stopped
-    plan, edges = layout_of([0, 100]), SHAPES["path"](100)
-    write_edges(tmp_path, plan, edges)
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(Graph, "parents", stopped)
-        label_components(tmp_path, {})
-    assert sorted(path.name for path in (tmp_path / "staging").iterdir()) == ["layout.json", "links"]
-    both(tmp_path, plan, edges)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
