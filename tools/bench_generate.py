@@ -70,7 +70,7 @@ def contenders(config: ModelConfig, device: torch.device, dtype: torch.dtype, pr
                new: int) -> dict[str, Write]:
     """Both with the same random weights, by name."""
     from model.llama import Llama, initialise
-    from pipeline.formats.huggingface import stream_folder
+    from pipeline.formats.huggingface import Source, huggingface_files, write_folder
     from pipeline.formats.weights import load_model, open_weights
 
     drawn = Llama(config)
@@ -79,8 +79,8 @@ def contenders(config: ModelConfig, device: torch.device, dtype: torch.dtype, pr
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "hf"
         # No id ends a text: all of them are as long as they may be.
-        stream_folder(folder, {name: tuple(tensor.shape) for name, tensor in state.items()}, state.__getitem__, config,
-                      dtype=dtype, bos_id=None, eos_id=None)
+        write_folder(folder, huggingface_files(Source(config, dtype, lambda name, *_: state[name]), 5_000_000_000, {
+            "bos_token_id": None, "eos_token_id": None}))
         with open_weights(folder) as weights:
             model = load_model(weights, device, dtype)
         return {"ours": ours(model, prompt, new), "transformers": theirs(folder, device, dtype, prompt, new)}

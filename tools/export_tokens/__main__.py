@@ -4,7 +4,7 @@
     python -m tools.export_tokens --run runs/demo --format hf --out exported/demo-hf --split heldout
 
 Documents are as trained on, BOS ... EOS, in the order of the shards. The folder appears under its name when all of it
-is written and was read back; the same command goes on with an attempt that broke off.
+is written and was read back; the same command continues an attempt that broke off.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not is_full_disk(error):
             raise
         print(f"The disk, quota or file size limit of {options.out.parent} is exhausted: {error}. Make room and run "
-              f"the same command again: it goes on with what is written.", file=sys.stderr)
+              f"the same command again: it continues with what is written.", file=sys.stderr)
         return UserError.exit_status
     return 0
 
