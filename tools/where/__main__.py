@@ -45,12 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
     from pipeline.errors import UserError
     try:
         run = run_in(options.run)
+        from tools.ledger import Ledger
+        from tools.where.steps import Steps
+
+        steps = Steps(Ledger(run), options.ranks)
         if options.step is None and options.samples is None:
             from tools.where.inverse import trace
-            trace(run, options)
+            trace(steps, options)
         else:
             from tools.where.forward import show
-            show(run, options)
+            show(steps, options)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status

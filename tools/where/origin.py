@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.config.data import StdlibSource
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import Run
 from pipeline.data.planning.kept import DUPLICATES
 from pipeline.data.planning.origins import origins_path, read_origins
 from pipeline.data.text_shards import read_shard
@@ -45,16 +43,16 @@ class Origin:
 class Corpus:
     """The shard stage's outputs and records.
 
-    Args:
+    Attributes:
         folder, manifest: of the shard stage, here or in the run that is reused.
-        config: of the run whose stage it is.
+        sources: by name, as they are configured.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, config: Config) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.shards = {record["path"]: record for record in manifest.outputs}
-        self.sources = {source.name: source for source in config.shard.sources}
-        self._paths = {record["name"]: record["path"] for record in manifest.files}
+    def __init__(self, run: Run) -> None:
+        self.folder, self.manifest = run.stage_folder("shard"), run.finished("shard")
+        self.shards = {record["path"]: record for record in self.manifest.outputs}
+        self.sources = {source.name: source for source in run.config.shard.sources}
+        self._paths = {record["name"]: record["path"] for record in self.manifest.files}
 
     def text_of(self, shard: str, number: int) -> Any:
         """The document of this number in a text shard (see `read_shard`); None where the shard is gone."""
