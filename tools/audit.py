@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.files import read_lines
 from pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
 from pipeline.training.determinism import was_deterministic
-from tools.ledger import Ledger, Line, trained_on
+from tools.command import exit_status
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pipeline.data.sampling.order import SampleOrder
     from pipeline.data.sampling.packed_data import PackedData
     from pipeline.data.sampling.phases import PhasedOrder
+    from tools.ledger import Ledger, Line
 
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
@@ -98,6 +99,7 @@ def audit(folder: Path) -> Audit:
     if not logged:
         raise UserError(f"{path} holds no step; there is nothing to audit.")
     from pipeline.data.sampling.packed_data import PackedData
+    from tools.ledger import Ledger
 
     ledger = Ledger(run_in(folder))
     starts = [event for event in ledger.events if event["event"] in ("start", "resume")]
@@ -137,7 +139,8 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
     from pipeline.training.data.token_check import DAMAGED
 
     damages = [int(event["first_step"]) for event in ledger.events if event["event"] == DAMAGED]
-    last, other = dict[int, Line](), Counter[int]()
+    last: dict[int, Line] = {}
+    other = Counter[int]()
     for line in ledger.lines:
         step, done = line["step"], line.get("rollbacks", 0)
         earlier, last[step] = last.get(step), line
@@ -206,8 +209,8 @@ def _left_out(ledger: Ledger, found: Audit) -> None:
             found.faults.append(f"step {step} used samples {spelled(kept)}, which a rollback excludes")
         loss, norm = line["loss"], line["grad_norm"]
         if "skipped" in line:
-            found.left_out.append(f"samples {spelled(trained_on(line))}, whose update was skipped in step {step} "
-                                  f"({line['skipped']}: loss {loss}, gradient norm {norm})")
+            found.left_out.append(f"samples {spelled(logged.outside(*line['samples']))}, whose update was skipped in "
+                                  f"step {step} ({line['skipped']}: loss {loss}, gradient norm {norm})")
         elif not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
             found.faults.append(f"step {step} counts as an update, with loss {loss} and gradient norm {norm}")
 
@@ -315,13 +318,13 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 if all is proven, 1 if there are faults, 2 if there is nothing to check."""
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description=(__doc__ or "").splitlines()[0])
     add_run_options(parser)
-    try:
-        found = audit(parser.parse_args(arguments).run)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    print("\n".join(found.lines()))
-    return 1 if found.faults else 0
+    options = parser.parse_args(arguments)
+
+    def work() -> bool:
+        found = audit(options.run)
+        print("\n".join(found.lines()))
+        return bool(found.faults)
+    return exit_status(work)
 
 
 if __name__ == "__main__":

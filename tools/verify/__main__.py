@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.plugins import add_run_options
 from pipeline.console import ProgressBar
 from pipeline.errors import UserError
+from tools.command import exit_status
 from tools.processes import in_order, processes_asked
 
 if TYPE_CHECKING:
@@ -79,13 +80,12 @@ def main(arguments: list[str] | None = None) -> int:
                         help="processes that read side by side (default: as many as there are cores)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> bool:
         report = verify(options.run, options.sample, processes_asked(options.processes), tell=not options.json)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
-    return int(bool(report.problems))
+        print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
+        return bool(report.problems)
+    return exit_status(work)
 
 
 if __name__ == "__main__":
