@@ -17,7 +17,7 @@ from pipeline.data.text_shards import SPLITS, SUFFIX
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
 from tools.processes import processes_asked
-from tools.where.origin import Corpus, Origin
+from tools.where.origin import Corpus
 from tools.where.search import DROPPED, Hit, Wanted, key_hits, rejections, text_hits
 from tools.where.steps import Steps
 from tools.where.telling import lines_of
@@ -103,8 +103,7 @@ class Tracer:
                 raise UserError(f"{tokens.path} and {self.corpus.folder / shard} do not hold the same documents (at "
                                 f"{number}). Run --stage encode again.")
             record |= {"id": document.id, "meta": document.meta, **({"found": excerpt} if excerpt else {}),
-                       **_origin_fields(self.corpus.origin(shard, number, about["source"], document.id),
-                                        about["source"], document.id), "text": document.text}
+                       **self.corpus.origin(shard, number, about["source"], document.id), "text": document.text}
         else:
             record["origin"] = f"{self.corpus.folder / shard} is gone, and with it the document's id"
         return {**record, "readings": list(self._readings(row, number))}
@@ -126,8 +125,7 @@ class Tracer:
         origin = self.corpus.placed(hit.source, hit.place) if hit.place else \
             self.corpus.origin(hit.shard, hit.number, hit.source, hit.id)
         return {"split": DROPPED, "source": hit.source, "id": hit.id, "filter": hit.dropped[0],
-                "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}),
-                **_origin_fields(origin, hit.source, hit.id)}
+                "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}), **origin}
 
     def _with_duplicates(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same, with what was dropped for each kept document; and the key of that kept for each dropped one."""
@@ -140,12 +138,6 @@ class Tracer:
             if "kept_id" in record and (stays := kept.get((record["kept_source"], record["kept_id"]))):
                 record["kept_key"] = stays["key"]
         return told
-
-
-def _origin_fields(origin: Origin | None, source: str, own: str) -> dict[str, Any]:
-    if origin is None:
-        return {"origin": f"the stage shard did not record in which file of {source} the id {own} stood"}
-    return {"origin": str(origin), "file": origin.file, "path": origin.path, "record": origin.record}
 
 
 def _wanted(options: argparse.Namespace) -> Wanted:
