@@ -14,6 +14,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from pipeline.errors import UserError
 from pipeline.formats.huggingface import Read, parameter_shapes
+from pipeline.formats.tensor_file import rectangle_in
 
 
 class Weights(ABC):
@@ -58,12 +59,7 @@ class Weights(ABC):
             UserError: a file is missing or damaged.
             ValueError: the rectangle is not inside.
         """
-        whole = self.shapes[name]
-        start = tuple(offset or (0,) * len(whole))
-        size = tuple(shape) if shape is not None else tuple(end - at for at, end in zip(start, whole, strict=True))
-        if not all(0 <= at <= at + length <= end for at, length, end in zip(start, size, whole, strict=True)):
-            raise ValueError(f"A rectangle {size} at {start} does not lie in {name}, {whole}.")
-        return self._read(name, start, size)
+        return self._read(name, *rectangle_in(self.shapes[name], offset, shape))
 
     def _fit(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]],
              passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:

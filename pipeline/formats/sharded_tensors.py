@@ -28,7 +28,15 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.files import Inside, atomic_file, parsed_json, typed
 from pipeline.formats.shard_index import Entry, Index, Rectangle, check_cover, check_entry, overlapping, run_of
-from pipeline.formats.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, Layout, TensorFile, write_tensors
+from pipeline.formats.tensor_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    DamagedFileError,
+    Layout,
+    TensorFile,
+    rectangle_in,
+    write_tensors,
+)
 
 INDEX = "index.json"
 _VERSION = 3
@@ -49,13 +57,7 @@ class TensorShard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_inside(self.shape, self.offset, self.tensor.shape)
-
-
-def _check_inside(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> None:
-    if len({len(shape), len(offset), len(size)}) > 1 or not all(
-            start >= 0 and start + count <= end for start, count, end in zip(offset, size, shape, strict=True)):
-        raise ValueError(f"A rectangle {tuple(size)} at {tuple(offset)} does not lie in {tuple(shape)}.")
+        rectangle_in(self.shape, self.offset, self.tensor.shape)
 
 
 def whole(tensor: Tensor) -> TensorShard:
@@ -190,23 +192,18 @@ class CheckpointReader:
         instead of a new tensor on the host; it may be strided, on any device, and of another element type.
         Raises ValueError if the rectangle is not inside the tensor, or `out` has another shape.
         """
-        all_of_it = self.shape(name)
-        offset = tuple(offset or (0,) * len(all_of_it))
-        if shape is None:
-            shape = out.shape if out is not None else [end - start for start, end
-                                                       in zip(offset, all_of_it, strict=True)]
-        target = torch.empty(tuple(shape), dtype=self.dtype(name)) if out is None else out
-        if tuple(target.shape) != tuple(shape):
-            raise ValueError(f"out is {tuple(target.shape)}, and {tuple(shape)} of {name} are to be read.")
-        _check_inside(all_of_it, offset, target.shape)
+        offset, size = rectangle_in(self.shape(name), offset, out.shape if shape is None and out is not None else shape)
+        target = torch.empty(size, dtype=self.dtype(name)) if out is None else out
+        if tuple(target.shape) != size:
+            raise ValueError(f"out is {tuple(target.shape)}, and {size} of {name} are to be read.")
         with torch.no_grad():
-            for number, (at, size) in self.pieces(name, offset, target.shape):
+            for number, (at, held) in self.pieces(name, offset, size):
                 low = [max(a, b) for a, b in zip(offset, at, strict=True)]
-                high = [min(a + m, b + n) for a, m, b, n in zip(offset, target.shape, at, size, strict=True)]
+                high = [min(a + m, b + n) for a, m, b, n in zip(offset, size, at, held, strict=True)]
                 if all(start < end for start, end in zip(low, high, strict=True)):
                     self._copy(target[tuple(slice(start - a, end - a) for start, end, a
                                             in zip(low, high, offset, strict=True))],
-                               number, name, at, size, tuple(start - b for start, b in zip(low, at, strict=True)))
+                               number, name, at, held, tuple(start - b for start, b in zip(low, at, strict=True)))
         return target
 
     def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:

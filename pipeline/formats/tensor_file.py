@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -64,6 +64,19 @@ class Layout:
     def size(self) -> int:
         """Bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
+                 size: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A rectangle of a tensor: where it starts (default: the beginning) and its size (default: up to the end).
+    ValueError if it is not inside."""
+    start = tuple(offset or (0,) * len(whole))
+    if size is None and len(start) == len(whole):
+        size = [end - at for at, end in zip(start, whole, strict=True)]
+    if size is None or len({len(whole), len(start), len(size)}) > 1 or not all(
+            0 <= at <= at + count <= end for at, count, end in zip(start, size, whole, strict=True)):
+        raise ValueError(f"A rectangle {tuple(size or ())} at {start} does not lie in {tuple(whole)}.")
+    return start, tuple(size)
 
 
 def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> dict[str, Any]:
