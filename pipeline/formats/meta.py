@@ -191,17 +191,12 @@ class MetaWeights(Weights):
 
     def _is_tied(self, vocab_size: int) -> bool:
         """Whether embedding and output are one matrix: only one is there, or both have the same values."""
-        first = self._parts[0].layouts
-        if _OUTPUT not in first:
+        if (output := self._parts[0].layouts.get(_OUTPUT)) is None:
             return True
-        height, width = _whole(first[_OUTPUT].shape)
-        if height * len(self._parts) != vocab_size:
-            return False
-        for low in (0, *range(1, vocab_size, _COMPARED_ROWS)):
-            size = (1 if low == 0 else min(_COMPARED_ROWS, vocab_size - low), width)
-            if not same_bits(self._read(_EMBEDDING, (low, 0), size), self._read(_OUTPUT, (low, 0), size)):
-                return False
-        return True
+        height, width = _whole(output.shape)
+        blocks = ((low, (min(_COMPARED_ROWS, vocab_size - low), width)) for low in range(0, vocab_size, _COMPARED_ROWS))
+        return height * len(self._parts) == vocab_size and all(same_bits(*(
+            self._read(name, (low, 0), size) for name in (_EMBEDDING, _OUTPUT))) for low, size in blocks)
 
 
 def _whole(shape: Sequence[int]) -> tuple[int, int]:

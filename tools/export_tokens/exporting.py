@@ -6,9 +6,12 @@ import argparse
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from pipeline.contract.run import Run
 from pipeline.data.shard_table import ShardTable
@@ -25,64 +28,88 @@ FORMS: dict[str, ModuleType] = {"megatron": megatron, "hf": huggingface}
 """By name: a module with `lay_out`, `write_part`, `finish` and `facts`."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is exported: the token shards of one split, in the order in which training lays them end to end.
+
+    Attributes:
+        folder, table: of the stage encode.
+        rows: of the table, by source.
+        sources: of each source documents, tokens as exported, UTF-8 bytes of text, and shards.
+        dtype: of the ids as they are stored.
+        vocabulary: what the tokenizer stage says of it.
+        made_of: what decides every byte of the export.
+    """
+
+    folder: Path
+    table: ShardTable
+    rows: dict[str, np.ndarray]
+    sources: dict[str, dict[str, int]]
+    dtype: str
+    vocabulary: dict[str, Any]
+    made_of: dict[str, Any]
+
+    def parts(self, count: int) -> Iterator[Part]:
+        """The parts of all sources, in order."""
+        number, without_bos = 0, self.made_of["without_bos"]
+        for name, rows in self.rows.items():
+            before = {"docs": 0, "tokens": 0}
+            for row in rows.tolist():
+                record = self.table.record(row)
+                own = {"docs": record["docs"], "tokens": record["tokens"] - record["docs"] * without_bos}
+                yield Part(number, count, self.folder, TokenShard(self.folder / record["path"], record), before, own,
+                           self.sources[name]["docs"], self.vocabulary["bos_id"] if without_bos else None)
+                number, before = number + 1, {key: before[key] + own[key] for key in before}
+
+
+def plan_of(run: Run, form: str, split: str, source: str | None, without_bos: bool) -> Plan:
+    """What is to be exported. UserError where the run has no token shards, or none of this source and split."""
+    encode, folder = run.finished("encode"), run.stage_folder("encode")
+    table, names = ShardTable.of(encode.outputs), [own.name for own in run.config.shard.sources]
+    if source not in (None, *names):
+        raise UserError(f"{run.folder} has no source {source}; it has {', '.join(names)}.")
+    rows = {name: own for name in names if source in (None, name) and len(own := table.rows(split, name))}
+    if not rows:
+        raise UserError(f"{folder} has no token shards of the split {split}{f' of {source}' if source else ''}.")
+    vocabulary, counts = vocabulary_record(run.stage_folder("tokenizer")), encode.counts["splits"][split]
+    sources = {name: {"docs": counts[name]["docs"],
+                      "tokens": counts[name]["tokens"] - counts[name]["docs"] * without_bos,
+                      "text_bytes": counts[name]["text_bytes"], "shards": len(own)} for name, own in rows.items()}
+    return Plan(folder, table, rows, sources, str(encode.counts["dtype"]), vocabulary, {
+        "format": form, "split": split, "sources": list(rows), "without_bos": without_bos, "encode": encode.digest,
+        "tokenizer_sha256": vocabulary["sha256"]})
+
+
 def export(run: Run, options: argparse.Namespace, processes: int) -> None:
     """Make the folder `--out`.
 
     Raises:
         UserError: the run has no such tokens, a shard is not what was committed, or something else is at `--out`.
     """
-    encode, folder = run.finished("encode"), run.stage_folder("encode")
-    table, names = ShardTable.of(encode.outputs), [own.name for own in run.config.shard.sources]
-    if options.source not in (None, *names):
-        raise UserError(f"{run.folder} has no source {options.source}; it has {', '.join(names)}.")
-    rows = {name: own for name in names if options.source in (None, name)
-            and len(own := table.rows(options.split, name))}
-    if not rows:
-        raise UserError(f"{folder} has no token shards of the split {options.split}"
-                        f"{f' of {options.source}' if options.source else ''}.")
-    vocabulary, counts = vocabulary_record(run.stage_folder("tokenizer")), encode.counts["splits"][options.split]
-    without_bos = bool(options.without_bos)
-    sources = {name: {"docs": counts[name]["docs"],
-                      "tokens": counts[name]["tokens"] - counts[name]["docs"] * without_bos,
-                      "text_bytes": counts[name]["text_bytes"], "shards": len(own)} for name, own in rows.items()}
-    made_of = {"format": options.format, "split": options.split, "sources": list(rows), "without_bos": without_bos,
-               "encode": encode.digest, "tokenizer_sha256": vocabulary["sha256"]}
-
-    def parts() -> Iterator[Part]:
-        number = 0
-        for name, own in rows.items():
-            before = dict.fromkeys(("docs", "tokens"), 0)
-            for row in own.tolist():
-                record = table.record(row)
-                given = {"docs": record["docs"], "tokens": record["tokens"] - record["docs"] * without_bos}
-                yield Part(number, count, folder, TokenShard(folder / record["path"], record), dict(before), given,
-                           sources[name]["docs"], vocabulary["bos_id"] if without_bos else None)
-                number, before = number + 1, {key: before[key] + given[key] for key in before}
-
-    form, count, dtype = FORMS[options.format], sum(map(len, rows.values())), str(encode.counts["dtype"])
-    with Draft(options.out, MANIFEST, made_of) as draft:
+    plan = plan_of(run, options.format, options.split, options.source, options.without_bos)
+    total = {key: sum(own[key] for own in plan.sources.values()) for key in ("docs", "tokens", "text_bytes", "shards")}
+    form, count = FORMS[options.format], total["shards"]
+    with Draft(options.out, MANIFEST, plan.made_of) as draft:
         if draft.complete:
             print(f"{options.out} is there already, of these very tokens")
             return
         if "layout" not in draft.done:
-            draft.add("layout", form.lay_out(draft.folder, sources, dtype))
+            draft.add("layout", form.lay_out(draft.folder, plan.sources, plan.dtype))
         elif len(draft.done) > 1:
             print(f"continuing: {len(draft.done) - 1:,} of {count:,} shards are written")
-        shared = form.shared(dtype)
-        missing = [str(number) for number in range(count) if str(number) not in draft.done]
-        jobs = ((draft.folder, part, shared) for part in parts() if str(part.number) not in draft.done)
-        for name, written in zip(missing, in_order(form.write_part, jobs, processes), strict=True):
-            draft.add(name, written)
+        missing, shared = [number for number in range(count) if str(number) not in draft.done], form.shared(plan.dtype)
+        jobs = ((draft.folder, part, shared) for part in plan.parts(count) if str(part.number) not in draft.done)
+        for number, written in zip(missing, in_order(form.write_part, jobs, processes), strict=True):
+            draft.add(str(number), written)
         regions = defaultdict[str, list[Region]](list)
         for region in (region for written in draft.done.values() for region in written):
             regions[region[0]].append(region)
-        for name in form.finish(draft.folder, count, dtype, made_of):
+        for name in form.finish(draft.folder, count, plan.dtype, plan.made_of):
             regions[name] = [region_of(draft.folder / name)]
         files = list(in_order(read_back, ((draft.folder, *item) for item in sorted(regions.items())), processes))
-        total = {key: sum(own[key] for own in sources.values()) for key in ("docs", "tokens", "text_bytes", "shards")}
-        draft.describe({"run": run.config.name, **form.facts(sources, dtype), "bos": not without_bos, "eos": True,
-                        "bos_id": vocabulary["bos_id"], "eos_id": vocabulary["eos_id"],
-                        "vocab_size": vocabulary["size"], "sources": sources, "total": total, "files": files})
+        draft.describe({"run": run.config.name, **form.facts(plan.sources, plan.dtype), "bos": not options.without_bos,
+                        "eos": True, "bos_id": plan.vocabulary["bos_id"], "eos_id": plan.vocabulary["eos_id"],
+                        "vocab_size": plan.vocabulary["size"], "sources": plan.sources, "total": total, "files": files})
         draft.publish()
     print(f"{options.out}: {total['docs']:,} documents, {total['tokens']:,} tokens in {len(files)} files")
 
