@@ -18,7 +18,7 @@ from model.rope import RotaryTable, Rotation, amplitude, rotary_frequencies
 from pipeline.config.shapes import read_shape
 from pipeline.errors import UserError, listed
 from pipeline.formats.base import Weights, same_bits
-from pipeline.formats.block_by_block import Read, StreamedPass, read_part, transformers_pass
+from pipeline.formats.block_by_block import Read, our_part, read_part, transformers_pass
 from pipeline.formats.weights import HuggingFaceWeights
 
 FACTOR = 10.0
@@ -160,8 +160,7 @@ def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor
     theirs, absent = transformers_pass(folder, tokens, whole, ours.step)
     if absent:
         raise UserError(f"transformers does not find {', '.join(absent[:8])} in {folder}. {_DEFECT}")
-    reference, single, training = (found.output for found in (ours.exact, ours.single, ours.training))
-    assert reference is not None and single is not None and training is not None
+    reference, training, single = (ours.outputs[kind] for kind in ("exact", "training", "single"))
     if not bool(reference.isfinite().all()):
         raise UserError(f"The model that was trained has logits that are NaN or infinite on {tokens.numel()} tokens, "
                         f"even in float64, so its export cannot be compared. Convert an earlier checkpoint, or look "
@@ -181,14 +180,15 @@ class _Passes:
     single precision.
 
     Attributes:
+        outputs: of the last part that each computed.
         parting: after which part transformers began to differ by more than rounding; None while it does not.
     """
 
     def __init__(self, config: ModelConfig, read: Read, tokens: Tensor) -> None:
-        self.config, self.read = config, read
-        self.exact = StreamedPass(config, tokens, torch.float64)
-        self.training = StreamedPass(config, tokens, torch.float32)
-        self.single = StreamedPass(config, tokens, torch.float32, SingleAngles(config))
+        self.config, self.read, self.tokens = config, read, tokens
+        self._kinds = {"exact": (torch.float64, RotaryTable(config)), "training": (torch.float32, RotaryTable(config)),
+                       "single": (torch.float32, SingleAngles(config))}
+        self.outputs: dict[str, Tensor] = {}
         self.parting: str | None = None
         self._normed: Tensor | None = None  # transformers', until ours is there
 
@@ -197,13 +197,13 @@ class _Passes:
         if name == "norm":
             self._normed = theirs
             return
-        weights = read_part(self.config, name, self.read)
-        exact = self.exact.step(name, weights)
-        self.training.step(name, weights)
-        single = self.single.step(name, weights)
-        if self._normed is not None:
-            self._judge("norm", self._normed, exact["norm"], single["norm"])
-        self._judge(name, theirs, exact[name], single[name])
+        weights, found = read_part(self.config, name, self.read), dict[str, dict[str, Tensor]]()
+        for kind, (dtype, table) in self._kinds.items():
+            found[kind] = our_part(self.config, name, weights, dtype, table, self.tokens, self.outputs.get(kind))
+            self.outputs[kind] = found[kind][name]
+        for part, output in (("norm", self._normed), (name, theirs)):
+            if output is not None:
+                self._judge(part, output, found["exact"][part], found["single"][part])
 
     def _judge(self, name: str, theirs: Tensor, exact: Tensor, single: Tensor) -> None:
         size, off = float(exact.abs().max()), _error(theirs, exact)

@@ -168,14 +168,9 @@ def _keys_in(job: tuple[Path, list[tuple[int, dict[str, Any]]], str]) -> list[tu
 
 def _begin_with(keys: np.ndarray, prefix: str) -> np.ndarray:
     """Which of the keys, 16 bytes each, begin with these hexadecimal digits."""
-    digits = keys.view(np.uint8).reshape(-1, KEY_BYTES)
-    whole = bytes.fromhex(prefix[:len(prefix) // 2 * 2])
-    fits = np.ones(len(digits), bool)
-    for place, byte in enumerate(whole):
-        fits &= digits[:, place] == byte
-    if len(prefix) % 2:
-        fits &= digits[:, len(whole)] >> 4 == int(prefix[-1], 16)
-    return np.flatnonzero(fits)
+    low, high = (np.bytes_(bytes.fromhex(prefix.ljust(2 * KEY_BYTES, end))) for end in "0f")
+    whole = keys.view(f"S{KEY_BYTES}").reshape(-1)
+    return np.flatnonzero((whole >= low) & (whole <= high))
 
 
 def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:
