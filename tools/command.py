@@ -5,17 +5,29 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, is_full_disk
 
 
-def exit_status(work: Callable[[], int | None], opening: str = "") -> int:
-    """Do the work of a command; its exit status. What the user can mend is printed."""
+def exit_status(work: Callable[[], int | None], opening: str = "", writes: Path | None = None) -> int:
+    """Do the work of a command; its exit status. What the user can mend is printed.
+
+    Args:
+        opening: of the message.
+        writes: the folder that is made, of which the same command continues what is begun.
+    """
     try:
         return int(work() or 0)
     except UserError as error:
         print(f"{opening}{error}", file=sys.stderr)
         return error.exit_status
+    except Exception as error:
+        if writes is None or not is_full_disk(error):
+            raise
+        print(f"The disk, quota or file size limit of {writes.parent} is exhausted: {error}. Make room and give the "
+              f"same command again: it continues with what is written.", file=sys.stderr)
+        return UserError.exit_status
 
 
 def refuse_low(options: argparse.Namespace, *names: str) -> None:

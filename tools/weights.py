@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.plugins import add_plugin_option
 from pipeline.console import ProgressBar, say
-from pipeline.errors import UserError, is_full_disk
+from pipeline.errors import UserError
 from pipeline.files import output_record, sync
 from pipeline.formats.meta_params import PARTS
 from pipeline.formats.record import FORMAT, RECORD
 from pipeline.records.weight_files import weights_folder
+from tools.command import exit_status
 from tools.draft import Draft
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
                         f"(default {SHARD_GB:g}); not for meta")
     parser.add_argument("--parts", type=int, choices=PARTS, help="files of a model in Meta's form (default 1)")
     options = parser.parse_args(arguments)
-    partial = f"{options.target}.partial"
-    try:
+
+    def work() -> None:
         _refuse_senseless(options)
         weights_folder(options.source)  # refuses what is not there, before torch is imported
         import torch
@@ -64,19 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
         convert(options.source, options.target, options.format,
                 getattr(torch, DTYPES[options.dtype]) if options.dtype else None,
                 int((options.shard_gb or SHARD_GB) * 1e9), options.parts or 1)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    try:
+        return exit_status(work, writes=options.target)
     except KeyboardInterrupt:
-        print(f"\nInterrupted. {partial} keeps what is finished; the same command continues.", file=sys.stderr)
-        return 130
-    except (OSError, RuntimeError) as error:
-        if not is_full_disk(error):
-            raise
-        print(f"The disk of {partial} is full. It keeps what is finished; make room and give the same command again.",
+        print(f"\nInterrupted. {options.target}.partial keeps what is finished; the same command continues.",
               file=sys.stderr)
-        return 2
-    return 0
+        return 130
 
 
 def _refuse_senseless(options: argparse.Namespace) -> None:

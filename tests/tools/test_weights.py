@@ -255,7 +255,7 @@ def test_a_full_disk_is_said_and_the_rest_follows(source, tmp_path, capsys, monk
     def full(*_):
         raise OSError(28, os.strerror(28))
     monkeypatch.setattr(torch, "save", full)
-    assert "is full" in carry(capsys, source, tmp_path / "x", "meta", expect=2)
+    assert "is exhausted" in carry(capsys, source, tmp_path / "x", "meta", expect=2)
     monkeypatch.undo()
     carry(capsys, source, tmp_path / "x", "meta")
 
