@@ -72,7 +72,7 @@ def both(config: ModelConfig, device: torch.device, dtype: torch.dtype, prompt: 
     from model.generation.batch import Batch
     from model.generation.sampling import Sampling
     from model.llama import Llama, initialise
-    from pipeline.formats.huggingface import stream_folder
+    from pipeline.formats.huggingface import Source, huggingface_files, write_folder
     from pipeline.formats.weights import load_model, open_weights
 
     drawn = Llama(config)
@@ -81,8 +81,8 @@ def both(config: ModelConfig, device: torch.device, dtype: torch.dtype, prompt: 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "hf"
         # No id ends a text: all of them are as long as they may be.
-        stream_folder(folder, {name: tuple(tensor.shape) for name, tensor in state.items()}, state.__getitem__, config,
-                      dtype=dtype, bos_id=None, eos_id=None)
+        write_folder(folder, huggingface_files(Source(config, dtype, lambda name, *_: state[name]), 5_000_000_000, {
+            "bos_token_id": None, "eos_token_id": None}))
         with open_weights(folder) as weights:
             model = load_model(weights, device, dtype)
         other: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)

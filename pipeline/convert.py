@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     from model.config import ModelConfig
     from pipeline.contract.input_check import Expected
     from pipeline.contract.stage_work import Work
-    from pipeline.formats.averaging import MeanReader
-
-PREFIX = "model."
-"""Of the names of weights in a checkpoint."""
+    from pipeline.formats.huggingface import Read
 
 
 def convert(work: Work) -> None:
@@ -44,8 +42,9 @@ def _convert(work: Work) -> None:
 
     from pipeline.config.shapes import export_problem
     from pipeline.data.stored.opening import heldout_file
-    from pipeline.formats.averaging import MeanReader
-    from pipeline.formats.huggingface import stream_folder
+    from pipeline.formats.base import reader
+    from pipeline.formats.huggingface import Source, huggingface_files, write_folder
+    from pipeline.formats.weights import MeanWeights
     from pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from pipeline.records.generation_settings import FILE, read_settings
     from pipeline.tokenization.export import SETTINGS, settings_text
@@ -64,6 +63,7 @@ def _convert(work: Work) -> None:
     work.check([expected for other in others if other != checkpoint for expected in _files_of(other)])
     config = work.config.model.model_copy(update={"vocab_size": trained.counts["vocab_size"]})
     settings = work.config.convert
+    dtype = getattr(torch, settings.dtype)
     temporary, final = work.folder / "hf.tmp", work.folder / "hf"
     for folder in (temporary, final):
         if folder.exists():
@@ -71,18 +71,19 @@ def _convert(work: Work) -> None:
     temporary.mkdir(parents=True)
     named = f"the mean of {', '.join(other.name for other in others)}" if others else checkpoint.name
     work.say(f"{named}: {trained.counts['parameters']:,} parameters as {settings.dtype}")
-    with MeanReader(others or [checkpoint]) as reader:
-        shapes = {name.removeprefix(PREFIX): reader.shape(name) for name in reader.names(PREFIX)}
+    with MeanWeights(others or [checkpoint], config) as weights:
+        read = reader(weights, dtype)
         generation = read_settings(train_folder / FILE)
-        stream_folder(temporary, shapes, lambda name: reader.read(PREFIX + name), config,
-                      dtype=getattr(torch, settings.dtype), bos_id=tokenizer.counts["bos_id"],
-                      eos_id=generation.get("eos_token_id", tokenizer.counts["eos_id"]), generation=generation,
-                      max_shard_bytes=int(settings.max_shard_mb * 1e6))
+        ids = {"bos_token_id": tokenizer.counts["bos_id"],
+               "eos_token_id": generation.get("eos_token_id", tokenizer.counts["eos_id"]),
+               **{name: generation[name] for name in ("pad_token_id",) if name in generation}}
+        write_folder(temporary, huggingface_files(Source(config, dtype, read), int(settings.max_shard_mb * 1e6), ids,
+                                                  generation))
         for path in sorted((tokenizer_folder / "hf").iterdir()):
             shutil.copyfile(path, temporary / path.name)
         if (beside := temporary / SETTINGS).is_file():
             write_text(beside, settings_text(beside, config.context_length))
-        counts = _prove(work, temporary, config, reader)
+        counts = _prove(work, temporary, config, read)
     for path in temporary.iterdir():
         sync(path)
     temporary.rename(final)
@@ -108,20 +109,13 @@ def _files_of(checkpoint: Path) -> list[Expected]:
                      "Put the right file back, or leave its step out of convert.average") for record in marker["files"]]
 
 
-def _prove(work: Work, folder: Path, config: ModelConfig, reader: MeanReader) -> dict[str, Any]:
+def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[str, Any]:
     """Read the folder back: config and tensors must be the checkpoint's; load it as a user would: what transformers
     computes must be as near to exact arithmetic as single precision is, and ids those of the vocabulary."""
-    import torch
-
-    from pipeline.formats.comparison import compare_config, compare_logits, compare_tensors
+    from pipeline.formats.comparison import compare_folder, compare_logits
     from pipeline.parallel.host_memory import return_freed_memory
 
-    def read(name: str) -> torch.Tensor:
-        """What is exported: rounding to bfloat16 is the user's wish, not a difference to find."""
-        return reader.read(PREFIX + name).to(getattr(torch, work.config.convert.dtype))
-
-    compare_config(folder, config)
-    compared = compare_tensors(folder, config, [name.removeprefix(PREFIX) for name in reader.names(PREFIX)], read)
+    compared = compare_folder(folder, config, read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
     ids, texts = _heldout(work)
     return_freed_memory()
@@ -129,7 +123,7 @@ def _prove(work: Work, folder: Path, config: ModelConfig, reader: MeanReader) ->
     found = compare_logits(folder, config, read, ids, whole)
     work.say(f"transformers {'loads it' if whole else 'computes it block by block'} ({config.layers} layers): "
              f"{found.sentence}")
-    return {**found.counts(), "tensors_compared": compared, **_compare_tokens(work, folder, texts)}
+    return {**asdict(found), "tensors_compared": compared, **_compare_tokens(work, folder, texts)}
 
 
 def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any]:

@@ -354,7 +354,7 @@ READERS = (
            allowed=("subprocess.Popen", "os.posix_spawn", "os.fork")),  # squeue, which is not there
     Reader("checkpoint", _checkpoint, _read_checkpoint, ("run/train/checkpoints/*/*",), cost=3, known=(
         (INDEX, put(*NORM, "shape", value=[1 << 60])), (INDEX, put(*NORM, "dtype", value="F3")),
-        (INDEX, put(*NORM, "pieces", value=[[0, [0], [12], [1 << 60, 1, [1]]]])),
+        (INDEX, put(*NORM, "runs", value=[{"file": 0, "offset": [0], "size": [12], "steps": [[1 << 60, 1, [1]]]}])),
         ("run/train/checkpoints/*/COMPLETE.json", put("config", value={})))),
     Reader("Hugging Face", _hugging_face, _read_hugging_face,
            ("hf/*.safetensors", "hf/*config.json", "hf/*index.json"), cost=2, known=(

@@ -20,18 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.plugins import add_run_options
 from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import run_in
 from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from pipeline.errors import UserError
 from pipeline.files import read_lines
 from pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
-from pipeline.records.metrics import standing_lines
-from pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned, read_rollbacks
 from pipeline.training.determinism import was_deterministic
+from tools.command import exit_status
 
 if TYPE_CHECKING:
     import numpy as np
 
     from pipeline.data.sampling.loader import TrainingData
+    from tools.ledger import Ledger, Line
 
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
@@ -73,32 +74,16 @@ class Audit:
         undone += f"{self.replanned} undone by changes of the plan, " if self.replanned else ""
         head = (f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} steps "
                 f"done again, {undone}{self.checkpoints} checkpoints")
-        left_out = [f"left out on purpose: {entry}" for entry in self.left_out]
         if self.damaged:
             head += f"; {self.damaged} steps had another loss before a damaged token shard was mended"
-        repeats = [f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
-                   f"({self.tolerance:.0e} is allowed)"] if self.repeated and self.why else []
+        told = [head, *(f"left out on purpose: {entry}" for entry in self.left_out)]
+        if self.repeated and self.why:
+            told.append(f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
+                        f"({self.tolerance:.0e} is allowed)")
         if self.faults:
-            return [head, *left_out, *repeats, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
-        every = "every other sample" if left_out else "every sample"
-        within = f", within {self.tolerance:.0e}" if self.largest else ""
-        return [head, *left_out, *repeats, f"proven: {every} was used exactly once, in order, and repeated steps gave "
-                                           f"the same loss{within}"]
-
-
-class Rules:
-    """What the run's rollbacks say about which samples each step must have seen."""
-
-    def __init__(self, rollbacks: list[Rollback], links: Sequence[str]) -> None:
-        self.rollbacks, self._links = rollbacks, links
-
-    def excluded(self, rollbacks: int | None = None) -> Excluded:
-        """What was left out after the first so many rollbacks; by default after all."""
-        return excluded_by(self.rollbacks[:rollbacks], self._links)
-
-    def is_abandoned(self, line: dict[str, Any], rollbacks: int | None = None) -> bool:
-        """Whether the first so many rollbacks undid the step of this line, to do it on other samples."""
-        return is_abandoned(line, self.rollbacks[:rollbacks], self._links)
+            return [*told, f"{len(self.faults)} faults:", *(f"  {fault}" for fault in self.faults)]
+        return [*told, f"proven: every {'other ' if self.left_out else ''}sample was used exactly once, in order, and "
+                       f"repeated steps gave the same loss{f', within {self.tolerance:.0e}' if self.largest else ''}"]
 
 
 def audit(folder: Path) -> Audit:
@@ -108,32 +93,27 @@ def audit(folder: Path) -> Audit:
         UserError: there is nothing to check.
     """
     path = folder / "train/metrics.jsonl"
-    lines = standing_lines(path)
-    if not lines:
+    logged = sum(1 for _ in read_lines(path))
+    if not logged:
         raise UserError(f"{path} holds no step; there is nothing to audit.")
-    from pipeline.training.data.token_check import DAMAGED
+    from tools.ledger import Ledger
 
-    events = list(read_lines(folder / "train/events.jsonl"))
-    starts = [event for event in events if event["event"] in ("start", "resume")]
-    damages = [int(event["first_step"]) for event in events if event["event"] == DAMAGED]
+    ledger = Ledger(run_in(folder))
+    starts = [event for event in ledger.events if event["event"] in ("start", "resume")]
     tolerance, why = _tolerance(starts)
-    replanned = sum(1 for _ in read_lines(path)) - len(lines)
-    found = Audit(restarts=len(starts) - 1, replanned=replanned, tolerance=tolerance, why=why)
-    data = _data(folder)
-    rules = Rules(read_rollbacks(folder / "train"), data.order.links)
-    final = _repeats(lines, rules, damages, found)
-    _coverage(final, found)
-    _left_out(final, rules, found)
-    _checkpoints(folder, final, rules, found)
-    _sequences(data, rules.excluded().outside(0, found.samples), found)
+    found = Audit(restarts=len(starts) - 1, replanned=logged - len(ledger.lines), tolerance=tolerance, why=why)
+    _repeats(ledger, found)
+    _coverage(ledger.final, found)
+    _left_out(ledger, found)
+    _checkpoints(ledger, found)
+    _sequences(ledger.data, ledger.excluded().outside(0, found.samples), found)
     return found
 
 
 def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
     """The relative difference that is allowed between losses of a repeated step, and why; 0 is equal to the last bit.
 
-    starts: the start and resume events. An attempt says whether it was deterministic on its device; older ones only say
-    which device that was.
+    starts: the start and resume events. An attempt says whether it was deterministic on its device.
     """
     if loose := sorted({str(event.get("device")) for event in starts if not was_deterministic(event)}):
         return NOT_DETERMINISTIC, (f"not deterministic on this device ({', '.join(loose)}; train.deterministic=true "
@@ -143,56 +123,43 @@ def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
     return 0.0, ""
 
 
-def _repeats(lines: list[dict[str, Any]], rules: Rules, damages: Sequence[int],
-             found: Audit) -> dict[int, dict[str, Any]]:
-    """The line that counts of each step; a step done again after a kill must have been the same step.
+def _repeats(ledger: Ledger, found: Audit) -> None:
+    """A step done again after a kill must have been the same step.
 
     After a rollback, steps up to the samples left out are the same again, and those from there on see others. A step
-    that read a damaged token shard, or came after one that did, may have had another loss: once for each of `damages`,
-    which are the first such steps.
+    that read a damaged token shard, or came after one that did, may have had another loss: once for each damage.
     """
-    final: dict[int, dict[str, Any]] = {}
+    from pipeline.training.data.token_check import DAMAGED
+
+    damages = [int(event["first_step"]) for event in ledger.events if event["event"] == DAMAGED]
+    last: dict[int, Line] = {}
     other = Counter[int]()
-    for line in lines:
-        earlier, done = final.get(line["step"]), line.get("rollbacks", 0)
-        if done > len(rules.rollbacks):
-            found.faults.append(f"step {line['step']} was done after {done} rollbacks, rollbacks.json has "
-                                f"{len(rules.rollbacks)}")
-        if earlier is not None and rules.is_abandoned(earlier, done):
+    for line in ledger.lines:
+        step, done = line["step"], line.get("rollbacks", 0)
+        earlier, last[step] = last.get(step), line
+        if done > len(ledger.rollbacks):
+            found.faults.append(f"step {step} was done after {done} rollbacks, rollbacks.json has "
+                                f"{len(ledger.rollbacks)}")
+        if earlier is None:
+            continue
+        if ledger.is_abandoned(earlier, done):
             found.abandoned += 1
-        elif earlier is not None:
-            found.repeated += 1
-            _same(earlier, line, ("samples", "left_out"), found)
-            read_damage = other[line["step"]] < sum(first <= line["step"] for first in damages)
-            if read_damage and _difference(earlier, line) > found.tolerance:
-                other[line["step"]] += 1
-                found.damaged += 1
-            else:
-                _same_result(earlier, line, found)
-        final[line["step"]] = line
-    undone = [step for step, line in final.items() if rules.is_abandoned(line)]  # and not done again so far
-    found.abandoned += len(undone)
-    return {step: line for step, line in final.items() if step not in undone}
+            continue
+        found.repeated += 1
+        difference = _difference(earlier, line)
+        damaged = difference > found.tolerance and other[step] < sum(first <= step for first in damages)
+        other[step] += damaged
+        found.damaged += damaged
+        if not damaged and math.isfinite(difference):
+            found.largest = max(found.largest, difference)
+        differing = [key for key in ("samples", "left_out", *(() if damaged else ("skipped",)))
+                     if earlier.get(key) != line.get(key)]
+        found.faults += [f"step {step} was done twice with different {key}: {earlier.get(key)} and {line.get(key)}"
+                         for key in [*differing, *(["loss"] if difference > found.tolerance and not damaged else [])]]
+    found.abandoned += len(last) - len(ledger.final)  # and not done again so far
 
 
-def _same(earlier: dict[str, Any], line: dict[str, Any], keys: Sequence[str], found: Audit) -> None:
-    for key in keys:
-        if earlier.get(key) != line.get(key):
-            found.faults.append(f"step {line['step']} was done twice with different {key}: {earlier.get(key)} "
-                                f"and {line.get(key)}")
-
-
-def _same_result(earlier: dict[str, Any], line: dict[str, Any], found: Audit) -> None:
-    _same(earlier, line, ("skipped",), found)
-    difference = _difference(earlier, line)
-    if math.isfinite(difference):
-        found.largest = max(found.largest, difference)
-    if difference > found.tolerance:
-        found.faults.append(f"step {line['step']} was done twice with different loss: {earlier['loss']} and "
-                            f"{line['loss']}")
-
-
-def _difference(earlier: dict[str, Any], line: dict[str, Any]) -> float:
+def _difference(earlier: Line, line: Line) -> float:
     """Between two losses, as a share of the later one; infinite where one of them is no number."""
     before, now = float(earlier["loss"]), float(line["loss"])
     if before == now or (math.isnan(before) and math.isnan(now)):
@@ -201,7 +168,8 @@ def _difference(earlier: dict[str, Any], line: dict[str, Any]) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _coverage(final: dict[int, dict[str, Any]], found: Audit) -> None:
+def _coverage(final: dict[int, Line], found: Audit) -> None:
+    """Each step must begin where the one before it ended."""
     end = 0
     found.steps = max(final, default=0)
     for step in range(1, found.steps + 1):
@@ -218,62 +186,45 @@ def _coverage(final: dict[int, dict[str, Any]], found: Audit) -> None:
     found.samples = end
 
 
-def _left_out(final: dict[int, dict[str, Any]], rules: Rules, found: Audit) -> None:
+def _left_out(ledger: Ledger, found: Audit) -> None:
     """What the steps passed over must be what the rollbacks excluded, and only numbers may have been trained on."""
-    for rollback in rules.rollbacks:
-        if parts := [part for a, b in rollback.samples for part in rules.excluded().within(a, min(b, found.samples))
-                     if a < found.samples]:
+    for rollback in ledger.rollbacks:
+        if parts := [part for a, b in rollback.samples if a < found.samples
+                     for part in ledger.excluded().within(a, min(b, found.samples))]:
             found.left_out.append(f"samples {spelled(parts)}, by the rollback from step {rollback.step} to step "
                                   f"{rollback.back_to} ({rollback.why})")
-    for step, line in sorted(final.items()):
-        wanted = rules.excluded(line.get("rollbacks", 0))
+    for step, line in ledger.final.items():
+        wanted = ledger.excluded(line.get("rollbacks", 0))
         logged, should = Excluded(line.get("left_out", ())), Excluded(wanted.within(*line["samples"]))
         if lost := [part for a, b in logged.ranges for part in should.outside(a, b)]:
             found.faults.append(f"step {step} passed over samples {spelled(lost)}, which no rollback excludes: lost")
         if kept := [part for a, b in should.ranges for part in logged.outside(a, b)]:
             found.faults.append(f"step {step} used samples {spelled(kept)}, which a rollback excludes")
-        finite = math.isfinite(float(line["loss"])) and math.isfinite(float(line["grad_norm"]))
+        loss, norm = line["loss"], line["grad_norm"]
         if "skipped" in line:
             found.left_out.append(f"samples {spelled(logged.outside(*line['samples']))}, whose update was skipped in "
-                                  f"step {step} ({line['skipped']}: loss {line['loss']}, gradient norm "
-                                  f"{line['grad_norm']})")
-        elif not finite:
-            found.faults.append(f"step {step} counts as an update, with loss {line['loss']} and gradient norm "
-                                f"{line['grad_norm']}")
+                                  f"step {step} ({line['skipped']}: loss {loss}, gradient norm {norm})")
+        elif not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
+            found.faults.append(f"step {step} counts as an update, with loss {loss} and gradient norm {norm}")
 
 
-def _checkpoints(folder: Path, final: dict[int, dict[str, Any]], rules: Rules, found: Audit) -> None:
-    skipped = sorted(step for step, line in final.items() if "skipped" in line)
-    for path in named_after_steps(folder / "train" / CHECKPOINTS):
-        progress = read_marker(path)["progress"]
+def _checkpoints(ledger: Ledger, found: Audit) -> None:
+    """Checkpoints and the manifest must count what the log does."""
+    skipped = [step for step, line in ledger.final.items() if "skipped" in line]
+    counted = list[tuple[str, str, int | None, int]]()
+    for path in named_after_steps(ledger.folder / CHECKPOINTS):
+        progress, who = read_marker(path)["progress"], f"checkpoint {path.name}"
         found.checkpoints += 1
-        line = final.get(progress["step"])
-        if line is not None and line["samples"][1] != progress["samples"]:
-            found.faults.append(f"checkpoint {path.name} counts {progress['samples']} samples, the log "
-                                f"{line['samples'][1]}")
-        _count(f"checkpoint {path.name}", "skipped updates", (progress.get("guards") or {}).get("skipped_total"),
-               sum(step <= progress["step"] for step in skipped), found)
-    manifest = read_manifest(folder / "train")
-    if manifest is not None:
-        _count("the manifest", "samples", manifest.counts["samples"], found.samples, found)
-        _count("the manifest", "skipped updates", manifest.counts.get("skipped"), len(skipped), found)
-        _count("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(rules.rollbacks), found)
-
-
-def _count(who: str, what: str, counted: int | None, logged: int, found: Audit) -> None:
-    if counted is not None and counted != logged:
-        found.faults.append(f"{who} counts {counted} {what}, the log {logged}")
-
-
-def _data(folder: Path) -> TrainingData:
-    from pipeline.contract.run import run_in
-    from pipeline.contract.stage_work import Work
-    from pipeline.training.data.opening import open_training_data
-
-    run = run_in(folder)
-    data = open_training_data(Work(run, "train", run.fingerprint("train")))
-    data.leave_out(excluded_by(read_rollbacks(folder / "train"), data.order.links))
-    return data
+        if (line := ledger.final.get(progress["step"])) is not None:
+            counted.append((who, "samples", progress["samples"], line["samples"][1]))
+        counted.append((who, "skipped updates", (progress.get("guards") or {}).get("skipped_total"),
+                        sum(step <= progress["step"] for step in skipped)))
+    if (manifest := read_manifest(ledger.folder)) is not None:
+        counted += [("the manifest", "samples", manifest.counts["samples"], found.samples),
+                    ("the manifest", "skipped updates", manifest.counts.get("skipped"), len(skipped)),
+                    ("the manifest", "rollbacks", manifest.counts.get("rollbacks"), len(ledger.rollbacks))]
+    found.faults += [f"{who} counts {count} {what}, the log {logged}" for who, what, count, logged in counted
+                     if count not in (None, logged)]
 
 
 def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, chunk: int = 1_000_000) -> None:
@@ -312,13 +263,13 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 if all is proven, 1 if there are faults, 2 if there is nothing to check."""
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description=(__doc__ or "").splitlines()[0])
     add_run_options(parser)
-    try:
-        found = audit(parser.parse_args(arguments).run)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    print("\n".join(found.lines()))
-    return 1 if found.faults else 0
+    options = parser.parse_args(arguments)
+
+    def work() -> bool:
+        found = audit(options.run)
+        print("\n".join(found.lines()))
+        return bool(found.faults)
+    return exit_status(work)
 
 
 if __name__ == "__main__":

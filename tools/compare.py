@@ -27,11 +27,17 @@ from pipeline.evaluation.comparing import Candidate, Conditions, Measuring, deli
 from pipeline.evaluation.tasks import go_offline, tasks_named
 from pipeline.files import sha256_file, write_json, write_text
 from pipeline.records.checkpoints import complete_checkpoints, read_marker
+from tools.command import aligned, exit_status, markdown, refuse_low
 
 FORMAT = 1
-COLUMNS = ("model", "tokens", "task", "version", "metric", "n", "few-shot", "score", "std. error", "chance")
-PAIRED = ("first", "second", "task", "metric", "n", "second - first", "std. error", "higher", "lower", "p (sign test)",
-          "p (normal)")
+SCORES = {"model": ("model", ""), "tokens": ("tokens", ","), "task": ("task", ""), "version": ("version", ""),
+          "metric": ("metric", ""), "n": ("n", ","), "few-shot": ("few_shot", ""), "score": ("value", ".4f"),
+          "std. error": ("stderr", ".4f"), "chance": ("chance", ".4f")}
+PAIRED = {"first": ("first", ""), "second": ("second", ""), "task": ("task", ""), "metric": ("metric", ""),
+          "n": ("items", ","), "second - first": ("difference", "+.4f"), "std. error": ("stderr", ".4f"),
+          "higher": ("higher", ","), "lower": ("lower", ","), "p (sign test)": ("p_sign", ".3g"),
+          "p (normal)": ("p_normal", ".3g")}
+"""The columns of the two tables: the field of a row, and how it is formatted."""
 NOTES = (
     "Scores: std. error of the mean over the items, of bits per byte that of a ratio; chance: right choices / choices, "
     "averaged over the items.",
@@ -45,23 +51,21 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     options = _parser().parse_args(arguments)
     go_offline()  # before anything imports the libraries that look for it
-    try:
-        candidates = _candidates(options)
-        conditions = _conditions(options)
-        from pipeline.parallel.ranks import start_ranks, stop_ranks
+    return exit_status(lambda: _compared(options))
 
-        ranks = start_ranks()
-        try:
-            results = compare(candidates, conditions, options, ranks)
-            if ranks.leads:
-                _write(options.to, results, bool(options.checkpoints))
-            ranks.barrier()
-        finally:
-            stop_ranks()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 0
+
+def _compared(options: argparse.Namespace) -> None:
+    candidates, conditions = _candidates(options), _conditions(options)
+    from pipeline.parallel.ranks import start_ranks, stop_ranks
+
+    ranks = start_ranks()
+    try:
+        results = compare(candidates, conditions, options, ranks)
+        if ranks.leads:
+            _write(options.to, results, bool(options.checkpoints))
+        ranks.barrier()
+    finally:
+        stop_ranks()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,11 +104,7 @@ def _candidates(options: argparse.Namespace) -> list[Candidate]:
 
 
 def _conditions(options: argparse.Namespace) -> Conditions:
-    low = [f"--{name.replace('_', '-')} must be above 0, not {value}"
-           for name in ("limit", "batch", "length", "heldout_documents")
-           if (value := getattr(options, name)) is not None and value <= 0]
-    if low:
-        raise UserError("; ".join(low) + ".")
+    refuse_low(options, "limit", "batch", "length", "heldout_documents")
     if not options.tasks and options.heldout is None:
         raise UserError("There is nothing to measure: give --tasks, --heldout or both.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
@@ -132,46 +132,22 @@ def compare(candidates: Sequence[Candidate], conditions: Conditions, options: ar
 
 
 def _write(folder: Path, results: dict[str, Any], over_tokens: bool) -> None:
-    scores = [_cells(row) for row in sorted(results["scores"], key=lambda row: (row["task"], row["metric"]))]
-    apart = [_paired_cells(row) for row in sorted(results["differences"], key=lambda row: (row["task"], row["metric"]))]
+    scores, paired = _table(SCORES, results["scores"]), _table(PAIRED, results["differences"])
     write_json(folder / "comparison.json", results)
-    text = ["# Comparison", "", *markdown(COLUMNS, scores), ""]
-    text += ["## Paired differences", "", *markdown(PAIRED, apart), ""] if apart else []
+    text = ["# Comparison", "", *markdown(scores), ""]
+    text += ["## Paired differences", "", *markdown(paired), ""] if paired[1:] else []
     write_text(folder / "comparison.md", "\n".join([*text, *NOTES, ""]))
     if over_tokens:
         for name, svg in plots(results["scores"]).items():
             write_text(folder / f"{name}.svg", svg)
-    print("\n".join(aligned(COLUMNS, scores)))
-    if apart:
-        print("\n" + "\n".join(aligned(PAIRED, apart)))
-    print(f"\n{folder / 'comparison.md'}")
+    print("\n".join([*aligned(scores), *(["", *aligned(paired)] if paired[1:] else []), "",
+                     str(folder / "comparison.md")]))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [row["model"], "" if row["tokens"] is None else f"{row['tokens']:,}", row["task"], row["version"],
-            row["metric"], f"{row['n']:,}", str(row["few_shot"]), *map(_four, (row["value"], row["stderr"],
-                                                                               row["chance"]))]
-
-
-def _paired_cells(row: dict[str, Any]) -> list[str]:
-    return [row["first"], row["second"], row["task"], row["metric"], f"{row['items']:,}",
-            f"{row['difference']:+.4f}", _four(row["stderr"]), f"{row['higher']:,}", f"{row['lower']:,}",
-            f"{row['p_sign']:.3g}", "" if row["p_normal"] is None else f"{row['p_normal']:.3g}"]
-
-
-def _four(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A table of Markdown."""
-    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *(f"| {' | '.join(line)} |" for line in lines)]
-
-
-def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """The same for a terminal."""
-    widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (columns, *lines)]
+def _table(columns: dict[str, tuple[str, str]], rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Heading and cells, sorted by task and metric."""
+    return [[*columns], *(["" if row[name] is None else format(row[name], form) for name, form in columns.values()]
+                          for row in sorted(rows, key=lambda row: (row["task"], row["metric"])))]
 
 
 def plots(scores: list[dict[str, Any]]) -> dict[str, str]:

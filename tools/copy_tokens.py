@@ -13,7 +13,7 @@ from pipeline.config.plugins import add_run_options
 from pipeline.console import ProgressBar, say
 from pipeline.contract.locks import lock
 from pipeline.contract.run import run_in
-from pipeline.errors import UserError
+from tools.command import exit_status
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,24 +23,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", required=True, metavar="URL", help="s3://bucket/prefix, gs://, az://, file://")
     parser.add_argument("--compare", action="store_true", help="read every shard back and compare its hash")
     options = parser.parse_args(arguments)
-    try:
-        run = run_in(options.run)
-        from pipeline.data.stored.copying import compare_copy, copy_shards
+    return exit_status(lambda: _copy(options), "copy_tokens stops here: ")
 
-        manifest, folder = run.finished("encode"), run.stage_folder("encode")
-        held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile
-        with ProgressBar("copy", "token shards", len(manifest.outputs), "shards") as progress:
-            copied = copy_shards(folder, manifest.outputs, manifest.counts, options.to, progress.advance)
-        say("copy", f"{copied} in {options.to}")
-        if options.compare:
-            with ProgressBar("copy", "reading back", len(manifest.outputs), "shards") as progress:
-                compare_copy(manifest.outputs, options.to, progress.advance)
-            say("copy", f"{len(manifest.outputs):,} shards in {options.to} have the hashes that encode recorded")
-        del held
-    except UserError as error:
-        print(f"copy_tokens stops here: {error}", file=sys.stderr)
-        return error.exit_status
-    return 0
+
+def _copy(options: argparse.Namespace) -> None:
+    run = run_in(options.run)
+    from pipeline.data.stored.copying import compare_copy, copy_shards
+
+    manifest, folder = run.finished("encode"), run.stage_folder("encode")
+    held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile
+    with ProgressBar("copy", "token shards", len(manifest.outputs), "shards") as progress:
+        copied = copy_shards(folder, manifest.outputs, manifest.counts, options.to, progress.advance)
+    say("copy", f"{copied} in {options.to}")
+    if options.compare:
+        with ProgressBar("copy", "reading back", len(manifest.outputs), "shards") as progress:
+            compare_copy(manifest.outputs, options.to, progress.advance)
+        say("copy", f"{len(manifest.outputs):,} shards in {options.to} have the hashes that encode recorded")
+    del held
 
 
 if __name__ == "__main__":

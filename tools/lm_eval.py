@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line: `arguments` for lm_eval, by default those of this process."""
     parser = argparse.ArgumentParser(prog="python -m tools.lm_eval", add_help=False, allow_abbrev=False)
     add_plugin_option(parser)
-    _, given = parser.parse_known_args(arguments)
+    parser.add_argument(INCLUDE, type=Path)
+    options, given = parser.parse_known_args(arguments)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     before = sys.argv
     try:
@@ -40,8 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"{CACHE} would give ranks different requests after an interruption. Leave it out, or "
                             f"take one process, or the stage evaluate, which keeps every task on any number of ranks.")
         with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder, _printing_once():
+            if options.include_path is not None:  # the same tasks, with the whole paths of their data files
+                write_absolute(options.include_path, Path(folder))
+                given += [INCLUDE, folder]
             # lm_eval reads the arguments of the process; without a word before the options it means `run`.
-            sys.argv = ["lm_eval", *_with_absolute_data(given, Path(folder))]
+            sys.argv = ["lm_eval", *given]
             _hand_over()
     except UserError as error:
         print(error, file=sys.stderr)
@@ -61,23 +65,6 @@ def _hand_over() -> None:
     if "drover" not in model_registry:  # by its name: it is imported, with torch, when a command asks for it
         model_registry.register("drover", target="pipeline.evaluation.lm_eval_model:DroverModel")
     cli_evaluate()
-
-
-def _with_absolute_data(arguments: list[str], folder: Path) -> list[str]:
-    """The arguments with --include_path, if it is there, replaced by `folder`, where the same tasks then are."""
-    found = list(arguments)
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name != INCLUDE:
-            continue
-        if not equals and place + 1 == len(arguments):
-            return found  # lm_eval says what is missing
-        write_absolute(Path(value if equals else arguments[place + 1]), folder)
-        if equals:
-            found[place] = f"{INCLUDE}={folder}"
-        else:
-            found[place + 1] = str(folder)
-    return found
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,26 +45,23 @@ def opened_model(options: argparse.Namespace) -> OpenedModel:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The fields of `Sampling`, for `asked_sampling`."""
-    add = parser.add_argument
-    add("--max-tokens", type=int, default=256, metavar="N", help="most new tokens of a text (default 256)")
-    add("--temperature", type=float, default=0.8, metavar="T",
-        help="scores are divided by it; 0 takes the likeliest token (default 0.8)")
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: all)")
-    add("--top-p", type=float, default=0.95, metavar="P",
-        help="draw from the fewest tokens that are likely by P together (default 0.95)")
-    add("--min-p", type=float, default=0.0, metavar="P",
-        help="only tokens at least P times as likely as the likeliest (default 0)")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X",
-        help="above 1, tokens that were there become less likely (default 1)")
-    add("--seed", type=int, default=0, metavar="N", help="of the first text; the next has N + 1 (default 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    for name, kind, default, metavar, text in (
+            ("max-tokens", int, 256, "N", "most new tokens of a text (default 256)"),
+            ("temperature", float, 0.8, "T", "scores are divided by it; 0 takes the likeliest token (default 0.8)"),
+            ("top-k", int, None, "K", "draw from the K likeliest tokens (default: all)"),
+            ("top-p", float, 0.95, "P", "draw from the fewest tokens that are likely by P together (default 0.95)"),
+            ("min-p", float, 0.0, "P", "only tokens at least P times as likely as the likeliest (default 0)"),
+            ("repetition-penalty", float, 1.0, "X", "above 1, tokens that were there become less likely (default 1)"),
+            ("seed", int, 0, "N", "of the first text; the next has N + 1 (default 0)")):
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                        help="end before this text; may be given several times")
 
 
 def asked_sampling(options: argparse.Namespace, ending_ids: frozenset[int]) -> Sampling:
     """The settings that are asked for. UserError with everything that is wrong with them."""
     try:
-        return Sampling(max_tokens=options.max_tokens, temperature=options.temperature, top_k=options.top_k,
-                        top_p=options.top_p, min_p=options.min_p, repetition_penalty=options.repetition_penalty,
-                        seed=options.seed, stop=tuple(options.stop), stop_ids=ending_ids)
+        given = {own.name: getattr(options, own.name) for own in fields(Sampling) if hasattr(options, own.name)}
+        return Sampling(**{**given, "stop": tuple(options.stop), "stop_ids": ending_ids})
     except ValueError as error:
         raise UserError(str(error)) from None

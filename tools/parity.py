@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -20,28 +19,18 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.records.metrics import read_metrics
+from tools.command import exit_status
 
 WINDOWS = 10
 """Into how many windows the steps that both runs have are cut."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """Mean losses of two runs over the steps from `first` to `last`, in nats per target token."""
-
-    first: int
-    last: int
-    reference: float
-    found: float
-
-    @property
-    def worse(self) -> float:
-        """By what share of the reference the other loss is higher; NaN where either is."""
-        return self.found / self.reference - 1
+Record = dict[str, Any]
 
 
-def windows(reference: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[Window]:
-    """The windows of the steps that both runs logged.
+def windows(reference: Sequence[Record], found: Sequence[Record]) -> list[tuple[int, int, float, float]]:
+    """The steps that both runs logged, in windows: first and last step, and the mean losses of the two runs, in nats
+    per target token.
 
     Raises:
         UserError: there are fewer than WINDOWS such steps, or one of them was on other samples.
@@ -55,34 +44,35 @@ def windows(reference: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]
                         f"other. Give both the same seed, data, batch_tokens and sequence_length.")
     edges = [len(pairs) * number // WINDOWS for number in range(WINDOWS + 1)]
     parts = [pairs[begin:end] for begin, end in pairwise(edges)]
-    return [Window(part[0][0]["step"], part[-1][0]["step"], *(fmean(float(pair[side]["loss"]) for pair in part)
-                                                              for side in (0, 1))) for part in parts]
+    return [(part[0][0]["step"], part[-1][0]["step"], *(fmean(float(pair[side]["loss"]) for pair in part)
+                                                        for side in (0, 1))) for part in parts]
 
 
-def heldout(reference: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+def heldout(reference: Sequence[Record], found: Sequence[Record]) -> dict[str, tuple[float, float]]:
     """Bits per byte of each source at the last step at which both runs measured it: (reference, found)."""
     theirs = {record["step"]: record.get("heldout_bpb", {}) for record in reference}
     return {source: (theirs[record["step"]][source], bits) for record in found
             for source, bits in record.get("heldout_bpb", {}).items() if source in theirs.get(record["step"], {})}
 
 
-def report(reference: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], band: float) -> tuple[list[str], bool]:
+def report(reference: Sequence[Record], found: Sequence[Record], band: float) -> tuple[list[str], bool]:
     """What to print, and whether the run is within the band."""
-    lines, sound = [], True
-    for number, window in enumerate(windows(reference, found)):
-        warming = number < WINDOWS // 5
-        beyond = not (warming or window.worse <= band)
-        sound &= not beyond
-        lines.append(f"steps {window.first} to {window.last}: loss {window.reference:.4f}, {window.found:.4f} "
-                     f"({window.worse:+.2%}){', not judged' * warming}{', BEYOND' * beyond}")
+    lines, sound = list[str](), True
+
+    def judge(what: str, theirs: float, ours: float, unit: str = "", *, judged: bool = True) -> None:
+        nonlocal sound
+        worse = ours / theirs - 1
+        within = not judged or worse <= band  # NaN is beyond everything
+        sound &= within
+        lines.append(f"{what} {theirs:.4f}, {ours:.4f}{unit} ({worse:+.2%}){', not judged' * (not judged)}"
+                     f"{', BEYOND' * (not within)}")
+    for number, (first, last, theirs, ours) in enumerate(windows(reference, found)):
+        judge(f"steps {first} to {last}: loss", theirs, ours, judged=number >= WINDOWS // 5)
     measured = heldout(reference, found)
+    for source, (theirs, ours) in measured.items():
+        judge(f"held-out {source}:", theirs, ours, " bits per byte")
     if not measured:
         lines.append("held-out text is not judged: the runs measured it at no common step")
-    for source, (theirs, ours) in measured.items():
-        beyond = not ours / theirs - 1 <= band
-        sound &= not beyond
-        lines.append(f"held-out {source}: {theirs:.4f}, {ours:.4f} bits per byte ({ours / theirs - 1:+.2%})"
-                     f"{', BEYOND' * beyond}")
     for factor in ("input", "weight", "gradient"):
         if zeros := [record[key] for record in found if (key := f"fp8_{factor}_zeros") in record]:
             lines.append(f"{factor}s: at most {zeros[-1]:.2%} of a layer's values become zero in fp8, as last measured")
@@ -96,16 +86,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", required=True, type=Path, help="folder of the run that is judged")
     parser.add_argument("--band", type=float, default=0.01, help="share by which it may be worse (default 0.01)")
     options = parser.parse_args(arguments)
-    try:
-        lines, sound = report(_metrics(options.reference), _metrics(options.run), options.band)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(lambda: _judged(options))
+
+
+def _judged(options: argparse.Namespace) -> int:
+    lines, sound = report(_metrics(options.reference), _metrics(options.run), options.band)
     print("\n".join(lines))
     return 0 if sound else 1
 
 
-def _metrics(folder: Path) -> list[dict[str, Any]]:
+def _metrics(folder: Path) -> list[Record]:
     path = folder / "train/metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{folder} is no run that has trained: there is no {path}.")

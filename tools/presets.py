@@ -15,6 +15,8 @@ import sys
 
 from model.config import ModelConfig
 from model.presets import PRESETS, preset
+from pipeline.errors import UserError
+from tools.command import aligned, exit_status, refuse_low
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16
@@ -44,32 +46,25 @@ def main(arguments: list[str] | None = None) -> int:
                         help="of one GPU in the precision of training (default 989: an H100 in dense bf16)")
     parser.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="of that peak (default 0.4)")
     options = parser.parse_args(arguments)
-    positive = ("vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
-    low = [f"--{name.replace('_', '-')} must be above 0, not {value}" for name in positive
-           if (value := getattr(options, name)) is not None and not value > 0]
+    return exit_status(lambda: _told(options))
+
+
+def _told(options: argparse.Namespace) -> None:
+    refuse_low(options, "vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
     try:
-        if low:
-            raise ValueError("; ".join(low) + ".")
         shapes = {name: known_vocabulary(preset(name), options.vocab_size) for name in options.names or PRESETS}
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.kv_cache:
+        raise UserError(str(error)) from None
+    if options.kv_cache or options.budget:
         for name, shape in shapes.items():
-            print(kv_cache(name, shape, options.batch, options.length or shape.context_length, options.dtype))
-        return 0
-    if options.budget:
-        for name, shape in shapes.items():
-            print(budget(name, shape, options.tokens_per_parameter, options.peak_tflops, options.mfu))
-        return 0
-    rows = [COLUMNS, *(row(name, shape) for name, shape in shapes.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
+            print(kv_cache(name, shape, options.batch, options.length or shape.context_length, options.dtype)
+                  if options.kv_cache else
+                  budget(name, shape, options.tokens_per_parameter, options.peak_tflops, options.mfu))
+        return
+    print("\n".join(aligned([COLUMNS, *(row(name, shape) for name, shape in shapes.items())], str.rjust)))
     print(f"\nKV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training state: "
           f"{TRAINING_BYTES} bytes\na parameter (AdamW, bf16 with float32 masters). Presets without a vocabulary of "
           f"their own: {options.vocab_size:,}.")
-    return 0
 
 
 def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:

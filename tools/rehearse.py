@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pipeline.config.loading import load_config
 from pipeline.config.tree import Config
 from pipeline.errors import UserError
+from tools.command import exit_status, markdown
 
 LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
 PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
@@ -46,22 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="the table of docs/training.md, in Markdown (minutes)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        if options.table:
-            print(markdown([row(load_config(path, [*settings, *options.overrides]), ranks)
-                            for path, ranks, settings in PUBLISHED]))
-            return 0
-        if options.config is None or options.ranks is None:
-            raise UserError("Give --config FILE and --ranks N (or --table; --help shows complete commands).")
-        if options.spend:
-            if options.memory is None or options.json or options.cpu or options.rank:
-                raise UserError("--spend needs --memory GB, how much a GPU has. It does not go with --json, --cpu or "
-                                "--rank.")
-            return spent(load_config(options.config, options.overrides), options)
-        return rehearsed(load_config(options.config, options.overrides), options)
-    except UserError as error:
-        print(f"drover stops here: {error}", file=sys.stderr)
-        return error.exit_status
+    return exit_status(lambda: _rehearsed(options), "drover stops here: ")
+
+
+def _rehearsed(options: argparse.Namespace) -> int:
+    if options.table:
+        print("\n".join(table([row(load_config(path, [*settings, *options.overrides]), ranks)
+                               for path, ranks, settings in PUBLISHED])))
+        return 0
+    if options.config is None or options.ranks is None:
+        raise UserError("Give --config FILE and --ranks N (or --table; --help shows complete commands).")
+    if options.spend and (options.memory is None or options.json or options.cpu or options.rank):
+        raise UserError("--spend needs --memory GB, how much a GPU has. It does not go with --json, --cpu or --rank.")
+    return (spent if options.spend else rehearsed)(load_config(options.config, options.overrides), options)
 
 
 def rehearsed(config: Config, options: argparse.Namespace) -> int:
@@ -122,13 +120,12 @@ def row(config: Config, ranks: int) -> Sequence[str]:
             f"{time.exchanging:.0%}")
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table with its heading."""
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The table in Markdown, with its heading."""
     from pipeline.rehearsal.memory import KINDS
 
-    heading = ("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
-               "collectives of a step by group, GB", "calls", "pipeline waits", "recomputed", "exposed")
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
+    return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
+                      "collectives of a step by group, GB", "calls", "pipeline waits", "recomputed", "exposed"), *rows])
 
 
 if __name__ == "__main__":

@@ -14,21 +14,25 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.plugins import add_plugin_option
 from pipeline.console import ProgressBar, say
-from pipeline.errors import UserError, is_full_disk
+from pipeline.errors import UserError
+from pipeline.files import output_record, sync
 from pipeline.formats.meta_params import PARTS
-from pipeline.formats.output_folder import OutputFolder
+from pipeline.formats.record import FORMAT, RECORD
 from pipeline.records.weight_files import weights_folder
+from tools.command import exit_status
+from tools.draft import Draft
 
 if TYPE_CHECKING:
     import torch
 
     from pipeline.formats.base import Weights
+    from pipeline.formats.huggingface import Read
     from tools.weights_beside import Beside
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -52,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
                         f"(default {SHARD_GB:g}); not for meta")
     parser.add_argument("--parts", type=int, choices=PARTS, help="files of a model in Meta's form (default 1)")
     options = parser.parse_args(arguments)
-    partial = f"{options.target}.partial"
-    try:
+
+    def work() -> None:
         _refuse_senseless(options)
         weights_folder(options.source)  # refuses what is not there, before torch is imported
         import torch
@@ -61,19 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
         convert(options.source, options.target, options.format,
                 getattr(torch, DTYPES[options.dtype]) if options.dtype else None,
                 int((options.shard_gb or SHARD_GB) * 1e9), options.parts or 1)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    try:
+        return exit_status(work, writes=options.target)
     except KeyboardInterrupt:
-        print(f"\nInterrupted. {partial} keeps what is finished; the same command continues.", file=sys.stderr)
-        return 130
-    except (OSError, RuntimeError) as error:
-        if not is_full_disk(error):
-            raise
-        print(f"The disk of {partial} is full. It keeps what is finished; make room and give the same command again.",
+        print(f"\nInterrupted. {options.target}.partial keeps what is finished; the same command continues.",
               file=sys.stderr)
-        return 2
-    return 0
+        return 130
 
 
 def _refuse_senseless(options: argparse.Namespace) -> None:
@@ -89,13 +86,14 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     """Make the folder `target` of the weights in `source`, or go on making it.
 
     Raises:
-        UserError: see `open_weights`, `OutputFolder` and `pipeline.formats.writing`; nothing is at the target then.
+        UserError: see `open_weights`, `Draft` and the forms in `pipeline.formats`; nothing is at the target then.
     """
     import torch
 
-    from pipeline.formats.huggingface import descriptions, shard_files
-    from pipeline.formats.weights import open_weights
-    from pipeline.formats.writing import drover_files, huggingface_files, meta_files, meta_reads, reader
+    from pipeline.formats.base import reader
+    from pipeline.formats.huggingface import Source, huggingface_files
+    from pipeline.formats.meta import meta_files, meta_reads
+    from pipeline.formats.weights import drover_files, open_weights
     from tools.weights_beside import beside
 
     with open_weights(source) as weights:
@@ -104,83 +102,87 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
         dtype = dtype or kept
         say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_spelled(kept)}")
         progress = ProgressBar("weights", f"to {form} in {_spelled(dtype)}", 0, "pieces")
-        read = reader(weights, dtype, progress.advance)
-        if form == "hf":
-            files = huggingface_files(config, dtype, shard_bytes, read)
-        elif form == "drover":
-            files = drover_files(config, dtype, shard_bytes, read)
-        else:
-            files = meta_files(config, parts, read)
+        made = Source(config, dtype, reader(weights, dtype, progress.advance))
+        files = meta_files(made, parts) if form == "meta" else drover_files(made, shard_bytes) if form == "drover" \
+            else huggingface_files(made, shard_bytes, found.token_ids)
         progress.total = sum(file.rectangles for file in files)
-        texts = descriptions(shard_files(config, dtype, shard_bytes), config, dtype, found.token_ids) \
-            if form == "hf" else {}
         made_of = {"from": str(weights.path.resolve()), "format": form, "dtype": _spelled(dtype), "parts": parts,
                    "shard_bytes": shard_bytes, "source": _stamped(weights.path, found)}
-        with OutputFolder(target, made_of, config, found.token_ids) as folder:
+        with Draft(target, RECORD, made_of) as draft:
+            if draft.complete:
+                say("weights", f"{target} is there already, of these very weights")
+                return
             with progress:
                 for file in files:
-                    if not folder.make(file.name, file.write):
+                    if file.name not in found.files and not _make(draft, file.name, file.write):
                         progress.already(progress.done + file.rectangles)
                         say("weights", f"{file.name} was finished before, and its hash is right")
-            for name, text in texts.items():
-                if name not in found.files:
-                    folder.make(name, _text_writer(text))
-            told = _carry(folder, found, form)
-            _prove(weights, folder, dtype)
-            size = folder.size
-            folder.finish()
-    count = f"{parts} part{'s' * (parts > 1)}" if form == "meta" else f"{len(files)} files"
-    say("weights", f"{target} ({form}): {_counted(weights)} in {_spelled(dtype)}, {count}, {size / 1e6:,.1f} MB. "
-        f"{' '.join(told)}")
-    if form == "meta" and meta_reads(config, parts).context_length != config.context_length:
-        say("weights", f"Meta's params.json has no context length: its readers take "
-            f"{meta_reads(config, parts).context_length:,} tokens for this shape; weights.json beside it has the "
-            f"{config.context_length:,} of this model, which Drover reads.")
+            told = _carry(draft, found, form)
+            draft.describe({"format": FORMAT, "model": config.model_dump(mode="json"), "token_ids": found.token_ids,
+                            "files": list(draft.done.values())})
+            _prove(draft.folder, reader(weights, dtype))
+            draft.publish()
+    count = f"{parts} part{'s' * (parts > 1)}" if form == "meta" else f"{sum(bool(f.rectangles) for f in files)} files"
+    size = sum(record["bytes"] for record in draft.done.values())
+    say("weights", f"{target} ({form}): {_counted(weights)} in {_spelled(dtype)}, {count}, {size / 1e6:,.1f} MB, read "
+        f"back and equal to the bit. {' '.join(told)}")
+    if form == "meta" and (context := meta_reads(config, parts).context_length) != config.context_length:
+        say("weights", f"Meta's params.json has no context length: its readers take {context:,} tokens for this shape; "
+            f"weights.json beside it has the {config.context_length:,} of this model, which Drover reads.")
 
 
-def _carry(folder: OutputFolder, found: Beside, form: str) -> list[str]:
+def _prove(folder: Path, read: Read) -> None:
+    """Open what was written, and read every tensor of it back."""
+    from pipeline.formats.comparison import prove_equal
+    from pipeline.formats.weights import open_weights
+
+    with open_weights(folder) as written:
+        prove_equal(written, read)
+
+
+def _make(draft: Draft, name: str, write: Callable[[Path], Any]) -> bool:
+    """Have `write` write a file, unless an earlier process finished it, as its hash proves. Whether it was written."""
+    path = draft.folder / name
+    if path.is_file() and output_record(draft.folder, path) == draft.done.get(name):
+        return False
+    path.parent.mkdir(exist_ok=True)
+    write(path)
+    sync(path)
+    draft.add(name, output_record(draft.folder, path))
+    return True
+
+
+def _carry(draft: Draft, found: Beside, form: str) -> list[str]:
     """Put beside the weights what belongs there; returns sentences about what was carried over and what was not."""
+    from pipeline.formats.huggingface import text_file
     from pipeline.tokenization.export import CODE, SETTINGS, names_code, settings_text, write_hugging_face
     from tools.weights_beside import MODEL_FILE, name_of_vocabulary
 
-    carried, left, code = [], [], False
-    if form == "meta":
-        left = sorted(found.files)
-    else:
+    carried, told = list[str](), list[str]()
+
+    def carry(name: str, write: Callable[[Path], Any], note: str = "") -> None:
+        _make(draft, name, write)
+        carried.append(f"{name}{note}")
+    if form != "meta":
         for name, path in found.files.items():
-            write = _copier(path)
-            if name == SETTINGS:
-                code = names_code(path)
-                if code or found.context_length is not None:
-                    write = _text_writer(settings_text(path, found.context_length))
-            folder.make(name, write)
-            carried.append(name)
+            code = name == SETTINGS and names_code(path)
+            if code:
+                told.append(f"{SETTINGS} named code ({CODE}), which is left out.")
+            if code or (name == SETTINGS and found.context_length is not None):
+                carry(name, text_file(name, settings_text(path, found.context_length)).write)
+            else:
+                carry(name, partial(shutil.copyfile, path))
     if found.vocabulary is not None:
-        name = name_of_vocabulary(found.vocabulary, form)
-        folder.make(name, _copier(found.vocabulary))
-        carried.append(name)
+        carry(name_of_vocabulary(found.vocabulary, form), partial(shutil.copyfile, found.vocabulary))
     if form == "hf" and (tokenizer := found.tokenizer):
         for name in TOKENIZER:
-            folder.make(name, lambda path: write_hugging_face(tokenizer, path.parent))
-        carried += [f"{name} (made of {MODEL_FILE})" for name in TOKENIZER]
-    told = [f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over."]
-    if form == "hf" and found.vocabulary and not found.tokenizer and TOKENIZER[0] not in found.files:
+            carry(name, lambda path: write_hugging_face(tokenizer, path.parent), f" (made of {MODEL_FILE})")
+    elif form == "hf" and found.vocabulary and TOKENIZER[0] not in found.files:
         told.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
-    if code:
-        told.append(f"{SETTINGS} named code ({CODE}), which is left out.")
-    return [*told, f"Left behind, as this form has no place for it: {', '.join(left)}."] if left else told
-
-
-def _prove(weights: Weights, folder: OutputFolder, dtype: torch.dtype) -> None:
-    """What was written must open as the same tensors of the same shapes, in the type asked for."""
-    from pipeline.formats.weights import open_weights
-
-    with open_weights(folder.partial) as made:
-        types = {made.dtype(name) for name in made.names()}
-        if made.shapes != weights.shapes or types != {dtype} or made.config.parameter_count != \
-                weights.config.parameter_count:
-            raise RuntimeError(f"{folder.partial} reads back as {_counted(made)} in {types}, not as "
-                               f"{_counted(weights)} in {dtype}: a defect.")
+    told.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
+    if form == "meta" and found.files:
+        told.append(f"Left behind, as this form has no place for it: {', '.join(sorted(found.files))}.")
+    return told
 
 
 def _counted(weights: Weights) -> str:
@@ -197,14 +199,6 @@ def _stamped(folder: Path, found: Beside) -> dict[str, list[int]]:
     others = [path for path in (*found.files.values(), found.vocabulary) if path is not None]
     paths = {path.resolve() for path in (*(path for path in folder.iterdir() if path.is_file()), *others)}
     return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)}
-
-
-def _copier(source: Path) -> Callable[[Path], Any]:
-    return lambda path: shutil.copyfile(source, path)
-
-
-def _text_writer(text: str) -> Callable[[Path], Any]:
-    return lambda path: path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

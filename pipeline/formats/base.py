@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from pipeline.errors import UserError
-from pipeline.formats.huggingface import parameter_shapes
+from pipeline.formats.huggingface import Read, parameter_shapes
+from pipeline.formats.tensor_file import rectangle_in
 
 
 class Weights(ABC):
@@ -50,7 +51,7 @@ class Weights(ABC):
     def close(self) -> None:
         """Close the files."""
 
-    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
         """The rectangle of a parameter that starts at `offset` (default: the beginning) and has `shape` (default: to
         the end), on the host, in the type it is stored in.
 
@@ -58,12 +59,27 @@ class Weights(ABC):
             UserError: a file is missing or damaged.
             ValueError: the rectangle is not inside.
         """
-        whole = self.shapes[name]
-        start = tuple(offset or (0,) * len(whole))
-        size = tuple(shape) if shape is not None else tuple(end - at for at, end in zip(start, whole, strict=True))
-        if not all(0 <= at <= at + length <= end for at, length, end in zip(start, size, whole, strict=True)):
-            raise ValueError(f"A rectangle {size} at {start} does not lie in {name}, {whole}.")
-        return self._read(name, start, size)
+        return self._read(name, *rectangle_in(self.shapes[name], offset, shape))
+
+    def _fit(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]],
+             passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
+        """Close, and raise UserError, unless the files hold what is expected: no more, no less, each of its shape.
+
+        Args:
+            found, expected: shapes by the names of this form.
+            passed_over: names that may be there.
+            stated: where the shape is said.
+            wrong: what is wrong besides.
+        """
+        wrong = [*(f"{name} is missing" for name in expected if name not in found),
+                 *(f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in found
+                   if name not in expected and name not in passed_over), *wrong,
+                 *(f"{name} is {list(found[name])}; by {stated} it is {list(shape)}" for name, shape in
+                   expected.items() if found.get(name, shape) != shape)]
+        if wrong:
+            self.close()
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise UserError(f"The weights in {self.path} do not fit {stated}: {'; '.join(wrong[:5])}{more}.")
 
     def __enter__(self) -> Self:
         return self
@@ -71,3 +87,24 @@ class Weights(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors are equal to the bit: a NaN is itself, and -0 is not 0."""
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def reader(weights: Weights, dtype: torch.dtype, done: Callable[[], None] = lambda: None) -> Read:
+    """Reads rectangles in another type: what is rounded is the user's wish. `done` is called after each.
+
+    Raises UserError, when read, for values that float16 cannot hold: they would become infinite in silence.
+    """
+    def read(name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
+        found = weights.read(name, offset, shape)
+        converted = found.to(dtype)
+        if dtype == torch.float16 and bool((converted.isinf() & ~found.isinf()).any()):
+            raise UserError(f"{name} in {weights.path} has values beyond the largest of fp16, "
+                            f"{torch.finfo(dtype).max:,.0f}. Take --dtype bf16 or fp32.")
+        done()
+        return converted
+    return read

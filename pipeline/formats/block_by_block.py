@@ -26,55 +26,42 @@ Read = Callable[[str], Tensor]
 """One of the checkpoint's weights by our name, rounded to the type of the export."""
 
 
-def parts_of(config: ModelConfig) -> dict[str, Part]:
-    """The network in parts that compute one after the other: embedding, each layer, norm with output matrix."""
-    count = config.layers
-    # NOTE: a part predicts if none follows, so the last layer is told of one more.
-    return {"tok_embeddings": Part(range(0), count + 1),
-            **{f"layers.{layer}": Part(range(layer, layer + 1), count + 1) for layer in range(count)},
-            "output": Part(range(count, count), count)}
-
-
 def read_part(config: ModelConfig, name: str, read: Read) -> dict[str, Tensor]:
-    """The weights of one of `parts_of`, by our names; a tied output matrix is the embedding."""
+    """The weights of a part of the network (tok_embeddings, layers.0 ..., and output, which is the norm with the output
+    matrix), by our names; a tied output matrix is the embedding."""
     if name == "output":
         matrix = "tok_embeddings.weight" if config.tied_embeddings else "output.weight"
         return {"norm.weight": read("norm.weight"), "output.weight": read(matrix)}
     return {key: read(key) for key in parameter_shapes(config) if key.startswith(f"{name}.")}
 
 
-class StreamedPass:
-    """`Llama`'s own forward pass without gradients, one of `parts_of` at a time.
+@torch.no_grad()
+def our_part(config: ModelConfig, name: str, weights: Mapping[str, Tensor], dtype: torch.dtype, table: RotaryTable,
+             tokens: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
+    """`Llama`'s own forward pass of one part, without gradients; by name what it gave, the last one's norm by itself.
 
     Args:
-        tokens: (1, length) int64.
         dtype: of weights and arithmetic, float32 or float64.
-        table: rotary angles other than the model's own.
-
-    Attributes:
-        output: of the last part that computed: (1, length, dim), in the end logits (1, length, vocabulary).
+        table: the rotary angles.
+        tokens: (1, length) int64.
+        hidden: what the part before gave: (1, length, dim).
     """
-
-    def __init__(self, config: ModelConfig, tokens: Tensor, dtype: torch.dtype,
-                 table: RotaryTable | None = None) -> None:
-        self.config, self.tokens, self.dtype = config, tokens, dtype
-        self.table = table or RotaryTable(config)
-        self.output: Tensor | None = None
-        self._parts = parts_of(config)
-
-    @torch.no_grad()
-    def step(self, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the next part; by name what it gave, the last one's norm by itself."""
-        with torch.device("meta"):
-            model = Llama(self.config, self._parts[name]).eval()
-        model.rotary_table = self.table
-        given = {key: weight.to(self.dtype) for key, weight in weights.items()}
-        model.load_state_dict(given, strict=False, assign=True)  # what else it has would fail on the meta device
-        found: dict[str, Tensor] = {}
-        if name == "output":
-            model.norm.register_forward_hook(lambda module, inputs, output: found.update(norm=output))
-        self.output = found[name] = model(self.tokens, hidden=self.output)
-        return found
+    count = config.layers
+    # A part predicts if none follows, so the last layer is told of one more.
+    part = Part(range(0), count + 1) if name == "tok_embeddings" else Part(range(count, count), count)
+    if name.startswith("layers."):
+        layer = int(name.removeprefix("layers."))
+        part = Part(range(layer, layer + 1), count + 1)
+    with torch.device("meta"):
+        model = Llama(config, part).eval()
+    model.rotary_table = table
+    # What else it has would fail on the meta device.
+    model.load_state_dict({key: weight.to(dtype) for key, weight in weights.items()}, strict=False, assign=True)
+    found: dict[str, Tensor] = {}
+    if name == "output":
+        model.norm.register_forward_hook(lambda module, inputs, output: found.update(norm=output))
+    found[name] = model(tokens, hidden=hidden)
+    return found
 
 
 @torch.no_grad()

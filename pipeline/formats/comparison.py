@@ -7,9 +7,8 @@ checkpoint's weights, which never sees the export, and with what single precisio
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from model.config import ModelConfig
 from model.rope import RotaryTable, Rotation, amplitude, rotary_frequencies
 from pipeline.config.shapes import read_shape
 from pipeline.errors import UserError, listed
-from pipeline.formats.block_by_block import Read, StreamedPass, read_part, transformers_pass
-from pipeline.formats.huggingface import read_tensors
+from pipeline.formats.base import Weights, same_bits
+from pipeline.formats.block_by_block import Read, our_part, read_part, transformers_pass
+from pipeline.formats.weights import HuggingFaceWeights
 
 FACTOR = 10.0
 """How many times single precision's own error either side may be off. Correct programs that add in another order stay
@@ -32,55 +32,43 @@ SHAPE = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab_size", "context_
 """What of a ModelConfig a config.json says; `hidden` stands for the three ways to give the feed-forward width."""
 
 
-def compare_config(folder: Path, config: ModelConfig) -> None:
-    """UserError naming every value in which config.json, read back, is not the network that was trained."""
-    try:
-        found = read_shape(folder / "config.json")
-    except UserError as error:
-        raise UserError(f"{error} {_DEFECT}") from None
-    wrong = [f"{name} is {getattr(found, name)!r}; trained with {getattr(config, name)!r}" for name in SHAPE
-             if getattr(found, name) != getattr(config, name)]
-    if wrong:
-        raise UserError(f"The config.json in {folder} is not that of the model that was trained: {listed(wrong)}. "
-                        f"{_DEFECT}")
-
-
-def compare_tensors(folder: Path, config: ModelConfig, names: list[str], read: Read) -> int:
-    """Read every exported tensor back, one at a time; how many there are.
-
-    Each must be the checkpoint's, rounded to the type of the export, bit for bit.
+def compare_folder(folder: Path, config: ModelConfig, read: Read) -> int:
+    """Open an export as a reader would, and compare its config and every tensor; how many tensors there are.
 
     Args:
-        names: of all weights of the checkpoint; a tied matrix once.
+        read: gives one weight of the checkpoint, rounded to the type of the export.
 
     Raises:
-        UserError: naming the tensor that is missing, unknown, of another shape, or holds another value.
+        UserError: naming every value in which config.json is not the network that was trained, or the tensor that is
+            missing, unknown, of another shape, or holds another value.
     """
-    expected = set(names) - ({"output.weight"} if config.tied_embeddings else set())
-    missing = set(expected)
     try:
-        for name, tensor in read_tensors(folder, config):
-            if name == "output.weight" and config.tied_embeddings:
-                continue
-            if (problem := _difference(tensor, read(name))) is not None:
-                raise UserError(f"{name} in the exported model in {folder} is not what the checkpoint holds: {problem}."
-                                f" {_DEFECT}")
-            missing.discard(name)
-    except (ValueError, KeyError) as error:
-        raise UserError(f"The weights in {folder} cannot be read back: {str(error).rstrip('.')}. {_DEFECT}") from error
-    if missing:
-        raise UserError(f"The exported model in {folder} lacks {', '.join(sorted(missing)[:8])}. {_DEFECT}")
-    return len(expected)
+        found = read_shape(folder / "config.json")
+        wrong = [f"{name} is {getattr(found, name)!r}; trained with {getattr(config, name)!r}" for name in SHAPE
+                 if getattr(found, name) != getattr(config, name)]
+        if wrong:
+            raise UserError(f"The config.json in {folder} is not that of the model that was trained: {listed(wrong)}.")
+        with HuggingFaceWeights(folder) as made:
+            prove_equal(made, read)
+            return len(made.names())
+    except UserError as error:
+        raise UserError(f"{error} {_DEFECT}") from None
+
+
+def prove_equal(made: Weights, read: Read) -> None:
+    """Read every tensor of a folder back, one at a time. UserError unless each is, bit for bit, what `read` gives."""
+    for name in made.names():
+        if (problem := _difference(made.read(name), read(name))) is not None:
+            raise UserError(f"{name} in the exported model in {made.path} is not what the checkpoint holds: {problem}.")
 
 
 def _difference(found: Tensor, expected: Tensor) -> str | None:
-    if found.shape != expected.shape:
-        return f"its shape is {tuple(found.shape)}, not {tuple(expected.shape)}"
-    if found.dtype != expected.dtype:
-        return f"its type is {found.dtype}, not {expected.dtype}"
-    if torch.equal(found, expected):
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return f"it is {tuple(found.shape)} of {found.dtype}, not {tuple(expected.shape)} of {expected.dtype}"
+    if same_bits(found, expected):
         return None
-    places = (found != expected).nonzero()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
+    places = (found.view(bits) != expected.view(bits)).nonzero()
     first = tuple(places[0].tolist())
     return (f"{len(places):,} of {found.numel():,} values differ, the first at {list(first)}: {float(found[first])!r} "
             f"instead of {float(expected[first])!r}")
@@ -124,20 +112,17 @@ class Agreement:
     @property
     def problems(self) -> list[str]:
         """What is beyond rounding, as sentences; empty for a sound export. NaN is beyond everything."""
-        found = []
-        sides = (("transformers'", self.transformers_logit_error, self.transformers_loss_error),
-                 ("the training model's", self.training_logit_error, self.training_loss_error))
-        for whose, logit, loss in sides:
-            if not logit <= self.factor * self.single_precision_logit_error:
-                found.append(f"{whose} logits are off by up to {logit:.1e}, where float32 is off by "
-                             f"{self.single_precision_logit_error:.1e} (logits up to {self.largest_logit:.1f})")
-            if not loss <= self.factor * self.single_precision_loss_error:
-                found.append(f"{whose} token losses are off by up to {loss:.1e} nats, where float32 is off by "
-                             f"{self.single_precision_loss_error:.1e}")
         resolution = self.largest_logit * torch.finfo(torch.float32).eps
-        if not self.training_logit_error <= self.factor * max(self.transformers_logit_error, resolution):
-            found.append(f"the training model's logits are off by up to {self.training_logit_error:.1e}, transformers' "
-                         f"by only {self.transformers_logit_error:.1e}")
+        limits = [limit for whose, logit, loss in (
+            ("transformers'", self.transformers_logit_error, self.transformers_loss_error),
+            ("the training model's", self.training_logit_error, self.training_loss_error)) for limit in (
+                (logit, self.single_precision_logit_error, f"{whose} logits are off by up to {{:.1e}}, where float32 "
+                 f"is off by {{:.1e}} (logits up to {self.largest_logit:.1f})"),
+                (loss, self.single_precision_loss_error, f"{whose} token losses are off by up to {{:.1e}} nats, where "
+                 f"float32 is off by {{:.1e}}"))]
+        limits.append((self.training_logit_error, max(self.transformers_logit_error, resolution),
+                       "the training model's logits are off by up to {:.1e}, transformers' by only {:.1e}"))
+        found = [text.format(error, known) for error, known, text in limits if not error <= self.factor * known]
         if self.argmax_wrong:
             found.append(f"the likeliest next token is another on {self.argmax_wrong} of {self.argmax_decided} tokens "
                          f"where rounding cannot decide it")
@@ -152,10 +137,6 @@ class Agreement:
                 f"{self.argmax_equal} of {self.tokens_compared} held-out tokens (rounding decides "
                 f"{self.tokens_compared - self.argmax_decided}); token losses off by at most "
                 f"{max(self.transformers_loss_error, self.training_loss_error):.1e} nats")
-
-    def counts(self) -> dict[str, Any]:
-        """For the manifest."""
-        return asdict(self)
 
 
 def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor, whole: bool) -> Agreement:
@@ -179,8 +160,7 @@ def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor
     theirs, absent = transformers_pass(folder, tokens, whole, ours.step)
     if absent:
         raise UserError(f"transformers does not find {', '.join(absent[:8])} in {folder}. {_DEFECT}")
-    reference, single, training = (found.output for found in (ours.exact, ours.single, ours.training))
-    assert reference is not None and single is not None and training is not None
+    reference, training, single = (ours.outputs[kind] for kind in ("exact", "training", "single"))
     if not bool(reference.isfinite().all()):
         raise UserError(f"The model that was trained has logits that are NaN or infinite on {tokens.numel()} tokens, "
                         f"even in float64, so its export cannot be compared. Convert an earlier checkpoint, or look "
@@ -200,14 +180,15 @@ class _Passes:
     single precision.
 
     Attributes:
+        outputs: of the last part that each computed.
         parting: after which part transformers began to differ by more than rounding; None while it does not.
     """
 
     def __init__(self, config: ModelConfig, read: Read, tokens: Tensor) -> None:
-        self.config, self.read = config, read
-        self.exact = StreamedPass(config, tokens, torch.float64)
-        self.training = StreamedPass(config, tokens, torch.float32)
-        self.single = StreamedPass(config, tokens, torch.float32, SingleAngles(config))
+        self.config, self.read, self.tokens = config, read, tokens
+        self._kinds = {"exact": (torch.float64, RotaryTable(config)), "training": (torch.float32, RotaryTable(config)),
+                       "single": (torch.float32, SingleAngles(config))}
+        self.outputs: dict[str, Tensor] = {}
         self.parting: str | None = None
         self._normed: Tensor | None = None  # transformers', until ours is there
 
@@ -216,13 +197,13 @@ class _Passes:
         if name == "norm":
             self._normed = theirs
             return
-        weights = read_part(self.config, name, self.read)
-        exact = self.exact.step(name, weights)
-        self.training.step(name, weights)
-        single = self.single.step(name, weights)
-        if self._normed is not None:
-            self._judge("norm", self._normed, exact["norm"], single["norm"])
-        self._judge(name, theirs, exact[name], single[name])
+        weights, found = read_part(self.config, name, self.read), dict[str, dict[str, Tensor]]()
+        for kind, (dtype, table) in self._kinds.items():
+            found[kind] = our_part(self.config, name, weights, dtype, table, self.tokens, self.outputs.get(kind))
+            self.outputs[kind] = found[kind][name]
+        for part, output in (("norm", self._normed), (name, theirs)):
+            if output is not None:
+                self._judge(part, output, found["exact"][part], found["single"][part])
 
     def _judge(self, name: str, theirs: Tensor, exact: Tensor, single: Tensor) -> None:
         size, off = float(exact.abs().max()), _error(theirs, exact)

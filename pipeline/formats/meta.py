@@ -13,8 +13,10 @@ With more parts than KV heads, neighbouring parts hold copies of one head's wk a
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,11 +24,11 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from pipeline.errors import UserError
-from pipeline.formats.base import Weights
-from pipeline.formats.meta_params import PARAMS, config_of, params_of, read_params
-from pipeline.formats.pickle_file import PickleFile
+from pipeline.formats.base import Weights, same_bits
+from pipeline.formats.huggingface import OutputFile, Source, module_of, parameter_shapes, text_file
+from pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params
 from pipeline.formats.record import recorded_config
-from pipeline.formats.tensor_file import DamagedFileError
+from pipeline.formats.tensor_file import DamagedFileError, PickleFile
 
 _PART = re.compile(r"consolidated\.(\d\d)\.pth")
 _EMBEDDING, _OUTPUT = "tok_embeddings.weight", "output.weight"
@@ -49,17 +51,10 @@ class Split:
 
     def cut(self, name: str) -> tuple[int, int]:
         """(axis, copies): along which axis a parameter is cut, and how many neighbouring parts hold the same."""
-        match name.split(".")[-2]:
-            case "norm" | "attention_norm" | "ffn_norm":
-                return 0, self.parts
-            case "wk" | "wv":
-                return 0, self._kv_copies
-            case "wo" | "w2":
-                return 1, 1
-            case "tok_embeddings":
-                return self.embedding_axis, 1
-            case _:
-                return 0, 1
+        axis = self.embedding_axis if name == _EMBEDDING else module_of(name)[1].axis
+        if axis is None:
+            return 0, self.parts
+        return axis, self._kv_copies if name.endswith((".wk.weight", ".wv.weight")) else 1
 
     def rectangle(self, name: str, shape: tuple[int, ...], part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, size) of what a part holds of a parameter; ValueError if it cannot be cut evenly."""
@@ -86,10 +81,11 @@ class MetaWeights(Weights):
     def __init__(self, path: Path) -> None:
         self.path = path
         params = read_params(path)
-        self._parts = _open_parts(path)
+        self._parts: list[PickleFile] = []
         try:
+            self._open()
             super().__init__(path, self._shape(params))
-            self._check()
+            expected = {name: self._split.rectangle(name, shape, 0)[1] for name, shape in self.shapes.items()}
         except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             self.close()
             what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
@@ -97,6 +93,9 @@ class MetaWeights(Weights):
         except BaseException:
             self.close()
             raise
+        self._fit({name: layout.shape for name, layout in self._parts[0].layouts.items()}, expected,
+                  _PASSED_OVER | ({_OUTPUT} if self.config.tied_embeddings else set()),
+                  f"its {PARAMS} in {len(self._parts)} parts")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._parts[0].layouts[name].dtype
@@ -104,6 +103,26 @@ class MetaWeights(Weights):
     def close(self) -> None:
         for part in self._parts:
             part.close()
+
+    def _open(self) -> None:
+        """Open all parts, in order; UserError if one is missing, torn, or not like the first."""
+        numbers = sorted(int(found[1]) for path in self.path.iterdir() if (found := _PART.fullmatch(path.name)))
+        if not numbers or numbers != list(range(len(numbers))):
+            there = ", ".join(f"{number:02d}" for number in numbers) or "none"
+            raise UserError(f"{self.path} should hold consolidated.00.pth and so on, without gaps; of these numbers "
+                            f"there are: {there}. Fetch the rest.")
+        try:
+            for number in numbers:
+                self._parts.append(part := PickleFile(self.path / f"consolidated.{number:02d}.pth"))
+                first = self._parts[0]
+                if _EMBEDDING not in part.layouts:
+                    raise DamagedFileError(f"{part.path} has no {_EMBEDDING}, which every part of a Llama has")
+                if other := sorted({*first.layouts.items()} ^ {*part.layouts.items()}, key=str):
+                    raise DamagedFileError(f"{part.path} has another {other[0][0][:100]} than {first.path}: these are "
+                                           f"not parts of one model")
+        except DamagedFileError as error:
+            raise UserError(f"The weights in {self.path} cannot be read: {error}. Fetch or export them again."
+                            ) from None
 
     def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         axis, copies = self._split.cut(name)
@@ -121,7 +140,7 @@ class MetaWeights(Weights):
             for other in others:
                 again = torch.empty_like(place)
                 other.read_into(again, name, inside)
-                if not _same_bits(place, again):
+                if not same_bits(place, again):
                     raise UserError(f"{first.path} and {other.path} should hold the same {name}, and do not: they are "
                                     f"not parts of one model, or damaged. Fetch them again.")
         return target
@@ -168,69 +187,16 @@ class MetaWeights(Weights):
             row = torch.empty((1, _whole(part.layouts[name].shape)[1]), dtype=part.layouts[name].dtype)
             part.read_into(row, name, (0, 0))
             rows.append(row)
-        return all(_same_bits(row, rows[number // copies * copies]) for number, row in enumerate(rows))
+        return all(same_bits(row, rows[number // copies * copies]) for number, row in enumerate(rows))
 
     def _is_tied(self, vocab_size: int) -> bool:
         """Whether embedding and output are one matrix: only one is there, or both have the same values."""
-        first = self._parts[0].layouts
-        if _OUTPUT not in first:
+        if (output := self._parts[0].layouts.get(_OUTPUT)) is None:
             return True
-        if all(part.is_one_tensor(_EMBEDDING, _OUTPUT) for part in self._parts):
-            return True
-        height, width = _whole(first[_OUTPUT].shape)
-        if height * len(self._parts) != vocab_size:
-            return False
-        for low in (0, *range(1, vocab_size, _COMPARED_ROWS)):
-            size = (1 if low == 0 else min(_COMPARED_ROWS, vocab_size - low), width)
-            if not _same_bits(self._read(_EMBEDDING, (low, 0), size), self._read(_OUTPUT, (low, 0), size)):
-                return False
-        return True
-
-    def _check(self) -> None:
-        """UserError unless the parts hold what the config describes: no more, no less, each of its shape."""
-        layouts, wrong = self._parts[0].layouts, []
-        for name, shape in self.shapes.items():
-            _, size = self._split.rectangle(name, shape, 0)
-            if name not in layouts:
-                wrong.append(f"{name} is missing")
-            elif layouts[name].shape != size:
-                wrong.append(f"{name} is {list(layouts[name].shape)} in each part; by {PARAMS} it is {list(size)}")
-        known = self.shapes.keys() | _PASSED_OVER | ({_OUTPUT} if self.config.tied_embeddings else set())
-        wrong += [f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in layouts
-                  if name not in known]
-        if wrong:
-            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise UserError(f"The weights in {self.path} ({len(self._parts)} parts) do not fit its {PARAMS}: "
-                            f"{'; '.join(wrong[:5])}{more}.")
-
-
-def _open_parts(folder: Path) -> list[PickleFile]:
-    """All parts, in order; UserError if one is missing, torn, or not like the first."""
-    numbers = sorted(int(found[1]) for path in folder.iterdir() if (found := _PART.fullmatch(path.name)))
-    if not numbers or numbers != list(range(len(numbers))):
-        there = ", ".join(f"{number:02d}" for number in numbers) or "none"
-        raise UserError(f"{folder} should hold consolidated.00.pth and so on, without gaps; of these numbers there "
-                        f"are: {there}. Fetch the rest.")
-    parts: list[PickleFile] = []
-    try:
-        for number in numbers:
-            parts.append(PickleFile(folder / f"consolidated.{number:02d}.pth"))
-            _refuse_other_layout(parts[0], parts[-1])
-    except DamagedFileError as error:
-        for part in parts:
-            part.close()
-        raise UserError(f"The weights in {folder} cannot be read: {error}. Fetch or export them again.") from None
-    return parts
-
-
-def _refuse_other_layout(first: PickleFile, part: PickleFile) -> None:
-    one, two = first.layouts, part.layouts
-    differing = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
-    if _EMBEDDING not in two:
-        raise DamagedFileError(f"{part.path} has no {_EMBEDDING}, which every part of a Llama has")
-    if differing:
-        raise DamagedFileError(f"{part.path} has another {differing[0][:100]} than {first.path}: these are not parts "
-                               f"of one model")
+        height, width = _whole(output.shape)
+        blocks = ((low, (min(_COMPARED_ROWS, vocab_size - low), width)) for low in range(0, vocab_size, _COMPARED_ROWS))
+        return height * len(self._parts) == vocab_size and all(same_bits(*(
+            self._read(name, (low, 0), size) for name in (_EMBEDDING, _OUTPUT))) for low, size in blocks)
 
 
 def _whole(shape: Sequence[int]) -> tuple[int, int]:
@@ -240,6 +206,68 @@ def _whole(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors are equal to the bit: a NaN is itself, and -0 is not 0."""
-    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def meta_files(source: Source, parts: int) -> list[OutputFile]:
+    """The parts, and params.json. Models with Llama 2's rotary base have their embedding cut along its columns.
+
+    Memory is needed for one part, which torch.save writes.
+
+    Raises UserError if the model cannot be cut evenly into so many parts, or if params.json has no words for it.
+    """
+    config = source.config
+    _refuse_unsaid(config, parts)
+    shapes = parameter_shapes(config)
+    counts = {"heads": config.heads, "the feed-forward width": config.hidden, "the vocabulary": shapes[_EMBEDDING][0],
+              "the width": config.dim}
+
+    def uneven(parts: int) -> list[str]:
+        shared = config.kv_heads % parts == 0 or parts % config.kv_heads == 0
+        return [f"{what} ({count:,})" for what, count in counts.items() if count % parts] + (
+            [] if shared else [f"KV heads ({config.kv_heads})"])
+    if parts not in PARTS or uneven(parts):
+        why = f": {', '.join(uneven(parts))} cannot be divided" if uneven(parts) else ""
+        raise UserError(f"This model cannot be cut into {parts} parts{why}. Take --parts "
+                        f"{' or '.join(str(count) for count in PARTS if not uneven(count))}.")
+    split = Split(parts, config.kv_heads, 1 if config.rope_theta == LLAMA2_THETA else 0)
+    return [*(OutputFile(f"consolidated.{part:02d}.pth", len(shapes), _part_writer(source, split, part))
+              for part in range(parts)), text_file(PARAMS, json.dumps(params_of(config, parts)) + "\n")]
+
+
+def meta_reads(config: ModelConfig, parts: int) -> ModelConfig:
+    """What a reader of params.json alone takes the model for."""
+    return config_of(params_of(config, parts), vocab_size=config.vocab_size or 0, kv_heads=config.kv_heads,
+                     tied=config.tied_embeddings)
+
+
+def _refuse_unsaid(config: ModelConfig, parts: int) -> None:
+    other_width = config.heads * config.head_width != config.dim
+    if (other_width or config.qkv_bias or config.qk_norm or config.sliding_window is not None
+            or config.no_rope_layer_interval is not None):
+        raise UserError("Meta's model has no heads of another width, biases, normed queries and keys, sliding windows "
+                        "or layers without a rotary embedding (head_dim, qkv_bias, qk_norm, sliding_window, "
+                        "no_rope_layer_interval), and would compute something else with these weights. Take "
+                        "--format hf.")
+    read = meta_reads(config, parts)
+    if read.rope_scaling != config.rope_scaling:
+        raise UserError(f"Meta's {PARAMS} can only say that rotary wavelengths are stretched, and of a model of this "
+                        f"shape its readers take that for {read.rope_scaling or 'none'}; here it is "
+                        f"{config.rope_scaling}. Take --format hf.")
+
+
+def _part_writer(source: Source, split: Split, part: int) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        shapes = parameter_shapes(source.config)
+        state = {name: _alone(source.read(name, *split.rectangle(name, shape, part))) for name, shape in shapes.items()}
+        if source.config.tied_embeddings:  # under both names: Meta's model reads both, and torch.save stores it once
+            rows = split.rectangle(_OUTPUT, shapes[_EMBEDDING], part)
+            state[_OUTPUT] = state[_EMBEDDING] if split.embedding_axis == 0 else _alone(source.read(_EMBEDDING, *rows))
+        with open(path, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    return write
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own: torch.save writes all of the memory that a view is of."""
+    own = tensor.contiguous()
+    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()

@@ -11,32 +11,38 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import numpy as np
 
+from pipeline.files import Count
+from pipeline.formats.tensor_file import DTYPES
+
+MOST_PIECES = 1 << 24
+"""Of a tensor in one run."""
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size."""
 Step = tuple[int, int, tuple[int, ...]]
 """How many, and from one to the next: the distance in files, the distance in the tensor."""
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """Pieces at equal distances; without steps, one.
 
     file: number of the file of the first. offset, size: of the first and of all, by dimension; of one dimension where
     the tensor has another number of them, elements of the tensor laid out flat. steps: the nearest first.
     """
 
-    file: int
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    file: Count
+    offset: tuple[Count, ...]
+    size: tuple[Count, ...]
     steps: tuple[Step, ...] = ()
 
     def after(self, files: int) -> Run:
         """The same, with so many files before."""
-        return self._replace(file=self.file + files)
+        return replace(self, file=self.file + files)
 
     def expanded(self) -> tuple[np.ndarray, np.ndarray]:
         """(pieces,) numbers of files and (pieces, dimensions) offsets."""
@@ -53,13 +59,26 @@ class Run(NamedTuple):
         return len(self.offset) == 1 and len(shape) > 0
 
 
+def _is_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise ValueError(f"{name[:20]!r} is no element type")
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor: the name of its element type, its shape, and its pieces in the order of their files."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Annotated[str, _is_dtype]
+    shape: tuple[Count, ...]
     runs: tuple[Run, ...]
+
+
+def check_entry(entry: Entry) -> None:
+    """ValueError unless pieces are rectangles of the tensor, or ranges of it laid out flat."""
+    for run in entry.runs:
+        if {len(run.offset), len(run.size), *(len(distance) for _, _, distance in run.steps)} not in (
+                {1}, {len(entry.shape)}) or math.prod(count for count, _, _ in run.steps) > MOST_PIECES:
+            raise ValueError(f"{str(run)[:100]} are no pieces of a tensor of {list(entry.shape)}")
 
 
 @dataclass(frozen=True)
@@ -110,14 +129,14 @@ def _joined(a: Run, b: Run) -> Run | None:
         count, file_step, step = a.steps[-1]
         if files == count * file_step and distance == tuple(count * length for length in step):
             more = 1 if inner_a == b.steps else b.steps[-1][0]
-            return a._replace(steps=(*inner_a, (count + more, file_step, step)))
+            return replace(a, steps=(*inner_a, (count + more, file_step, step)))
     if b.steps and inner_b == a.steps:
         count, file_step, step = b.steps[-1]
         if (files, distance) == (file_step, step):
-            return a._replace(steps=(*inner_b, (count + 1, file_step, step)))
+            return replace(a, steps=(*inner_b, (count + 1, file_step, step)))
     # Only forwards: across the end of a row of pieces there is a distance too, but none that repeats.
     if a.steps == b.steps and files > 0 and any(distance) and min(distance) >= 0:
-        return a._replace(steps=(*a.steps, (2, files, distance)))
+        return replace(a, steps=(*a.steps, (2, files, distance)))
     return None
 
 

@@ -18,7 +18,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -26,15 +26,21 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.files import Count, Inside, atomic_file, parsed_json, typed
-from pipeline.formats.shard_index import Entry, Index, Rectangle, Run, check_cover, overlapping, run_of
-from pipeline.formats.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, Layout, TensorFile, write_tensors
+from pipeline.files import Inside, atomic_file, parsed_json, typed
+from pipeline.formats.shard_index import Entry, Index, Rectangle, check_cover, check_entry, overlapping, run_of
+from pipeline.formats.tensor_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    DamagedFileError,
+    Layout,
+    TensorFile,
+    rectangle_in,
+    write_tensors,
+)
 
 INDEX = "index.json"
-_VERSION = 2
+_VERSION = 3
 """Of the index."""
-_MOST_PIECES = 1 << 24
-"""Of a tensor in one run."""
 _OPEN_FILES = 128
 """Files that a reader keeps open; systems allow 1,024 or more in all."""
 
@@ -51,13 +57,7 @@ class TensorShard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_inside(self.shape, self.offset, self.tensor.shape)
-
-
-def _check_inside(shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> None:
-    if len({len(shape), len(offset), len(size)}) > 1 or not all(
-            start >= 0 and start + count <= end for start, count, end in zip(offset, size, shape, strict=True)):
-        raise ValueError(f"A rectangle {tuple(size)} at {tuple(offset)} does not lie in {tuple(shape)}.")
+        rectangle_in(self.shape, self.offset, self.tensor.shape)
 
 
 def whole(tensor: Tensor) -> TensorShard:
@@ -107,10 +107,8 @@ def write_index(folder: Path, index: Index) -> dict[str, Any]:
     """
     for name, entry in index.tensors.items():
         check_cover(name, entry)
-    content = {"version": _VERSION, "files": [record["path"] for record in index.files], "tensors": {
-        name: {"dtype": entry.dtype, "shape": entry.shape,
-               "pieces": [[run.file, run.offset, run.size, *run.steps] for run in entry.runs]}
-        for name, entry in index.tensors.items()}}
+    content = {"version": _VERSION, "files": [record["path"] for record in index.files],
+               "tensors": {name: asdict(entry) for name, entry in index.tensors.items()}}
     data = json.dumps(content, separators=(",", ":")).encode()
     with atomic_file(folder / INDEX) as file:
         file.write(data)
@@ -129,36 +127,10 @@ def read_index(folder: Path) -> bytes | None:
         return None
 
 
-def _is_dtype(name: str) -> None:
-    if name not in DTYPES:
-        raise ValueError(f"{name[:20]!r} is no element type")
-
-
-def _is_run(values: list[Any]) -> None:
-    """ValueError unless this is what `write_index` writes of a run."""
-    typed(values[:3], tuple[Count, tuple[Count, ...], tuple[Count, ...]])
-    steps = typed(values[3:], list[tuple[Count, int, tuple[int, ...]]])
-    if math.prod(count for count, _, _ in steps) > _MOST_PIECES or \
-            {len(step) for _, _, step in steps} | {len(values[2])} != {len(values[1])}:
-        raise ValueError(f"{str(values)[:100]} are no pieces")
-
-
-def _is_stored(entry: _Stored) -> None:
-    """ValueError unless pieces are rectangles of the tensor, or parts of it laid out flat."""
-    if any(len(run[1]) not in (1, len(entry["shape"])) for run in entry["pieces"]):
-        raise ValueError(f"the pieces of a tensor of {list(entry['shape'])} have another number of dimensions")
-
-
-class _Stored(TypedDict):
-    dtype: Annotated[str, _is_dtype]
-    shape: tuple[Count, ...]
-    pieces: list[Annotated[list[Any], _is_run]]
-
-
 class _Content(TypedDict):
     version: int
     files: list[Inside]
-    tensors: dict[str, Annotated[_Stored, _is_stored]]
+    tensors: dict[str, Annotated[Entry, check_entry]]
 
 
 class CheckpointReader:
@@ -206,11 +178,11 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's shape."""
-        return tuple(self._tensors[name]["shape"])
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The element type it is stored in."""
-        return DTYPES[self._tensors[name]["dtype"]]
+        return DTYPES[self._tensors[name].dtype]
 
     def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None,
              out: Tensor | None = None) -> Tensor:
@@ -220,32 +192,23 @@ class CheckpointReader:
         instead of a new tensor on the host; it may be strided, on any device, and of another element type.
         Raises ValueError if the rectangle is not inside the tensor, or `out` has another shape.
         """
-        all_of_it = self.shape(name)
-        offset = tuple(offset or (0,) * len(all_of_it))
-        if shape is None:
-            shape = out.shape if out is not None else [end - start for start, end
-                                                       in zip(offset, all_of_it, strict=True)]
-        target = torch.empty(tuple(shape), dtype=self.dtype(name)) if out is None else out
-        if tuple(target.shape) != tuple(shape):
-            raise ValueError(f"out is {tuple(target.shape)}, and {tuple(shape)} of {name} are to be read.")
-        _check_inside(all_of_it, offset, target.shape)
+        offset, size = rectangle_in(self.shape(name), offset, out.shape if shape is None and out is not None else shape)
+        target = torch.empty(size, dtype=self.dtype(name)) if out is None else out
+        if tuple(target.shape) != size:
+            raise ValueError(f"out is {tuple(target.shape)}, and {size} of {name} are to be read.")
         with torch.no_grad():
-            for number, (at, size) in self.pieces(name, offset, target.shape):
+            for number, (at, held) in self.pieces(name, offset, size):
                 low = [max(a, b) for a, b in zip(offset, at, strict=True)]
-                high = [min(a + m, b + n) for a, m, b, n in zip(offset, target.shape, at, size, strict=True)]
+                high = [min(a + m, b + n) for a, m, b, n in zip(offset, size, at, held, strict=True)]
                 if all(start < end for start, end in zip(low, high, strict=True)):
                     self._copy(target[tuple(slice(start - a, end - a) for start, end, a
                                             in zip(low, high, offset, strict=True))],
-                               number, name, at, size, tuple(start - b for start, b in zip(low, at, strict=True)))
+                               number, name, at, held, tuple(start - b for start, b in zip(low, at, strict=True)))
         return target
 
     def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
         """(number of its file, rectangle) of all pieces that may have something of a rectangle of tensor `name`."""
-        stored = self._tensors[name]
-        entry = Entry(stored["dtype"], tuple(stored["shape"]), tuple(
-            Run(file, tuple(offset), tuple(size), tuple((count, files, tuple(step)) for count, files, step in steps))
-            for file, offset, size, *steps in stored["pieces"]))
-        yield from overlapping(entry, offset, size)
+        yield from overlapping(self._tensors[name], offset, size)
 
     def _copy(self, target: Tensor, number: int, name: str, at: Sequence[int], size: Sequence[int],
               inside: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Safetensors files: written tensor by tensor and hashed on the way, read in parts.
+"""Files of named tensors: safetensors, written tensor by tensor and hashed on the way, and torch.save's; read in parts.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, the header as JSON,
 the tensors' bytes, little-endian and without gaps. The library of that name writes only what lies in memory as a
@@ -8,11 +8,15 @@ instead of raising an error. And a training rank gets by without it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -60,6 +64,19 @@ class Layout:
     def size(self) -> int:
         """Bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
+                 size: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A rectangle of a tensor: where it starts (default: the beginning) and its size (default: up to the end).
+    ValueError if it is not inside."""
+    start = tuple(offset or (0,) * len(whole))
+    if size is None and len(start) == len(whole):
+        size = [end - at for at, end in zip(start, whole, strict=True)]
+    if size is None or len({len(whole), len(start), len(size)}) > 1 or not all(
+            0 <= at <= at + count <= end for at, count, end in zip(start, size, whole, strict=True)):
+        raise ValueError(f"A rectangle {tuple(size or ())} at {start} does not lie in {tuple(whole)}.")
+    return start, tuple(size)
 
 
 def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> dict[str, Any]:
@@ -197,3 +214,55 @@ class TensorFile:
         if size != 8 + length + end:
             raise DamagedFileError(f"{self.path} has {size} bytes instead of {8 + length + end}")
         return layouts, starts
+
+
+_PICKLE_PROBLEMS = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, TypeError, LookupError,
+                    AttributeError, AssertionError, OverflowError)
+"""What torch raises for files that are torn, or hold something else than tensors."""
+
+
+class PickleFile:
+    """A file that torch.save wrote (.pth, .bin), mapped and open for reading any rectangle; nothing else is unpickled.
+
+    A pickle may call any function. `torch.load(weights_only=True)` knows tensors and a few containers and refuses the
+    rest before anything of it runs. A page of a mapped file comes into memory when a rectangle on it is read, and may
+    leave it again; but the system must be ready to grant the memory of one file, and limits count it.
+
+    Raises DamagedFileError if it is missing, torn, or holds anything but named tensors on the host.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not zipfile.is_zipfile(path) and path.stat().st_size:
+                raise DamagedFileError(f"{path} is torn, or is no zip file, as torch.save has written since torch 1.6. "
+                                       f"An older file can be read with torch.load(path, weights_only=True) and saved "
+                                       f"again with torch.save")
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except FileNotFoundError as error:
+            raise DamagedFileError(f"{path} is missing") from error
+        except _PICKLE_PROBLEMS as error:
+            if os.strerror(errno.ENOMEM) in str(error):
+                raise DamagedFileError(f"{path} cannot be mapped, for which a process must be allowed its "
+                                       f"{path.stat().st_size / 1e9:,.1f} GB of memory, though it takes less (ulimit "
+                                       f"-v, ulimit -d, vm.overcommit_memory)") from error
+            said = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences advise what is not safe
+            raise DamagedFileError(f"{path} is torn, or holds something else than tensors; nothing of it was executed "
+                                   f"({(said[0] if said else str(error)).partition('. ')[0][:200]})") from error
+        if not isinstance(content, dict):
+            raise DamagedFileError(f"{path} holds a {type(content).__name__} instead of named tensors")
+        for name, value in content.items():
+            if not (isinstance(name, str) and type(value) in (Tensor, torch.nn.Parameter) and not value.is_quantized
+                    and value.layout == torch.strided and value.device.type == "cpu" and value.dtype in DTYPE_NAMES):
+                raise DamagedFileError(f"{path} has {str(name)[:100]!r}, which is no plain tensor of a known type")
+        self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in content.items()}
+        self.layouts = {name: Layout(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._tensors.clear()
+
+    def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape."""
+        target.copy_(self._tensors[name][tuple(slice(start, start + size) for start, size
+                                               in zip(offset, target.shape, strict=True))])

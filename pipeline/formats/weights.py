@@ -10,25 +10,36 @@ model reads that part. Another form is another `Weights` (base.py) and a line in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from model.config import ModelConfig
 from model.llama import Llama
 from pipeline.config.shapes import read_shape, shape_from
 from pipeline.errors import UserError
 from pipeline.files import Inside, read_record
 from pipeline.formats.base import Weights
-from pipeline.formats.huggingface import pair_rows, rotated_heads, their_names, zero_biases
+from pipeline.formats.huggingface import (
+    OutputFile,
+    Source,
+    pair_rows,
+    parameter_shapes,
+    rotated_heads,
+    their_name,
+    zero_biases,
+)
 from pipeline.formats.meta import MetaWeights
 from pipeline.formats.meta_params import PARAMS
-from pipeline.formats.pickle_file import PickleFile
 from pipeline.formats.record import RECORD, recorded_config
-from pipeline.formats.sharded_tensors import INDEX, CheckpointReader
-from pipeline.formats.tensor_file import DamagedFileError, TensorFile
+from pipeline.formats.shard_index import Entry, Index, run_of
+from pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
+from pipeline.formats.tensor_file import DTYPE_NAMES, DamagedFileError, Layout, PickleFile, TensorFile, write_tensors
 from pipeline.records.checkpoints import read_marker
 from pipeline.records.weight_files import weights_folder
 
@@ -42,26 +53,19 @@ class CheckpointWeights(Weights):
 
     form = "drover"
 
-    def __init__(self, path: Path) -> None:
-        config = recorded_config(path)
-        if config is None:
-            marker = read_marker(path)
-            self._reader = CheckpointReader(path)
-            try:
-                rows, = self._reader.shape(f"{MODEL}tok_embeddings.weight")[:1]
+    def __init__(self, path: Path, config: ModelConfig | None = None) -> None:
+        recorded = recorded_config(path)
+        marker = None if recorded else read_marker(path)
+        self._reader = CheckpointReader(path, mend="Make it again.") if recorded else CheckpointReader(path)
+        try:
+            if marker and config is None:
+                rows = self._reader.shape(f"{MODEL}tok_embeddings.weight")[0]
                 config = shape_from({**marker["config"]["model"], "vocab_size": rows})
-            except (ValueError, LookupError) as error:
-                raise UserError(f"{path} does not say what network it is of ({error}). Take another checkpoint."
-                                ) from None
-        else:
-            self._reader = CheckpointReader(path, mend="Make it again.")
-        super().__init__(path, config)
-        there = set(self._reader.names(MODEL))
-        wrong = [name for name, shape in self.shapes.items()
-                 if MODEL + name not in there or self._reader.shape(MODEL + name) != shape]
-        if wrong:
-            raise UserError(f"The weights in {path} do not fit the shape that is stated beside them: {wrong[0]} is "
-                            f"missing or of another shape. Make the folder again.")
+        except (ValueError, LookupError) as error:
+            raise UserError(f"{path} does not say what network it is of ({error}). Take another checkpoint.") from None
+        super().__init__(path, recorded or config)  # type: ignore[arg-type]
+        self._fit({name.removeprefix(MODEL): self._reader.shape(name) for name in self._reader.names(MODEL)},
+                  self.shapes, {"output.weight"} if self.config.tied_embeddings else (), "the shape stated beside them")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.dtype(MODEL + name)
@@ -71,6 +75,37 @@ class CheckpointWeights(Weights):
 
     def close(self) -> None:
         self._reader.close()
+
+
+class MeanWeights(Weights):
+    """The mean of the weights of several checkpoints of a run, as Llama 3 averaged those of its annealing (Polyak
+    1991); of one, its own.
+
+    Sums are float64, in the order of the folders, so that the mean depends on nothing but the weights.
+    """
+
+    form = "drover"
+
+    def __init__(self, folders: Sequence[Path], config: ModelConfig) -> None:
+        with ExitStack() as opening:
+            self._parts = [opening.enter_context(CheckpointWeights(folder, config)) for folder in folders]
+            super().__init__(folders[0], config)
+            self._opened = opening.pop_all()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._parts[0].dtype(name)
+
+    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        first, *others = self._parts
+        if not others:
+            return first.read(name, offset, shape)
+        total = first.read(name, offset, shape).to(torch.float64)
+        for part in others:
+            total += part.read(name, offset, shape)
+        return total.div_(len(self._parts)).to(self.dtype(name))
+
+    def close(self) -> None:
+        self._opened.close()
 
 
 class TensorIndex(TypedDict):
@@ -89,30 +124,38 @@ class HuggingFaceWeights(Weights):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, read_shape(path / "config.json"))
-        self._files: list[TensorFile | PickleFile] = []
+        self._where: dict[str, TensorFile | PickleFile] = {}
         try:
-            self._where = self._index()
+            self._open()
         except BaseException:
             self.close()
             raise
-        self._check()
+        names, zeros = set(self._where), zero_biases(self.config)
+        width = self.config.dim
+        self._fit({name: file.layouts[name].shape for name, file in self._where.items()},
+                  {their_name(name): shape for name, shape in self.shapes.items()},
+                  {*zeros, *(name for name in names if name.endswith("rotary_emb.inv_freq")),
+                   *(["lm_head.weight"] if self.config.tied_embeddings else [])}, "its config.json",
+                  [f"{name} is not {width} zeros: that network computes something else" for name in sorted(
+                      zeros & names) if self.stored_shape(name) != (width,) or self.stored(name).any()])
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._where[self._their[name]].layouts[self._their[name]].dtype
+        theirs = their_name(name)
+        return self._where[theirs].layouts[theirs].dtype
 
     def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        heads = rotated_heads(name, self.config)
+        theirs, heads = their_name(name), rotated_heads(name, self.config)
         if heads is None or not all(shape):
-            return self._rows(name, offset, shape)
+            return self._filled(theirs, offset, shape)
         # Their rows of a head are in another order: whole heads are read and put into ours.
         height = self.shapes[name][0] // heads
         first, last = offset[0] // height, -(-(offset[0] + shape[0]) // height)
-        rows = self._rows(name, (first * height, *offset[1:]), ((last - first) * height, *shape[1:]))
+        rows = self._filled(theirs, (first * height, *offset[1:]), ((last - first) * height, *shape[1:]))
         skipped = offset[0] - first * height
         return pair_rows(rows, last - first)[skipped:skipped + shape[0]].contiguous()
 
     def close(self) -> None:
-        for file in self._files:
+        for file in set(self._where.values()):
             file.close()
 
     def stored_shape(self, theirs: str) -> tuple[int, ...] | None:
@@ -121,11 +164,8 @@ class HuggingFaceWeights(Weights):
 
     def stored(self, theirs: str) -> Tensor:
         """The tensor that has this name in the files, as it lies there. Raises as `read`."""
-        layout = self._where[theirs].layouts[theirs]
-        return self._filled(theirs, (0,) * len(layout.shape), layout.shape)
-
-    def _rows(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return self._filled(self._their[name], offset, shape)
+        shape = self._where[theirs].layouts[theirs].shape
+        return self._filled(theirs, (0,) * len(shape), shape)
 
     def _filled(self, theirs: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         file = self._where[theirs]
@@ -136,65 +176,42 @@ class HuggingFaceWeights(Weights):
             raise UserError(f"The weights in {self.path} cannot be read: {error}.") from error
         return target
 
-    def _index(self) -> dict[str, TensorFile | PickleFile]:
-        """In which file each of their tensors lies."""
-        self._their = their_names(self.config)
+    def _open(self) -> None:
+        """Find in which file each of their tensors lies."""
         single = next((name for name in SINGLE_FILES if any((self.path / file).is_file() for file in
                                                             (name, f"{name}.index.json"))), SINGLE_FILES[0])
         index = self.path / f"{single}.index.json"
-        names = [single]
-        if said := read_record(index, TensorIndex, "Fetch or export the folder again."):
-            names = sorted(set(said["weight_map"].values()))
-        found = {}
-        for name in names:
+        said = read_record(index, TensorIndex, "Fetch or export the folder again.")
+        for name in sorted(set(said["weight_map"].values())) if said else [single]:
             if Path(name).name != name:
                 raise UserError(f"The index {index} names {name!r}, which is no file beside it.")
             try:
-                self._files.append((TensorFile if name.endswith(".safetensors") else PickleFile)(self.path / name))
+                file = (TensorFile if name.endswith(".safetensors") else PickleFile)(self.path / name)
             except (DamagedFileError, OSError) as error:
                 raise UserError(f"The weights in {self.path} cannot be read: {error}. Fetch or export them again."
                                 ) from None
-            found.update(dict.fromkeys(self._files[-1].layouts, self._files[-1]))
-        return found
-
-    def _check(self) -> None:
-        """UserError unless the files hold what config.json describes: no more, no less, each of its shape."""
-        known = set(self._their.values()) | ({"lm_head.weight"} if self.config.tied_embeddings else set())
-        zeros = zero_biases(self.config) & self._where.keys()
-        wrong = [f"{theirs} is missing" for name in self.shapes if (theirs := self._their[name]) not in self._where]
-        wrong += [f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in self._where
-                  if name not in known | zeros and not name.endswith("rotary_emb.inv_freq")]
-        width = self.config.dim
-        wrong += [f"{name} is not {width} zeros: that network computes something else" for name in sorted(zeros)
-                  if self.stored_shape(name) != (width,) or self.stored(name).any()]
-        wrong += [f"{theirs} is {list(layout)}; by config.json it is {list(shape)}" for name, shape in
-                  self.shapes.items() if (theirs := self._their[name]) in self._where
-                  and (layout := self._where[theirs].layouts[theirs].shape) != shape]
-        if wrong:
-            self.close()
-            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise UserError(f"The weights in {self.path} do not fit its config.json: {'; '.join(wrong[:5])}{more}.")
+            self._where.update(dict.fromkeys(file.layouts, file))
 
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 """What a folder in Hugging Face's form has, or has an index of: the first that is there is taken."""
 
-FORMS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Weights], str]] = {
-    "drover": (lambda path: (path / INDEX).is_file(), CheckpointWeights, f"a training checkpoint ({INDEX}), or weights "
-               f"alone ({INDEX} and {RECORD})"),
-    "hf": (lambda path: (path / "config.json").is_file(), HuggingFaceWeights, "a Hugging Face folder (config.json)"),
-    "meta": (lambda path: (path / PARAMS).is_file(), MetaWeights, f"a folder of Meta's ({PARAMS})"),
+FORMS: dict[str, tuple[str, Callable[[Path], Weights], str]] = {
+    "drover": (INDEX, CheckpointWeights, f"a training checkpoint ({INDEX}), or weights alone ({INDEX} and {RECORD})"),
+    "hf": ("config.json", HuggingFaceWeights, "a Hugging Face folder (config.json)"),
+    "meta": (PARAMS, MetaWeights, f"a folder of Meta's ({PARAMS})"),
 }
-"""By name: whether a folder is of the form, how to open it, and what it is in words."""
+"""By name: the file by which a folder is known, how to open it, and what it is in words."""
 
 
 def open_weights(path: Path) -> Weights:
     """The weights in a folder of any form, or the newest checkpoint of a run. UserError where there are none."""
     folder = weights_folder(path)
-    for recognises, opened, _ in FORMS.values():
-        if recognises(folder):
+    for known_by, opened, _ in FORMS.values():
+        if (folder / known_by).is_file():
             return opened(folder)
-    raise UserError(f"{path} holds no weights that Drover knows. It would be {_forms()}, or a run's folder.")
+    raise UserError(f"{path} holds no weights that Drover knows. It would be "
+                    f"{', '.join(words for _, _, words in FORMS.values())}, or a run's folder.")
 
 
 def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Llama:
@@ -209,5 +226,19 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
     return model.eval().requires_grad_(False)
 
 
-def _forms() -> str:
-    return ", ".join(words for _, _, words in FORMS.values())
+def drover_files(source: Source, shard_bytes: int) -> list[OutputFile]:
+    """The files of weights alone in the form of a training checkpoint's tensors (sharded_tensors.py)."""
+    shapes, files, parts = parameter_shapes(source.config), list[OutputFile](), list[Index]()
+    for number, names in enumerate(source.shards(shard_bytes)):
+        layouts = {MODEL + name: Layout(source.dtype, shapes[name]) for name in names}
+        files.append(OutputFile(f"weights-{number:05d}.safetensors", len(names),
+                                partial(_write_weights, source=source, layouts=layouts)))
+        parts.append(Index(({"path": files[-1].name},), {
+            name: Entry(DTYPE_NAMES[source.dtype], layout.shape, tuple(run_of(0, layout.shape, [
+                ((0,) * len(layout.shape), layout.shape)]))) for name, layout in layouts.items()}))
+    index = Index.joined(parts)
+    return [*files, OutputFile(INDEX, 0, lambda path: write_index(path.parent, index))]
+
+
+def _write_weights(path: Path, source: Source, layouts: dict[str, Layout]) -> None:
+    write_tensors(path, layouts, (source.read(name.removeprefix(MODEL)).contiguous() for name in layouts))

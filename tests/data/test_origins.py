@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.loading import load_config
-from pipeline.contract.manifest import read_manifest
+from pipeline.contract.run import Run
 from pipeline.data import sources
 from pipeline.data.planning.origins import read_places
 from pipeline.data.text_shards import SPLITS, read_documents
@@ -51,8 +51,7 @@ def small_parts(monkeypatch):
 def test_file_and_record_of_every_document(corpus, rule):
     asked = [f"name={rule}", f"shard.heldout_rule={rule}"]
     assert run(corpus, *asked) == 0
-    config = load_config(corpus, asked)
-    found = Corpus(config.folder / "shard", read_manifest(config.folder / "shard"), config)
+    found = Corpus(Run(load_config(corpus, asked)))
     data = {path.name: path.read_bytes() for path in (corpus.parent / "in").glob("*.jsonl*")}
     data["packed.jsonl.gz"] = gzip.decompress(data["packed.jsonl.gz"])
     assert any("large.jsonl@" in place for place in read_places(next((found.folder / "origins/train").iterdir()),
@@ -62,17 +61,17 @@ def test_file_and_record_of_every_document(corpus, rule):
                                    if record["split"] in SPLITS
                                    for entry in enumerate(read_documents(found.folder / shard))):
         origin = found.origin(path, number, document.source, document.id)
-        assert origin.path == str(corpus.parent / "in" / origin.file)
+        assert origin["path"] == str(corpus.parent / "in" / origin["file"])
         if document.source == "plain":
-            assert document.text in f"plain {origin.record - 1}" and origin.file == "plain.txt"
+            assert document.text in f"plain {origin['record'] - 1}" and origin["file"] == "plain.txt"
             continue
-        seen.add(origin.file)
-        content = data[origin.file]
-        line = content.splitlines()[origin.record - 1] if isinstance(origin.record, int) else \
-            content[int(origin.record):].partition(b"\n")[0]
+        seen.add(origin["file"])
+        content = data[origin["file"]]
+        line = content.splitlines()[origin["record"] - 1] if isinstance(origin["record"], int) else \
+            content[int(origin["record"]):].partition(b"\n")[0]
         record = json.loads(line)
-        first, _, end = origin.characters.partition("..")
-        cut += bool(origin.characters)
+        first, _, end = (characters := origin["origin"].partition(", characters ")[2]).partition("..")
+        cut += bool(characters)
         assert document.id.startswith(record["id"])
         assert document.text == record["text"][int(first or 0):int(end) if end else None]
     assert seen == set(data) and cut == (2 if rule == "tail" else 0)

@@ -1,15 +1,26 @@
 """A model in memory as a folder in Hugging Face's form."""
 
+import torch
 
-from pipeline.formats.huggingface import stream_folder
+from pipeline.formats.huggingface import Source, huggingface_files, write_folder
+from pipeline.formats.weights import open_weights
 
 
 def write_model(folder, model, **options):
-    """`stream_folder` for weights that lie in memory."""
+    """Write a folder of weights that lie in memory."""
     write_state(folder, model.state_dict(), model.config, **options)
 
 
-def write_state(folder, state, config, **options):
+def write_state(folder, state, config, *, dtype=torch.float32, bos_id=1, eos_id=2, max_shard_bytes=5_000_000_000):
     """The same for a mapping of tensors by name."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    stream_folder(folder, shapes, state.__getitem__, config, **options)
+    write_folder(folder, huggingface_files(Source(config, dtype, lambda name: state[name]), max_shard_bytes,
+                                           {"bos_token_id": bos_id, "eos_token_id": eos_id}))
+
+
+def state_in(folder):
+    """The config and the state dict of a folder of weights."""
+    with open_weights(folder) as weights:
+        state = {name: weights.read(name) for name in weights.names()}
+        if weights.config.tied_embeddings:
+            state["output.weight"] = state["tok_embeddings.weight"]
+        return weights.config, state

@@ -194,7 +194,7 @@ def test_torn_and_forged_files_are_said(folder):
     sound = part.read_bytes()
     for length in (0, len(sound) // 2):
         part.write_bytes(sound[:length])
-        refused(UserError, "is no zip file|is torn", open_weights, folder)
+        refused(UserError, "is torn", open_weights, folder)
     said = b"M" + struct.pack("<H", 160 // 2 * 64)  # how many values the pickle says that lie in an embedding
     assert sound.count(said) == 2
     part.write_bytes(sound.replace(said, b"M" + struct.pack("<H", 10)))
@@ -205,7 +205,7 @@ def test_torn_and_forged_files_are_said(folder):
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"dim": 96}, "dim is 96, and the embedding is 64 wide"),
-    ({"multiple_of": 256}, r"w1.weight is \[48, 64\] in each part; by params.json it is \[128, 64\]"),
+    ({"multiple_of": 256}, r"w1.weight is \[48, 64\]; by its params.json in 2 parts it is \[128, 64\]"),
     ({"n_layers": 3}, "layers.2.* is missing"),
     ({"n_layers": 1}, "layers.1.* is no parameter"), ({"vocab_size": 161}, "vocab_size is 161"),
     ({"n_heads": 5}, "cannot be built: .*divisible"), ({"n_kv_heads": 0.5}, "n_kv_heads"),

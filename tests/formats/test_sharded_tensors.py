@@ -193,7 +193,7 @@ def test_a_part_that_shrinks_while_it_is_open(tmp_path):
 
 @pytest.mark.parametrize(("damage", "said"), [
     (Path.unlink, "missing or torn"), (lambda path: path.write_text("[]"), "missing or torn"),
-    (lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3})), "form 3")])
+    (lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2})), "form 2")])
 def test_an_index_that_cannot_be_read_is_named(tmp_path, damage, said):
     write_checkpoint(tmp_path, {"x": torch.randn(6, 4)})
     damage(tmp_path / INDEX)

@@ -16,7 +16,7 @@ from pipeline.rehearsal.fitting import changed, verdict
 from pipeline.rehearsal.report import ends_and_middle, lines
 from tests.conftest import REPOSITORY
 from tests.rehearsal.measured import config_of, summary
-from tools.rehearse import PUBLISHED, main, markdown, row
+from tools.rehearse import PUBLISHED, main, row, table
 
 
 class Waits(Sdpa):
@@ -129,7 +129,7 @@ def test_the_page_has_the_table_that_the_command_makes(capsys):
     """Its heading and first row are made again; the others take minutes (`python -m tools.rehearse --table`)."""
     page = (REPOSITORY / "docs/training.md").read_text()
     path, ranks, _ = PUBLISHED[0]
-    for line in markdown([row(load_config(REPOSITORY / path), ranks)]).splitlines():
+    for line in table([row(load_config(REPOSITORY / path), ranks)]):
         assert line in page
     assert all(f"| `{load_config(REPOSITORY / path).name}`, {ranks:,} |" in page for path, ranks, _ in PUBLISHED)
 

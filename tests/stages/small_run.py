@@ -14,9 +14,10 @@ from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import Manifest
 from pipeline.contract.run import Run, code_hashes
 from pipeline.contract.stages import STAGES
-from pipeline.convert import PREFIX, convert
+from pipeline.convert import convert
 from pipeline.encode import encode
 from pipeline.files import output_record, write_json
+from pipeline.formats.weights import MODEL
 from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress
 from pipeline.shard import shard
 from pipeline.tokenizer import make_tokenizer
@@ -79,7 +80,7 @@ def fake_training(run, moments=True):
     folder = run.own_folder("train")
     checkpoint = folder / "checkpoints/step-00000003"
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    records = write_checkpoint(checkpoint, {PREFIX + name: tensor for name, tensor in state.items()}
+    records = write_checkpoint(checkpoint, {MODEL + name: tensor for name, tensor in state.items()}
                                | {f"exp_avg.{name}": torch.ones_like(tensor) for name, tensor in state.items()
                                   if moments})
     write_json(checkpoint / MARKER, {"format": FORMAT, "progress": asdict(TrainingProgress(step=3)), "files": records})

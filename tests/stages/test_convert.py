@@ -1,6 +1,7 @@
 """Conversion: what transformers loads computes what was trained, in both export types, and nothing half counts."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,14 @@ from pipeline.config.loading import load_config
 from pipeline.contract.entry import stage_main
 from pipeline.contract.manifest import read_manifest
 from pipeline.contract.run import Run
-from pipeline.convert import PREFIX, convert
+from pipeline.convert import convert
 from pipeline.copies.__main__ import main
 from pipeline.copies.checkpoints import COPY
 from pipeline.copies.export import copy_export
 from pipeline.errors import UserError
 from pipeline.files import read_json, sha256_file
 from pipeline.formats.sharded_tensors import CheckpointReader
-from pipeline.formats.weights import HuggingFaceWeights
+from pipeline.formats.weights import MODEL, HuggingFaceWeights
 from pipeline.stores.store import Store, preflight
 from tests.conftest import run_stage
 from tests.stages.small_run import fake_training
@@ -47,7 +48,7 @@ def training_model(folder):
         update={"vocab_size": counts["vocab_size"]}))
     with CheckpointReader(folder / "train" / counts["checkpoint"]) as reader:
         for name, parameter in model.named_parameters():
-            reader.read(PREFIX + name, out=parameter)
+            reader.read(MODEL + name, out=parameter)
     return model
 
 
@@ -105,16 +106,17 @@ def swapped(original):
     names = ["layers.1.feed_forward.w1.weight", "layers.1.feed_forward.w3.weight"]
     other = {names[0]: names[1], names[1]: names[0]}
 
-    def stream(path, shapes, read, *arguments, **options):
-        return original(path, shapes, lambda name: read(other.get(name, name)), *arguments, **options)
-    return stream
+    def files(source, *arguments):
+        read = source.read
+        return original(replace(source, read=lambda name: read(other.get(name, name))), *arguments)
+    return files
 
 
 def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys):
     """A layout mistake must be found by the stage itself, also where transformers does not load the model."""
     import pipeline.formats.huggingface as huggingface
     config = spread()
-    monkeypatch.setattr(huggingface, "stream_folder", swapped(huggingface.stream_folder))
+    monkeypatch.setattr(huggingface, "huggingface_files", swapped(huggingface.huggingface_files))
     assert run_convert(config, "convert.check_memory_gb=1e-6") == 2
     assert "layers.1.feed_forward.w1.weight in the exported model" in capsys.readouterr().err
     assert read_manifest(config.parent / "runs/mini/convert") is None

@@ -9,7 +9,7 @@ from pipeline.config.phases import PhasePlan
 from pipeline.contract.run import Run
 from pipeline.contract.stage_work import Work
 from pipeline.data.sampling.packing import Alone, make
-from pipeline.files import write_json
+from pipeline.files import write_sealed
 from pipeline.records.checkpoints import FORMAT, MARKER
 from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from pipeline.training.data.opening import open_training_data, read_shard_table
@@ -81,6 +81,6 @@ class Recorded:
                                                                    for event in self.events])):
             write_jsonl(self.train / f"{name}.jsonl", records)
         for step, (cursor, skipped) in list(self.checkpoints.items())[1:]:
-            write_json(self.train / f"checkpoints/step-{step:08d}/{MARKER}", {
+            write_sealed(self.train / f"checkpoints/step-{step:08d}/{MARKER}", {
                 "format": FORMAT, "files": [],
                 "progress": {"step": step, "samples": cursor, "guards": {"skipped_total": skipped}}})

@@ -17,7 +17,7 @@ from tests.conftest import run_python, slow
 from tests.formats.test_sharded_tensors import files_of
 from tests.tools.traced import make_traced
 from tools.export_tokens.__main__ import main
-from tools.export_tokens.draft import MANIFEST
+from tools.export_tokens.exporting import MANIFEST
 
 TYPES = {4: "<i4", 8: "<u2"}
 
@@ -116,15 +116,15 @@ def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, 
     out = tmp_path / "out"
     killed(run, form, out)
     exported(run, form, out, "--source", "web", expect=2)
-    assert "another export that was not finished" in capsys.readouterr().err
+    assert "is the beginning of something else: sources was" in capsys.readouterr().err
     if form == "megatron":  # what was torn after it was written is not published
-        torn = shutil.copytree(tmp_path / "out.unfinished", tmp_path / "torn.unfinished")
+        torn = shutil.copytree(tmp_path / "out.partial", tmp_path / "torn.partial")
         (torn / "web.bin").write_bytes(b"\xff\xff" + (torn / "web.bin").read_bytes()[2:])
         exported(run, form, tmp_path / "torn", expect=2)
         assert "web.bin does not hold at byte 0 what was written there" in capsys.readouterr().err
         shutil.rmtree(torn)
     exported(run, form, out)
-    assert "going on: 4 of" in capsys.readouterr().out
+    assert "continuing: 4 of" in capsys.readouterr().out
     exported(run, form, tmp_path / "whole", "--processes", "2")
     assert (out / MANIFEST).read_bytes() == (tmp_path / "whole" / MANIFEST).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
@@ -143,18 +143,12 @@ def test_a_full_disk_is_said_and_made_good(run, tmp_path, capsys, form):
 
 
 def test_nothing_is_written_over_and_what_is_not_there_is_said(run, tmp_path, capsys):
-    for folder, name in (("mine", "notes.bin"), ("b.unfinished", "a")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / name).write_text("mine")
     exported(run, "hf", tmp_path / "hf", "--split", "heldout")
-    for out, arguments, told in (("mine", [], "no export: nothing is written over it"),
-                                 ("hf", [], "another export: nothing is written over it"),
-                                 ("b", [], "is no unfinished export"), ("mine/notes.bin/b", [], "cannot be made"),
+    for out, arguments, told in (("hf", [], "There is something else at"),
                                  ("c", ["--source", "books"], "has no source books; it has web, notes")):
         exported(run, "megatron", tmp_path / out, *arguments, expect=2)
         assert told in capsys.readouterr().err
-    assert (tmp_path / "mine/notes.bin").read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.unfinished", "hf", "mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_changed_token_shard_is_refused(run, tmp_path, capsys):

@@ -9,15 +9,12 @@ import yaml
 from pipeline.files import read_sealed, seal_of, sealed_text, write_sealed
 from tools.verify.checks import Check
 
-TEXT, TOKENS = ((Path("run"), {"path": name}, "") for name in ("a.tar", "b.arrow"))
 
-
-@pytest.mark.parametrize("arguments, expected", [
-    ((TEXT, TOKENS, None), ["run/a.tar", "run/b.arrow"]), ((None, TOKENS, {"size": 9}), ["run/b.arrow"]),
-    (({"path": "a.tar"}, "shard"), ["a.tar"]), (TEXT, ["run"])])
-def test_what_cannot_be_read_is_named_by_its_path(arguments, expected):
-    fails = Mock(side_effect=OSError(5, "Input/output error"))
-    assert [problem.file for problem in Check(fails, arguments)().problems] == expected
+@pytest.mark.parametrize("filename, expected", [(None, ["run/a.tar", "run/b.arrow"]), ("run/b.arrow", ["run/b.arrow"])])
+def test_what_cannot_be_read_is_named_by_its_path(filename, expected):
+    fails = Mock(side_effect=OSError(5, "Input/output error", filename))
+    found = Check(fails, (), (Path("run/a.tar"), Path("run/b.arrow")))()
+    assert [problem.file for problem in found.problems] == expected
 
 
 def test_seals(tmp_path):

@@ -14,7 +14,6 @@ from model.config import ModelConfig
 from model.llama import Llama, initialise
 from pipeline.errors import UserError
 from pipeline.files import read_json
-from pipeline.formats.output_folder import OutputFolder
 from pipeline.formats.weights import load_model, open_weights
 from pipeline.records.checkpoints import complete_checkpoints, read_marker
 from pipeline.tokenization.export import write_hugging_face
@@ -27,6 +26,7 @@ from tests.refusal import printed, refused
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import write_run
 from tests.tokenization.conftest import rank_lines
+from tools.draft import Draft
 from tools.weights import main
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
@@ -163,9 +163,9 @@ def test_killed_before_any_change_of_files_it_goes_on_and_comes_out_the_same(for
     for number in itertools.count(1, 4):
         if cut_off(lambda: main([*arguments, str(target)]), target, number) == 0:
             break
-        there, again = target.exists(), tmp_path / "target.partial"
+        again = tmp_path / "target.partial"
         capsys.readouterr()
-        assert there or main([*arguments, str(target)]) == 0
+        assert main([*arguments, str(target)]) == 0
         going_on |= "was finished before" in capsys.readouterr().out
         assert {**contents(target), "weights.json": b""} == {**contents(whole), "weights.json": b""}
         assert not again.exists()
@@ -178,7 +178,7 @@ def interrupted(capsys, monkeypatch, source, target):
     def killed(folder):
         raise Killed
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(OutputFolder, "finish", killed)
+        patch.setattr(Draft, "publish", killed)
         carry(capsys, source, target, "drover")
     return target.with_name(f"{target.name}.partial")
 
@@ -207,25 +207,26 @@ def test_the_beginning_of_something_else_is_not_continued(source, tmp_path, caps
     shutil.rmtree(partial)
     partial.write_text("a file")
     assert "cannot be made a folder" in refused()
-    with OutputFolder(tmp_path / "y", {}, SHAPE, {}):
+    with Draft(tmp_path / "y", "weights.json", {}):
         assert "Another process is writing" in carry(capsys, source, tmp_path / "y", "hf", expect=2)
 
 
 def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkeypatch):
     def refused(target):
-        assert "There is something at" in carry(capsys, source, target, "meta", expect=2)
+        assert "There is something else at" in carry(capsys, source, target, "meta", expect=2)
     folder, file, link = (tmp_path / name for name in ("folder", "file", "link"))
     folder.mkdir()
+    (folder / "mine").touch()
     file.write_text("mine")
     link.symlink_to(tmp_path / "nowhere")
     before = sorted(tmp_path.iterdir())
     for target in (".", "/", folder, file, link):
         refused(target)
-    assert sorted(tmp_path.iterdir()) == before and not list(folder.iterdir()) and file.read_text() == "mine"
-    make, new = OutputFolder.finish, tmp_path / "new"  # where something comes while the conversion runs
-    monkeypatch.setattr(OutputFolder, "finish", lambda output: (folder.rename(new), make(output)))
+    assert sorted(tmp_path.iterdir()) == before and file.read_text() == "mine"
+    publish, new = Draft.publish, tmp_path / "new"  # where something comes while the conversion runs
+    monkeypatch.setattr(Draft, "publish", lambda draft: (folder.rename(new), publish(draft)))
     refused(new)
-    assert not list(new.iterdir())
+    assert [path.name for path in new.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(("more", "said"), [
@@ -254,7 +255,7 @@ def test_a_full_disk_is_said_and_the_rest_follows(source, tmp_path, capsys, monk
     def full(*_):
         raise OSError(28, os.strerror(28))
     monkeypatch.setattr(torch, "save", full)
-    assert "is full" in carry(capsys, source, tmp_path / "x", "meta", expect=2)
+    assert "is exhausted" in carry(capsys, source, tmp_path / "x", "meta", expect=2)
     monkeypatch.undo()
     carry(capsys, source, tmp_path / "x", "meta")
 

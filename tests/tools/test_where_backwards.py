@@ -14,9 +14,11 @@ from tests.conftest import slow
 from tests.refusal import printed
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
+from tools.ledger import Ledger
 from tools.where.__main__ import main
 from tools.where.inverse import Tracer
 from tools.where.search import Wanted
+from tools.where.steps import Steps
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +60,8 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
         for piece in pieces:
             rank = samples.index(piece["sample"]) * ranks // len(samples)
             seen[piece["key"]].add((step, rank, piece["sample"], *piece["tokens"]))
-    tracer = Tracer(run_in(recorded.folder), ranks)
-    undone = {rollback.samples[0][0]: rollback for rollback in tracer.steps.rollbacks}
+    tracer = Tracer(Steps(Ledger(run_in(recorded.folder)), ranks))
+    undone = {rollback.samples[0][0]: rollback for rollback in tracer.steps.ledger.rollbacks}
     assert list(undone) == list(ORDERS[request.node.callspec.params["recorded"]][2])
     for rollback in undone.values():
         for piece in asked(capsys, recorded, "--samples", *map(str, rollback.samples[0]))["pieces"]:

@@ -4,7 +4,7 @@
     python -m tools.export_tokens --run runs/demo --format hf --out exported/demo-hf --split heldout
 
 Documents are as trained on, BOS ... EOS, in the order of the shards. The folder appears under its name when all of it
-is written and was read back; the same command goes on with an attempt that broke off.
+is written and was read back; the same command continues an attempt that broke off.
 """
 
 from __future__ import annotations
@@ -31,23 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # A worker process imports this file, and needs only what it writes with.
     from pipeline.contract.run import run_in
-    from pipeline.errors import UserError, is_full_disk
+    from tools.command import exit_status
     from tools.processes import processes_asked
-    try:
+
+    def work() -> None:
         run = run_in(options.run)
         from tools.export_tokens.exporting import export
 
         export(run, options, processes_asked(options.processes))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    except Exception as error:
-        if not is_full_disk(error):
-            raise
-        print(f"The disk, quota or file size limit of {options.out.parent} is exhausted: {error}. Make room and run "
-              f"the same command again: it goes on with what is written.", file=sys.stderr)
-        return UserError.exit_status
-    return 0
+    return exit_status(work, writes=options.out)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,83 @@
-"""An export from its plan to its manifest."""
+"""An export from the token shards of one split to its manifest."""
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from pipeline.contract.run import Run
-from pipeline.files import sha256_file
+from pipeline.data.shard_table import ShardTable
+from pipeline.data.token_shards import TokenShard
+from pipeline.errors import UserError
+from pipeline.tokenization.kinds import vocabulary_record
+from tools.draft import Draft
 from tools.export_tokens import huggingface, megatron
-from tools.export_tokens.draft import Draft, by_file, verified
-from tools.export_tokens.plan import Plan, Region, plan_of
+from tools.export_tokens.part import Part, Region, region_of
 from tools.processes import in_order
+
+MANIFEST = "export.json"
+FORMS: dict[str, ModuleType] = {"megatron": megatron, "hf": huggingface}
+"""By name: a module with `lay_out`, `write_part`, `finish` and `facts`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is exported: the token shards of one split, in the order in which training lays them end to end.
+
+    Attributes:
+        folder, table: of the stage encode.
+        rows: of the table, by source.
+        sources: of each source documents, tokens as exported, UTF-8 bytes of text, and shards.
+        dtype: of the ids as they are stored.
+        vocabulary: what the tokenizer stage says of it.
+        made_of: what decides every byte of the export.
+    """
+
+    folder: Path
+    table: ShardTable
+    rows: dict[str, np.ndarray]
+    sources: dict[str, dict[str, int]]
+    dtype: str
+    vocabulary: dict[str, Any]
+    made_of: dict[str, Any]
+
+    def parts(self, count: int) -> Iterator[Part]:
+        """The parts of all sources, in order."""
+        number, without_bos = 0, self.made_of["without_bos"]
+        for name, rows in self.rows.items():
+            before = {"docs": 0, "tokens": 0}
+            for row in rows.tolist():
+                record = self.table.record(row)
+                own = {"docs": record["docs"], "tokens": record["tokens"] - record["docs"] * without_bos}
+                yield Part(number, count, self.folder, TokenShard(self.folder / record["path"], record), before, own,
+                           self.sources[name]["docs"], self.vocabulary["bos_id"] if without_bos else None)
+                number, before = number + 1, {key: before[key] + own[key] for key in before}
+
+
+def plan_of(run: Run, form: str, split: str, source: str | None, without_bos: bool) -> Plan:
+    """What is to be exported. UserError where the run has no token shards, or none of this source and split."""
+    encode, folder = run.finished("encode"), run.stage_folder("encode")
+    table, names = ShardTable.of(encode.outputs), [own.name for own in run.config.shard.sources]
+    if source not in (None, *names):
+        raise UserError(f"{run.folder} has no source {source}; it has {', '.join(names)}.")
+    rows = {name: own for name in names if source in (None, name) and len(own := table.rows(split, name))}
+    if not rows:
+        raise UserError(f"{folder} has no token shards of the split {split}{f' of {source}' if source else ''}.")
+    vocabulary, counts = vocabulary_record(run.stage_folder("tokenizer")), encode.counts["splits"][split]
+    sources = {name: {"docs": counts[name]["docs"],
+                      "tokens": counts[name]["tokens"] - counts[name]["docs"] * without_bos,
+                      "text_bytes": counts[name]["text_bytes"], "shards": len(own)} for name, own in rows.items()}
+    return Plan(folder, table, rows, sources, str(encode.counts["dtype"]), vocabulary, {
+        "format": form, "split": split, "sources": list(rows), "without_bos": without_bos, "encode": encode.digest,
+        "tokenizer_sha256": vocabulary["sha256"]})
 
 
 def export(run: Run, options: argparse.Namespace, processes: int) -> None:
@@ -22,66 +87,53 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
         UserError: the run has no such tokens, a shard is not what was committed, or something else is at `--out`.
     """
     plan = plan_of(run, options.format, options.split, options.source, options.without_bos)
-    draft = Draft(options.out, plan.identity)
-    if draft.complete:
-        print(f"{options.out} is there already, of these very tokens")
-        return
-    try:
-        files = _written(draft, plan, processes)
-        draft.publish(_manifest(run, plan, files))
-    finally:
-        draft.close()
-    total = {name: sum(own[name] for own in plan.sources.values()) for name in ("docs", "tokens")}
+    total = {key: sum(own[key] for own in plan.sources.values()) for key in ("docs", "tokens", "text_bytes", "shards")}
+    form, count = FORMS[options.format], total["shards"]
+    with Draft(options.out, MANIFEST, plan.made_of) as draft:
+        if draft.complete:
+            print(f"{options.out} is there already, of these very tokens")
+            return
+        if "layout" not in draft.done:
+            draft.add("layout", form.lay_out(draft.folder, plan.sources, plan.dtype))
+        elif len(draft.done) > 1:
+            print(f"continuing: {len(draft.done) - 1:,} of {count:,} shards are written")
+        missing, shared = [number for number in range(count) if str(number) not in draft.done], form.shared(plan.dtype)
+        jobs = ((draft.folder, part, shared) for part in plan.parts(count) if str(part.number) not in draft.done)
+        for number, written in zip(missing, in_order(form.write_part, jobs, processes), strict=True):
+            draft.add(str(number), written)
+        regions = defaultdict[str, list[Region]](list)
+        for region in (region for written in draft.done.values() for region in written):
+            regions[region[0]].append(region)
+        for name in form.finish(draft.folder, count, plan.dtype, plan.made_of):
+            regions[name] = [region_of(draft.folder / name)]
+        files = list(in_order(read_back, ((draft.folder, *item) for item in sorted(regions.items())), processes))
+        draft.describe({"run": run.config.name, **form.facts(plan.sources, plan.dtype), "bos": not options.without_bos,
+                        "eos": True, "bos_id": plan.vocabulary["bos_id"], "eos_id": plan.vocabulary["eos_id"],
+                        "vocab_size": plan.vocabulary["size"], "sources": plan.sources, "total": total, "files": files})
+        draft.publish()
     print(f"{options.out}: {total['docs']:,} documents, {total['tokens']:,} tokens in {len(files)} files")
 
 
-def _written(draft: Draft, plan: Plan, processes: int) -> list[dict[str, Any]]:
-    """Write what is not written yet, read all of it back: path, bytes and sha256 of each file."""
-    is_megatron = plan.identity["format"] == "megatron"
-    if draft.fresh:
-        if is_megatron:
-            megatron.lay_out(draft.folder, plan)
-        draft.forget()
-        draft.begun()
-    done = draft.done()
-    if done:
-        print(f"going on: {len(done):,} of {len(plan):,} shards are written")
-    missing = (part for part in plan.parts() if part.number not in done)
-    numbers = (number for number in range(len(plan)) if number not in done)
-    jobs: Any
-    if is_megatron:
-        jobs = ((draft.folder, part, plan.sources[part.source]["docs"]) for part in missing)
-        results = in_order(megatron.write_part, jobs, processes)
-    else:
-        schema = huggingface.features(plan.dtype).arrow_schema
-        jobs = ((draft.folder, part, len(plan), schema) for part in missing)
-        results = in_order(huggingface.write_part, jobs, processes)
-    for number, regions in zip(list(numbers), results, strict=True):
-        draft.add(number, regions)
-        done[number] = regions
-    regions_of = by_file([*([megatron.headers(plan)] if is_megatron else []), *done.values()])
-    if is_megatron:
-        regions_of |= {f"{name}.bin": [] for name in plan.sources if f"{name}.bin" not in regions_of}
-    files = list(in_order(partial(_verified, draft.folder), sorted(regions_of.items()), processes))
-    if not is_megatron:
-        files += [_record(draft.folder, name) for name in huggingface.finish(draft.folder, plan)]
-    return files
+def read_back(job: tuple[Path, str, list[Region]]) -> dict[str, Any]:
+    """Read a whole file of an export (folder, name, regions): its path, bytes and sha256.
 
-
-def _verified(folder: Path, file: tuple[str, list[Region]]) -> dict[str, Any]:
-    return verified(folder, *file)
-
-
-def _record(folder: Path, name: str) -> dict[str, Any]:
-    return {"path": name, "bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
-
-
-def _manifest(run: Run, plan: Plan, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `export.json` says, the identity apart."""
-    facts = megatron.facts(plan) if plan.identity["format"] == "megatron" else {
-        "layout": "datasets.load_from_disk; columns input_ids, key, source, bytes", "dtype": plan.dtype}
-    return {"run": run.config.name, **facts, "bos": not plan.without_bos, "eos": True,
-            "bos_id": plan.vocabulary["bos_id"], "eos_id": plan.vocabulary["eos_id"],
-            "vocab_size": plan.vocabulary["size"], "sources": plan.sources,
-            "total": {name: sum(own[name] for own in plan.sources.values())
-                      for name in ("docs", "tokens", "text_bytes", "shards")}, "files": files}
+    Raises:
+        UserError: it does not hold, end to end, what was written.
+    """
+    folder, name, regions = job
+    whole, at = hashlib.sha256(), 0
+    with open(folder / name, "rb") as file:
+        for _, start, size, digest in sorted(regions, key=lambda region: (region[1], region[2])):
+            own, left = hashlib.sha256(), size
+            while left and (data := file.read(min(left, 1 << 20))):
+                own.update(data)
+                whole.update(data)
+                left -= len(data)
+            if start != at or left or own.hexdigest() != digest:
+                raise UserError(f"{folder / name} does not hold at byte {start} what was written there. Check the "
+                                f"disk, delete {folder} and run the command again.")
+            at += size
+        if file.read(1):
+            raise UserError(f"{folder / name} is longer than what was written. Delete {folder} and run the command "
+                            f"again.")
+    return {"path": name, "bytes": at, "sha256": whole.hexdigest()}

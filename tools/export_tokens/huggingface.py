@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.files import read_json, sha256_json, write_json
-from tools.export_tokens.plan import Part, Plan, Region
+from tools.export_tokens.part import Part, Region, region_of
 
 ROWS_AT_ONCE = 1000
 """Rows of a record batch at most: what is read of the file to have one of them."""
@@ -28,16 +27,22 @@ def features(dtype: str) -> Any:
                               "source": datasets.Value("string"), "bytes": datasets.Value("int64")})
 
 
-def write_part(job: tuple[Path, Part, int, Any]) -> list[Region]:
-    """Write one shard as a file, durably.
+def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> list[Region]:
+    """Write nothing before the parts."""
+    return []
 
-    Args:
-        job: the export's folder, the part, how many there are, the Arrow schema.
-    """
+
+def shared(dtype: str) -> Any:
+    """The Arrow schema of all parts."""
+    return features(dtype).arrow_schema
+
+
+def write_part(job: tuple[Path, Part, Any]) -> list[Region]:
+    """Write one shard as a file, durably. job: the export's folder, the part, the schema."""
     import pyarrow as pa
-    folder, part, count, schema = job
+    folder, part, schema = job
     part.refuse_changed()
-    path = folder / file_name(part.number, count)
+    path = folder / file_name(part.number, part.count)
     lengths, shard = part.lengths(), part.shard
     with open(path, "wb") as file:
         with pa.ipc.new_stream(file, schema) as writer:
@@ -51,25 +56,26 @@ def write_part(job: tuple[Path, Part, int, Any]) -> list[Region]:
                     writer.write_batch(pa.record_batch([
                         pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(ids)),
                         pa.array([key.tobytes().hex() for key in shard.keys(low, high)], pa.string()),
-                        pa.array([part.source] * (high - low), pa.string()),
+                        pa.array([shard.source] * (high - low), pa.string()),
                         pa.array(shard.text_bytes(low, high))],
                         schema=schema))
         file.flush()
         os.fsync(file.fileno())
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(1 << 20):
-            digest.update(data)
-    return [(path.name, 0, path.stat().st_size, digest.hexdigest())]
+    return [region_of(path)]
 
 
-def finish(folder: Path, plan: Plan) -> list[str]:
+def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> list[str]:
     """Write what `load_from_disk` begins with, and give the names of those files."""
     import datasets
-    datasets.DatasetInfo(features=features(plan.dtype)).write_to_directory(str(folder))
+    datasets.DatasetInfo(features=features(dtype)).write_to_directory(str(folder))
     write_json(folder / "dataset_info.json", read_json(folder / "dataset_info.json"))  # again, so that it is durable
     write_json(folder / "state.json", {
-        "_data_files": [{"filename": file_name(number, len(plan))} for number in range(len(plan))],
-        "_fingerprint": sha256_json(plan.identity)[:16], "_format_columns": None, "_format_kwargs": {},
+        "_data_files": [{"filename": file_name(number, count)} for number in range(count)],
+        "_fingerprint": sha256_json(made_of)[:16], "_format_columns": None, "_format_kwargs": {},
         "_format_type": None, "_output_all_columns": False, "_split": None})
     return ["dataset_info.json", "state.json"]
+
+
+def facts(sources: dict[str, dict[str, int]], dtype: str) -> dict[str, Any]:
+    """What the manifest says of the form."""
+    return {"layout": "datasets.load_from_disk; columns input_ids, key, source, bytes", "dtype": dtype}

@@ -18,27 +18,22 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.plugins import add_run_options
 from pipeline.console import ProgressBar
-from pipeline.contract.orphans import end_with_parent
 from pipeline.errors import UserError
-from tools.verify.findings import Found, Report
+from tools.command import exit_status
+from tools.processes import in_order, processes_asked
 
 if TYPE_CHECKING:
-    from tools.verify.checks import Check
-
-AHEAD = 1000
-"""Pieces that are handed to the processes at once."""
+    from tools.verify.inventory import Inventory
 
 
-def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool = False) -> Report:
-    """Verify a run.
+def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool = False) -> Inventory:
+    """Verify a run; the inventory with everything that was found.
 
     Args:
         share: of the shards and input files that are read, from 0 to 1; which ones is decided by their names.
@@ -52,27 +47,15 @@ def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool =
         raise UserError(f"{folder} is no run: it has no config.yaml. Give the folder of a run, as runs/demo.")
     from tools.verify.inventory import Inventory
 
-    report = Report(str(folder))
-    checks = Inventory(folder, share, report).take()
-    if not tell:
-        report.add(_done(checks, processes))
-        return report
-    with ProgressBar("verify", "files", len(checks), "checks") as progress:
-        for found in _done(checks, processes):
-            report.add([found])
-            progress.advance()
+    report = Inventory(run=str(folder))
+    checks = report.take(share)
+    progress = ProgressBar("verify", "files", len(checks), "checks") if tell else None
+    with progress or nullcontext():
+        for found in in_order(operator.call, checks, min(processes, max(1, len(checks)))):
+            report.add(found)
+            if progress:
+                progress.advance()
     return report
-
-
-def _done(checks: Sequence[Check], processes: int) -> Iterator[Found]:
-    """What each came to, in their order."""
-    if processes == 1 or len(checks) < 2:
-        yield from (check() for check in checks)
-        return
-    with ProcessPoolExecutor(min(processes, len(checks)), mp_context=get_context("spawn"),
-                             initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
-        for start in range(0, len(checks), AHEAD):
-            yield from pool.map(operator.call, checks[start:start + AHEAD])
 
 
 def share_of(text: str) -> float:
@@ -86,12 +69,6 @@ def share_of(text: str) -> float:
     return share
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of processes. Give 1 or more.")
-    return int(text)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__.splitlines()[0])
@@ -99,17 +76,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
                         help="read only this share of the shards and input files (1%%): always the same ones, by their "
                              "names; all else is read, and of the other shards the size looked at")
-    parser.add_argument("--processes", type=_count, default=len(os.sched_getaffinity(0)), metavar="N",
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes that read side by side (default: as many as there are cores)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
-    try:
-        report = verify(options.run, options.sample, options.processes, tell=not options.json)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
-    return report.status
+
+    def work() -> bool:
+        report = verify(options.run, options.sample, processes_asked(options.processes), tell=not options.json)
+        print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
+        return bool(report.problems)
+    return exit_status(work)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""The pieces of a verification: each reads one thing, in a process of its own, and says what it came to."""
+"""The checks of a verification: each reads one thing, in a process of its own, and says what it found."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.contract.content_hash import content_hash
 from pipeline.data.sampling.packing import is_sound
 from pipeline.data.token_shards import TokenShard
 from pipeline.files import seal_of, sha256_file
-from tools.verify.findings import Found, Problem
 from tools.verify.shards import text_problems, token_problems
 
-NOT_SEALED = "not sealed: written by a version before seals, or open-ended; only seen to be readable"
+NOT_SEALED = "notes that carry no seal: only seen to be readable"
 TORN = "torn at its end, as a kill leaves it; sound up to there"
 WENT = "went while the run was looked at"
 GONE = "not there any more, which is no problem: what was made of it is checked by itself"
@@ -23,154 +22,196 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Check:
-    """One piece: the function, what it is given, and whether a run at work may remove the file meanwhile."""
+class Problem:
+    """A file that is not what it should be: what is wrong with it, and what to do."""
 
-    function: Callable[..., Found]
+    file: str
+    what: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}. {self.do}."
+
+
+class Recorded(NamedTuple):
+    """A file of a folder, what is recorded of it (path, bytes, sha256), and what to do if it is something else."""
+
+    folder: Path
+    record: Record
+    do: str
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / str(self.record["path"])
+
+
+@dataclass
+class Findings:
+    """What checks found.
+
+    Attributes:
+        problems: in the order of the checks.
+        files, bytes: that were read and compared with what is recorded of them.
+        notes: files by what is to be known of them, such as that nothing records their content; no problems.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    files: int = 0
+    bytes: int = 0
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def problem(self, file: Path | str, what: str, do: str) -> None:
+        """Something is wrong with a file."""
+        self.problems.append(Problem(str(file), what, do))
+
+    def note(self, note: str, *files: Path | str) -> None:
+        """Something to be known of files that is no problem."""
+        self.notes.setdefault(note, []).extend(map(str, files))
+
+    def add(self, found: Findings) -> None:
+        """Take in what another check found."""
+        self.problems += found.problems
+        self.files += found.files
+        self.bytes += found.bytes
+        for note, files in found.notes.items():
+            self.note(note, *files)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+    def compare(self, file: Recorded, *, hashed: bool = True) -> str:
+        """Compare a file's size, and its hash, with its record: "" as it should be, else "size" or "content"."""
+        path, record = file.path, file.record
+        try:
+            size = path.stat().st_size
+            found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
+        except OSError as error:
+            self.problem(path, f"it is missing or cannot be read ({error.strerror})", file.do)
+            return "size"
+        self.files += hashed
+        self.bytes += record["bytes"] * hashed
+        if size != record["bytes"]:
+            self.problem(path, f"it has {size:,} bytes instead of {record['bytes']:,}", file.do)
+            return "size"
+        if found != record["sha256"]:
+            self.problem(path, f"its content was changed: sha256 {found[:12]} instead of {record['sha256'][:12]}",
+                         file.do)
+            return "content"
+        return ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what it is given besides `Findings`, the files that it reads, and whether a run at work may remove
+    them meanwhile."""
+
+    function: Callable[..., None]
     arguments: tuple[Any, ...]
+    files: tuple[Path, ...]
     passing: bool = False
 
-    def __call__(self) -> Found:
+    def __call__(self) -> Findings:
         """Do it. What goes wrong in it is a problem of what it reads, and ends no other."""
+        found = Findings()
         try:
-            found = self.function(*self.arguments)
+            self.function(found, *self.arguments)
         except Exception as error:  # noqa: BLE001 - a damaged file may upset any library; it is named
             of = getattr(error, "filename", None)
-            files = [of] if isinstance(of, str) else list(map(str, self._paths()))
-            found = Found(tuple(Problem(file, f"it cannot be read ({type(error).__name__}: {error})",
-                                        "Look at the disk, and put a sound file there") for file in files))
-        if self.passing and found.problems and (gone := [path for path in self._paths() if not path.exists()]):
-            return Found(notes=tuple((WENT, str(path)) for path in gone))
+            for file in [of] if isinstance(of, str) else self.files:
+                found.problem(file, f"it cannot be read ({type(error).__name__}: {error})",
+                              "Look at the disk, and put a sound file there")
+        if self.passing and found.problems and (gone := [path for path in self.files if not path.exists()]):
+            found = Findings()
+            found.note(WENT, *gone)
         return found
 
-    def _paths(self) -> list[Path]:
-        """The files that it reads."""
-        given = [argument for argument in self.arguments if argument is not None]
-        sides = [argument[0] / argument[1]["path"] for argument in given if isinstance(argument, tuple)]
-        if sides or isinstance(given[0], Path):
-            return sides or [given[0]]
-        return [Path(given[0]["path"])]
+
+def check_file(found: Findings, file: Recorded, hashed: bool = True) -> None:
+    """A file by its record; not hashed: only its size, of a shard that the sample leaves out."""
+    found.compare(file, hashed=hashed)
 
 
-def hash_problem(path: Path, record: Record, mend: str) -> Problem | None:
-    """Whether a file has the size and hash of its record."""
-    try:
-        size = path.stat().st_size
-        found = sha256_file(path) if size == record["bytes"] else ""
-    except OSError as error:
-        return Problem(str(path), f"it is missing or cannot be read ({error.strerror})", mend)
-    if size != record["bytes"]:
-        return Problem(str(path), f"it has {size:,} bytes instead of {record['bytes']:,}", mend)
-    if found != record["sha256"]:
-        return Problem(str(path), f"its content was changed: sha256 {found[:12]} instead of {record['sha256'][:12]}",
-                       mend)
-    return None
-
-
-def check_file(path: Path, record: Record, mend: str) -> Found:
-    """An output by its record."""
-    problem = hash_problem(path, record, mend)
-    return Found((problem,) if problem else (), 1, record["bytes"])
-
-
-def check_plan(path: Path) -> Found:
-    """A packing's plan of a shard."""
-    problems = () if is_sound(path) else (
-        Problem(str(path), "it was torn or changed", "Delete it: training makes it anew"),)
-    return Found(problems, 1, path.stat().st_size)
-
-
-def check_size(path: Path, record: Record, mend: str) -> Found:
-    """A shard that the sample leaves out: only its size."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        return Found((Problem(str(path), f"it is missing or cannot be read ({error.strerror})", mend),))
-    return Found() if size == record["bytes"] else Found(
-        (Problem(str(path), f"it has {size:,} bytes instead of {record['bytes']:,}", mend),))
-
-
-def check_shard(text: tuple[Path, Record, str] | None, tokens: tuple[Path, Record, str] | None,
-                vocabulary: Record | None) -> Found:
-    """A text shard (stage folder, record, what mends it), the token shard made of it, or both, each against the
-    other. vocabulary: the tokenizer's record, without which tokens are only hashed."""
-    problems, read, files, made = list[Problem](), 0, 0, None
+def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None, vocabulary: Record | None) -> None:
+    """A text shard, the token shard made of it, or both, each against the other. vocabulary: the tokenizer's record,
+    without which tokens are only hashed."""
+    made = None
     if tokens is not None:
-        folder, record, mend = tokens
-        path, files, read = folder / record["path"], files + 1, read + record["bytes"]
-        wrong = hash_problem(path, record, mend)
-        if wrong:
-            problems.append(wrong)
-        if vocabulary is not None and (wrong is None or "content" in wrong.what):
-            inside = token_problems(path, record, vocabulary, mapped=wrong is None)
-            problems += [Problem(str(path), what, mend) for what in inside]
-        if text is not None and wrong is None:
-            made = TokenShard(path, record)
-            if record["input_sha256"] != text[1]["sha256"]:
-                problems.append(Problem(str(path), f"it was made of another state of {text[1]['path']} (sha256 "
-                                                   f"{record['input_sha256'][:12]}, not {text[1]['sha256'][:12]})",
-                                        "Run --stage encode --force"))
-    if text is not None:
-        folder, record, mend_text = text
-        path, files, read = folder / record["path"], files + 1, read + record["bytes"]
-        wrong = hash_problem(path, record, mend_text)
-        own, other = ([], []) if wrong and "content" not in wrong.what else text_problems(
-            folder, record, None if wrong else made)
-        problems += [wrong] if wrong else []
-        problems += [Problem(str(path), what, mend_text) for what in own]
-        if tokens is not None and made is not None:
-            problems += [Problem(str(made.path), what, tokens[2]) for what in other]
-    return Found(tuple(problems), files, read)
+        state = found.compare(tokens)
+        if vocabulary is not None and state != "size":
+            for what in token_problems(tokens.path, tokens.record, vocabulary, mapped=not state):
+                found.problem(tokens.path, what, tokens.do)
+        if text is not None and not state:
+            made = TokenShard(tokens.path, tokens.record)
+            if (before := tokens.record["input_sha256"]) != (now := text.record["sha256"]):
+                found.problem(tokens.path, f"it was made of another state of {text.record['path']} (sha256 "
+                                           f"{before[:12]}, not {now[:12]})", "Run --stage encode --force")
+    if text is not None and (state := found.compare(text)) != "size":
+        own, other = text_problems(text.folder, text.record, None if state else made)
+        for what in own:
+            found.problem(text.path, what, text.do)
+        for what in other if tokens else ():
+            found.problem(tokens.path, what, tokens.do)  # type: ignore[union-attr]
 
 
-def check_source(record: Record, stage: str) -> Found:
+def check_source(found: Findings, record: Record, stage: str) -> None:
     """A file from outside of the run, by the hash that was made while the stage read it."""
     path = Path(record["path"])
     try:
         stat = path.stat()
     except FileNotFoundError:
-        return Found(notes=((GONE, str(path)),))
-    if (found := content_hash(path, record["sha256"])) == record["sha256"]:
-        return Found((), 1, stat.st_size)
-    kept = ", though it has the same time" if stat.st_mtime_ns == record["mtime_ns"] else ""
-    return Found((Problem(
-        str(path), f"it has other content than when the stage {stage} read it (as {record['name']}){kept}: "
-                   f"{_short(record['sha256'])} -> {_short(found)}",
-        f"Put back what was there, or run --stage {stage} --force, which takes what is there now"),), 1, stat.st_size)
+        found.note(GONE, path)
+        return
+    found.files, found.bytes = 1, stat.st_size
+    if (now := content_hash(path, record["sha256"])) != record["sha256"]:
+        kept = ", though it has the same time" if stat.st_mtime_ns == record["mtime_ns"] else ""
+        found.problem(path, f"it has other content than when the stage {stage} read it (as {record['name']}){kept}: "
+                            f"{_short(record['sha256'])} -> {_short(now)}",
+                      f"Put back what was there, or run --stage {stage} --force, which takes what is there now")
 
 
-def check_seal(path: Path, mend: str) -> Found:
-    """A record that is sealed with the hash of its own bytes; of one that is not, whether it is JSON at all."""
-    sealed = seal_of(path)
-    if sealed == "damaged":
-        return Found((Problem(str(path), "it is not what was written: its seal does not fit its bytes", mend),), 1)
-    if sealed == "sealed":
-        return Found((), 1, path.stat().st_size)
-    if path.suffix == ".json":
+def check_seal(found: Findings, path: Path, do: str, required: bool = False) -> None:
+    """A record that is sealed with the hash of its own bytes; of a note that is not, whether it is JSON at all."""
+    seal = seal_of(path)
+    found.files, found.bytes = 1, path.stat().st_size
+    if seal == "damaged":
+        found.problem(path, "it is not what was written: its seal does not fit its bytes", do)
+    elif seal == "not sealed" and required:
+        found.problem(path, "its seal is gone: it was cut or edited", do)
+    elif seal == "not sealed":
         try:
-            json.loads(path.read_bytes())
+            found.note(NOT_SEALED, path)
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
         except ValueError as error:
-            return Found((Problem(str(path), f"it is no JSON ({error})", mend),), 1)
-    return Found(notes=((NOT_SEALED, str(path)),))
+            found.problem(path, f"it is no JSON ({error})", do)
 
 
-def check_tensorboard(path: Path) -> Found:
+def check_plan(found: Findings, path: Path) -> None:
+    """A packing's plan of a shard."""
+    found.files, found.bytes = 1, path.stat().st_size
+    if not is_sound(path):
+        found.problem(path, "it was torn or changed", "Delete it: training makes it anew")
+
+
+def check_tensorboard(found: Findings, path: Path) -> None:
     """A file of TensorBoard's: each of its records carries checksums."""
-    from tensorboard.compat.tensorflow_stub.errors import DataLossError
+    from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
-    reader, size = PyRecordReader_New(str(path)), path.stat().st_size
-    while True:
-        try:
+    reader = PyRecordReader_New(str(path))
+    found.files, found.bytes = 1, path.stat().st_size
+    try:
+        while True:
             reader.GetNext()
-        except DataLossError as error:
-            if "truncated record" in str(error):
-                return Found((), 1, size, ((TORN, str(path)),))
-            mend = "Delete it; the curves are in train/metrics.jsonl too"
-            return Found((Problem(str(path), f"a record of it is not what was written ({error})", mend),), 1, size)
-        except Exception as error:
-            if type(error).__name__ != "OutOfRangeError":
-                raise
-            return Found((), 1, size)
+    except OutOfRangeError:
+        return
+    except DataLossError as error:
+        if "truncated record" in str(error):
+            found.note(TORN, path)
+        else:
+            found.problem(path, f"a record of it is not what was written ({error})",
+                          "Delete it; the curves are in train/metrics.jsonl too")
 
 
 def _short(digest: str) -> str:

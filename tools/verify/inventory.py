@@ -1,47 +1,46 @@
-"""Everything that lies in a run, and the check of each: by its stage's manifest, a checkpoint's marker, or its own
-seal. What has neither is told."""
+"""Everything that lies in a run, and the check of each file: by its stage's manifest, a checkpoint's marker, or its own
+seal. A file that has none of these is noted."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline.contract.locks import LOCKS
 from pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
-from pipeline.contract.run import Run, run_in
+from pipeline.contract.run import run_in
 from pipeline.contract.stages import STAGES
 from pipeline.contract.start_record import STARTED
 from pipeline.contract.state import PROGRESS, RESERVE
 from pipeline.data.stored.copying import COPIES as SENT_NOTES
 from pipeline.data.text_shards import SPLITS
-from pipeline.encode import counted
 from pipeline.errors import UserError
 from pipeline.files import seal_of
-from pipeline.records.checkpoints import CHECKPOINTS, MARKER, complete_checkpoints, whole_marker
+from pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
 from pipeline.records.generation_settings import FILE as GENERATION
 from pipeline.records.pending_evaluations import EVALUATIONS
 from pipeline.records.rollbacks import ROLLBACKS
 from pipeline.tokenization.kinds import RECORD, vocabulary_record
 from tools.verify.checks import (
     Check,
+    Findings,
+    Recorded,
     check_file,
     check_plan,
     check_seal,
     check_shard,
-    check_size,
     check_source,
     check_tensorboard,
 )
-from tools.verify.findings import Problem, Report
 
 ASIDE = "set aside or not finished: nobody uses it, and it is not read"
 LOGS = "logs and notes, which have no end: nothing records their content"
 BEGUN = "of a stage that is not finished: nothing records its content yet"
-BEHIND = "behind a manifest that is damaged: not read"
+BEHIND = "behind a record that is damaged: not read"
 ELSEWHERE = "runs of their own beside training: verify them with --run"
 OTHERS = "beside the stages: no part of the run"
 CLEARED = "of an evaluation beside training: removed once it had its result"
@@ -51,252 +50,187 @@ UNSAMPLED = "input files that the sample leaves out"
 PACKING = "packing"
 _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)
 """Records of a stage that it does not make again; the first of what training sent to a store."""
-_OF_CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it "
-                  "aside and goes on from the one before")
+_CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it aside "
+               "and continues from the one before")
 _ENDLESS = (".log", ".txt", ".err", ".out")
 _OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl", RESERVE)
 
 
 @dataclass
-class Inventory:
-    """The checks of a run, in order. share: of the shards that are read, by a hash of their names; of others only the
-    size is looked at, but of each split one is read in any case."""
+class Inventory(Findings):
+    """The files of a run, and the checks of them, in order.
 
-    folder: Path
-    share: float
-    report: Report
-    checks: list[Check] = field(default_factory=list)
-    manifests: dict[str, tuple[Path, Manifest]] = field(default_factory=dict)
-    markers: dict[Path, dict[str, Any] | None] = field(default_factory=dict)
-    tokens_from: str | None = None
+    Attributes:
+        run: its folder. share: of the shards that are read, by a hash of their names; of others only the size is looked
+            at, but of each split one is read in any case.
+        shards, shards_read: text and token shards there are, and those that are read.
+        recorded: files of which a manifest or marker has a record.
+    """
 
-    def take(self) -> list[Check]:
+    run: str = ""
+    shards: int = 0
+    shards_read: int = 0
+
+    def __post_init__(self) -> None:
+        self.folder, self.share = Path(self.run), 1.0
+        self.checks = list[Check]()
+        self.recorded, self.manifests = set[Path](), dict[str, tuple[Path, Manifest]]()
+
+    def take(self, share: float = 1.0) -> list[Check]:
         """All checks."""
-        config = self.folder / "config.yaml"
-        mend = ("Put it back from a copy, or run a stage of this run again with the configuration that it was given, "
-                "which writes it")
-        self.checks.append(Check(check_seal, (config, mend)))
-        if cut := self._lost_seal(config):
-            self.report.problems.append(Problem(str(config), "its seal is gone: it was cut or edited", mend))
-        run = self._run(config, damaged=cut or seal_of(config) == "damaged")
-        self.tokens_from = run.config.train.tokens_from if run else None
+        self.share, config = share, self.folder / "config.yaml"
+        self._sealed(config, "Put it back from a copy, or run a stage of this run again with the configuration that it "
+                             "was given, which writes it", required=True)
+        run = None
+        try:
+            run = run_in(self.folder)
+        except Exception as error:  # noqa: BLE001 - a changed byte of YAML may be anything
+            if seal_of(config) == "sealed":
+                raise UserError(f"{config} cannot be read: {error}") from None
         folders = {stage: run.stage_folder(stage) if run else self.folder / stage for stage in STAGES}
         for stage, folder in folders.items():
-            if folder.is_dir():
-                self._guarded(stage, self._stage, stage, folder)
-        self._guarded("encode" if "encode" in self.manifests else "shard", self._shards)
-        self._guarded("report", self._beside, {*folders})
+            self._stage(stage, folder)
+        self._shards(bool(run and run.config.train.tokens_from))
+        self._beside({*folders})
         return self.checks
 
-    def _guarded(self, stage: str, function: Callable[..., None], *arguments: Any) -> None:
-        """Do a part. Where a record is not as it is written, its stage's manifest was changed: that is told, and what
-        is behind it is not read."""
-        try:
-            function(*arguments)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            folder = self.manifests.pop(stage, (self.folder / stage, None))[0]
-            self.report.note(BEHIND, str(folder))
-            self.report.problems.append(Problem(
-                str(folder / MANIFEST), f"it cannot be read ({type(error).__name__}: {error})",
-                f"Put it back from a copy, or run --stage {stage} --force"))
+    def lines(self, shown: int = 3) -> list[str]:
+        """The report for a person; of each note so many files are named."""
+        sampled = f" ({self.shards_read:,} of {self.shards:,} shards; of the others the size)" \
+            if self.shards != self.shards_read else ""
+        told = [f"{self.run}: {self.files:,} files, {self.bytes / 1e6:,.1f} MB read and compared with what is recorded "
+                f"of them{sampled}"]
+        for note, files in sorted(self.notes.items()):
+            more = f" ... and {len(files) - shown:,} more" if len(files) > shown else ""
+            told.append(f"{note}: {len(files):,} ({', '.join(files[:shown])}{more})")
+        return [*told, *(f"WRONG  {problem}" for problem in self.problems),
+                f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
 
-    def _lost_seal(self, config: Path) -> bool:
-        """Whether the configuration has no seal though a stage was finished here by a version that seals: each stage
-        that begins writes it anew."""
-        return seal_of(config) == "not sealed" and any(
-            path.is_file() and seal_of(path) == "sealed" for path in
-            (self.folder / stage / MANIFEST for stage in STAGES))
+    def _sealed(self, path: Path, do: str, *, required: bool = False, passing: bool = False) -> None:
+        self.checks.append(Check(check_seal, (path, do, required), (path,), passing))
 
-    def _run(self, config: Path, *, damaged: bool) -> Run | None:
-        """The run, to know its plugins' stages and what it reuses; None where its configuration is damaged."""
-        try:
-            return run_in(self.folder)
-        except Exception as error:  # noqa: BLE001 - a changed byte of YAML may be anything
-            if not damaged:
-                raise UserError(f"{config} cannot be read: {error}") from None
-            return None
+    def _file(self, folder: Path, record: dict[str, Any], do: str, *, passing: bool = False) -> None:
+        file = Recorded(folder, record, do)
+        self.recorded.add(file.path)
+        self.checks.append(Check(check_file, (file,), (file.path,), passing))
 
     def _stage(self, stage: str, folder: Path) -> None:
-        mend, manifest = _mend(stage), self._manifest(stage, folder)
-        named = {record["path"]: record for record in manifest.outputs} if manifest else {}
-        if manifest is not None:
-            self.manifests[stage] = folder, manifest
-            _complete(stage, manifest)
-            named = self._without_cleared(stage, folder, named)
-            self._counts(stage, folder, manifest)
-            self.checks += [Check(check_file, (folder / path, record, mend)) for path, record in named.items()
-                            if not _is_shard(stage, record)]
-            self._sources(stage, manifest)
-        damaged = manifest is None and (folder / MANIFEST).exists()
-        for path in _files(folder):
-            name = path.relative_to(folder).as_posix()
-            if name not in named:
-                self._other(stage, path, name, finished=manifest is not None, damaged=damaged)
-        if stage == "train":
-            self._checkpoints(folder, named)
-
-    def _without_cleared(self, stage: str, folder: Path, named: dict[str, Any]) -> dict[str, Any]:
-        """Outputs without those that the evaluation of a checkpoint removes once it has its result
-        (launch/slurm/evaluations.py)."""
-        gone = {"train": CHECKPOINTS, "convert": "hf"}.get(stage)
-        if (gone is None or self.folder.resolve().parent.name != EVALUATIONS.name or (folder / gone).exists()
-                or not (self.folder / "evaluate" / MANIFEST).is_file()):
-            return named
-        self.report.note(CLEARED, str(folder / gone))
-        return {path: record for path, record in named.items() if PurePosixPath(path).parts[0] != gone}
-
-    def _checkpoints(self, folder: Path, named: dict[str, Any]) -> None:
-        """Whether every file is there that the marker of a checkpoint names; the manifest's are checked by it."""
-        for checkpoint in complete_checkpoints(folder):
-            for record in (self._marker(checkpoint) or {"files": []})["files"]:
-                path = checkpoint / record["path"]
-                if (path.relative_to(folder).as_posix() not in named and not path.exists()
-                        and (checkpoint / MARKER).exists()):  # else a run at work removes it just now
-                    self.report.problems.append(Problem(str(path), "it is missing", _OF_CHECKPOINT))
-
-    def _marker(self, checkpoint: Path) -> dict[str, Any] | None:
-        """The marker of a checkpoint; None if there is none that may be believed."""
-        if checkpoint not in self.markers:
-            path, marker = checkpoint / MARKER, None
+        """The manifest of a stage, what it and the markers of checkpoints name, and what else is in its folder."""
+        if not folder.is_dir():
+            return
+        path, damaged, finished = folder / MANIFEST, False, False
+        if path.exists():
+            do = f"Put it back from a copy, or run --stage {stage} --force"
+            self._sealed(path, do, required=True)
             try:
-                if seal_of(path) != "damaged":
-                    if (marker := whole_marker(checkpoint)) is None and path.is_file():
-                        raise TypeError("it is not in the form of a marker")
-                    _ = [record[key] for record in (marker or {"files": []})["files"]
-                         for key in ("path", "bytes", "sha256")]
-            except (KeyError, TypeError) as error:
-                marker = None
-                self.report.problems.append(Problem(
-                    str(path), f"it cannot be read ({type(error).__name__}: {error})", _OF_CHECKPOINT))
-            except (OSError, UserError):
-                marker = None
-            self.markers[checkpoint] = marker
-        return self.markers[checkpoint]
+                damaged = seal_of(path) != "sealed"
+                manifest = None if damaged else read_manifest(folder)
+            except UserError as error:
+                manifest, damaged = None, True
+                self.problem(path, f"it cannot be read ({error})", do)
+            if finished := manifest is not None:
+                self.manifests[stage] = folder, manifest
+                self._outputs(stage, folder, manifest)
+        if stage == "train":
+            for checkpoint in named_after_steps(folder / CHECKPOINTS):
+                self._checkpoint(checkpoint)
+        for path in _files(folder):
+            if path not in self.recorded and path != folder / MANIFEST:
+                self._other(stage, path, path.relative_to(folder), BEHIND if damaged else "" if finished else BEGUN)
 
-    def _manifest(self, stage: str, folder: Path) -> Manifest | None:
-        """A manifest that may be believed."""
-        path = folder / MANIFEST
-        if not path.exists():
-            return None
-        mend = f"Put it back from a copy, or run --stage {stage} --force"
-        self.checks.append(Check(check_seal, (path, mend)))
-        if seal_of(path) == "damaged":
-            return None
-        try:
-            return read_manifest(folder)
-        except (UserError, TypeError) as error:
-            self.report.problems.append(Problem(str(path), f"it cannot be read ({error})", mend))
-            return None
-
-    def _other(self, stage: str, path: Path, name: str, *, finished: bool, damaged: bool) -> None:
-        """A file in a stage's folder that its manifest does not name."""
-        parts = PurePosixPath(name).parts
-        if name == MANIFEST:
-            return
-        if any(_set_aside(part) for part in parts):
-            self.report.note(ASIDE, str(path))
-        elif parts[0] == CHECKPOINTS and len(parts) > 2:
-            self._of_checkpoint(path, parts)
-        elif parts[0] == SENT_NOTES:
-            self.report.note(SENT, str(path))
-        elif parts[0] == PACKING:
-            self.checks.append(Check(check_plan, (path,), passing=True))
-        elif name == PROGRESS:  # replaced all along
-            self.report.note(LOGS, str(path))
-        elif parts[0] == "units" or (path.suffix == ".json" and len(parts) == 1):
-            mend = ("Put it back from a copy: it cannot be made again" if name in _ONCE else
-                    f"Delete it: --stage {stage} writes what it needs of it")
-            self.checks.append(Check(check_seal, (path, mend), passing=True))
-        elif parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
-            self.report.note(LOGS, str(path))
-        elif not finished:
-            self.report.note(BEHIND if damaged else BEGUN, str(path))
-        elif name in _OPEN:
-            self.report.note(LOGS, str(path))
+    def _outputs(self, stage: str, folder: Path, manifest: Manifest) -> None:
+        # What the evaluation of a checkpoint removes once it has its result (launch/slurm/evaluations.py).
+        cleared = {"train": CHECKPOINTS, "convert": "hf"}.get(stage, "")
+        if cleared and self.folder.resolve().parent.name == EVALUATIONS.name and not (folder / cleared).exists() \
+                and (self.folder / "evaluate" / MANIFEST).is_file():
+            self.note(CLEARED, folder / cleared)
         else:
-            self.report.problems.append(Problem(
-                str(path), f"no record of the stage {stage} names it: the run did not make it, and reads it nowhere",
-                "Move it away if it is yours; else look who writes there"))
-
-    def _of_checkpoint(self, path: Path, parts: tuple[str, ...]) -> None:
-        """A file of a checkpoint that is not the last one's, which the manifest names."""
-        folder = path.parents[len(parts) - 3]
-        inside = path.relative_to(folder).as_posix()
-        if inside == MARKER:
-            self.checks.append(Check(check_seal, (path, _OF_CHECKPOINT), passing=True))
-            return
-        if (marker := self._marker(folder)) is None:
-            self.report.note(BEHIND if (folder / MARKER).exists() else ASIDE, str(path))
-            return
-        record = next((record for record in marker["files"] if record["path"] == inside), None)
-        if record is None:
-            self.report.problems.append(Problem(str(path), f"{MARKER} beside it does not name it", "Move it away"))
-            return
-        self.checks.append(Check(check_file, (path, record, _OF_CHECKPOINT), passing=True))
-
-    def _sources(self, stage: str, manifest: Manifest) -> None:
+            cleared = ""
+        for record in manifest.outputs:
+            if _is_shard(stage, record):
+                self.recorded.add(folder / record["path"])
+            elif not cleared or PurePosixPath(record["path"]).parts[0] != cleared:
+                self._file(folder, record, _mend(stage))
         for record in manifest.files:
             if "://" in record["path"]:
-                self.report.note(FAR, record["path"])
+                self.note(FAR, record["path"])
             elif self._chosen(record["name"]):
-                self.checks.append(Check(check_source, (record, stage)))
+                self.checks.append(Check(check_source, (record, stage), (Path(record["path"]),)))
             else:
-                self.report.note(UNSAMPLED, record["path"])
+                self.note(UNSAMPLED, record["path"])
 
-    def _counts(self, stage: str, folder: Path, manifest: Manifest) -> None:
-        """Whether the totals of a manifest are the sums of its records."""
-        shards = [record for record in manifest.outputs if _is_shard(stage, record)]
-        if stage == "encode":
-            found = counted(shards)
-            said = {name: manifest.counts.get(name) for name in found}
-        elif stage == "shard":
-            split = [{"source": record["source"], "split": record["split"], "docs": record["docs"],
-                      "text_bytes": record["text_bytes"]} for record in shards]
-            sums = counted(split)["splits"]
-            found = {name: [sums.get(kind, {}).get(name, {}).get(what, 0) for kind in SPLITS
-                            for what in ("docs", "text_bytes")] for name in manifest.counts["sources"]}
-            said = {name: [value for kind in SPLITS for value in (own[kind], own["text_bytes"][kind])]
-                    for name, own in manifest.counts["sources"].items()}
-        else:
+    def _checkpoint(self, folder: Path) -> None:
+        """The marker of a checkpoint, and the files that it names and no manifest does."""
+        path = folder / MARKER
+        if path in self.recorded or not path.is_file():
             return
-        if found != said:
-            self.report.problems.append(Problem(
-                str(folder / MANIFEST), "its totals are not the sums of its records",
-                f"Put it back from a copy, or run --stage {stage} --force"))
+        self.recorded.add(path)
+        self._sealed(path, _CHECKPOINT, required=True, passing=True)
+        try:
+            marker = whole_marker(folder) if seal_of(path) == "sealed" else None
+        except (OSError, UserError):
+            marker = None
+        if marker is None:
+            behind = [each for each in _files(folder) if each not in self.recorded]
+            self.recorded.update(behind)
+            self.note(BEHIND, *behind)
+            return
+        for record in marker["files"]:
+            # Without its marker it is one that a run at work removes just now.
+            self._file(folder, record, _CHECKPOINT, passing=(folder / record["path"]).exists() or not path.exists())
 
-    def _shards(self) -> None:
-        """Each text shard with the token shard made of it."""
+    def _other(self, stage: str, path: Path, inside: Path, unfinished: str) -> None:
+        """A file in a stage's folder that no record names."""
+        name, parts = inside.as_posix(), inside.parts
+        if any(map(_set_aside, parts)) or (parts[0] == CHECKPOINTS and len(parts) > 2
+                                           and not (path.parents[len(parts) - 3] / MARKER).exists()):
+            self.note(ASIDE, path)
+        elif parts[0] == CHECKPOINTS and len(parts) > 2:
+            self.problem(path, f"{MARKER} beside it does not name it", "Move it away")
+        elif parts[0] == SENT_NOTES:
+            self.note(SENT, path)
+        elif parts[0] == PACKING:
+            self.checks.append(Check(check_plan, (path,), (path,), passing=True))
+        elif name == PROGRESS or parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
+            self.note(LOGS, path)
+        elif parts[0] == "units" or (path.suffix == ".json" and len(parts) == 1):
+            self._sealed(path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
+                         f"Delete it: --stage {stage} writes what it needs of it", passing=True)
+        elif unfinished or name in _OPEN:
+            self.note(unfinished or LOGS, path)
+        else:
+            self.problem(path, f"no record of the stage {stage} names it: the run did not make it, and reads it "
+                               f"nowhere", "Move it away if it is yours; else look who writes there")
+
+    def _shards(self, stored: bool) -> None:
+        """Each text shard with the token shard made of it. stored: token shards are read from an object store, and may
+        be missing here."""
         texts, tokens = (self.manifests.get(stage) for stage in ("shard", "encode"))
-        of_text = {} if tokens is None else {record["input"]: record for record in tokens[1].outputs}
+        of_text = {record["input"]: record for record in tokens[1].outputs} if tokens else {}
+        records = {record["path"]: record for record in (texts[1].outputs if texts else ())
+                   if _is_shard("shard", record)}
         vocabulary = self._vocabulary()
-        records = [] if texts is None else [record for record in texts[1].outputs if _is_shard("shard", record)]
-        lone = [record for path, record in of_text.items() if texts is None or path not in
-                {record["path"] for record in records}]
-        pairs: list[tuple[Any, Any]] = [(record, of_text.get(record["path"])) for record in records]
-        pairs += [(None, record) for record in lone]
-        named = [(pair, _name((pair[0] or pair[1])["path"])) for pair in pairs]
-        always = {min(names, key=_place) for split in SPLITS
-                  if (names := [name for _, name in named if name.startswith(f"{split}/")])}
-        for (text, token), name in named:
-            if tokens and token and self.tokens_from and not (path := tokens[0] / token["path"]).exists():
-                self.report.note(FAR, str(path))
+        paths = dict.fromkeys((*records, *of_text))
+        names = {path: PurePosixPath(path).with_suffix("").as_posix() for path in paths}
+        always = {min(own, key=_place) for split in SPLITS
+                  if (own := [name for name in names.values() if name.startswith(f"{split}/")])}
+        for path, name in names.items():
+            text, token = (Recorded(made[0], record, _mend(stage)) if made and record else None
+                           for stage, made, record in (("shard", texts, records.get(path)),
+                                                       ("encode", tokens, of_text.get(path))))
+            if stored and token and not token.path.exists():
+                self.note(FAR, token.path)
                 token = None
-            sides = [None if record is None or made is None else (made[0], record, _mend(stage))
-                     for stage, made, record in (("shard", texts, text), ("encode", tokens, token))]
-            there = [side for side in sides if side is not None]
-            self.report.shards += len(there)
-            if not there:
-                continue
-            if self._chosen(name) or name in always:
-                self.report.shards_read += len(there)
-                self.checks.append(Check(check_shard, (sides[0], sides[1], vocabulary)))
+            there = [side for side in (text, token) if side is not None]
+            self.shards += len(there)
+            if there and (self._chosen(name) or name in always):
+                self.shards_read += len(there)
+                self.checks.append(Check(check_shard, (text, token, vocabulary), tuple(side.path for side in there)))
             else:
-                self.checks += [Check(check_size, (folder / record["path"], record, mend))
-                                for folder, record, mend in there]
-        if texts is not None and tokens is not None and len(of_text) != len(records):
-            self.report.problems.append(Problem(
-                str(tokens[0] / MANIFEST), f"it has {len(of_text):,} token shards of {len(records):,} text shards",
-                "Run --stage encode --force"))
+                self.checks += [Check(check_file, (side, False), (side.path,)) for side in there]
+        if texts and tokens and len(of_text) != len(records):
+            self.problem(tokens[0] / MANIFEST, f"it has {len(of_text):,} token shards of {len(records):,} text shards",
+                         "Run --stage encode --force")
 
     def _vocabulary(self) -> dict[str, Any] | None:
         if (made := self.manifests.get("tokenizer")) is None:
@@ -304,7 +238,7 @@ class Inventory:
         try:
             return vocabulary_record(made[0])
         except (UserError, AttributeError) as error:
-            self.report.problems.append(Problem(str(made[0] / RECORD), str(error), _mend("tokenizer")))
+            self.problem(made[0] / RECORD, str(error), _mend("tokenizer"))
             return None
 
     def _chosen(self, name: str) -> bool:
@@ -313,27 +247,24 @@ class Inventory:
     def _beside(self, stages: set[str]) -> None:
         """What lies in the run folder itself."""
         made = self.manifests.get("report")
-        reports = {} if made is None else {record["path"]: record for record in made[1].outputs}
+        reports = {record["path"]: record for record in made[1].outputs} if made else {}
         for path in _files(self.folder):
             name = path.relative_to(self.folder).as_posix()
             first = PurePosixPath(name).parts[0]
             if name == "config.yaml" or first in stages:
                 continue
             if name in reports:
-                self.checks.append(Check(check_file, (path, reports[name],
-                                                      "Delete it and run --stage report --force")))
+                self._file(self.folder, reports[name], "Delete it and run --stage report --force")
             elif first == "tensorboard":
-                self.checks.append(Check(check_tensorboard, (path,), passing=True))
-            elif first == "evaluations":
-                self.report.note(ELSEWHERE, str(path))
-            elif _set_aside(first):
-                self.report.note(ASIDE, str(path))
+                self.checks.append(Check(check_tensorboard, (path,), (path,), passing=True))
             elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
-                self.report.note(LOGS, str(path))
+                self.note(LOGS, path)
+            elif first == "evaluations" or _set_aside(first):
+                self.note(ELSEWHERE if first == "evaluations" else ASIDE, path)
             elif path.suffix == ".json":
-                self.checks.append(Check(check_seal, (path, "Delete it, if nothing runs"), passing=True))
+                self._sealed(path, "Delete it, if nothing runs", passing=True)
             else:
-                self.report.note(OTHERS, str(path))
+                self.note(OTHERS, path)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -347,25 +278,12 @@ def _is_shard(stage: str, record: dict[str, Any]) -> bool:
     return stage in ("shard", "encode") and record.get("split") in SPLITS
 
 
-def _complete(stage: str, manifest: Manifest) -> None:
-    """KeyError or TypeError where a record has not what checks look up in it."""
-    more = ("input", "input_sha256") if stage == "encode" else ()
-    for record in manifest.outputs:
-        _ = [record[key] for key in ("path", "bytes", "sha256", *(more if _is_shard(stage, record) else ()))]
-    for record in manifest.files:
-        _ = [record[key] for key in ("path", "name", *(() if "://" in record["path"] else ("sha256", "mtime_ns")))]
-
-
 def _set_aside(name: str) -> bool:
     return name.endswith((".tmp", ".damaged", ".partial")) or name.startswith("set-aside-") or ".replaced-" in name
 
 
 def _mend(stage: str) -> str:
     return f"Put the right file back, or delete it and run --stage {stage} again, which makes what is missing"
-
-
-def _name(path: str) -> str:
-    return PurePosixPath(path).with_suffix("").as_posix()
 
 
 def _place(name: str) -> float:

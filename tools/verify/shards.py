@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.documents import Document
 from pipeline.data.text_shards import read_shard
 from pipeline.data.token_shards import TokenShard, column_offsets, read_batch
 from pipeline.errors import UserError
@@ -27,11 +26,20 @@ def text_problems(folder: Path, record: Record, tokens: TokenShard | None = None
     whether that has the same documents, in order, by key and length. The text is read once."""
     text_bytes, number, other = 0, -1, list[str]()
     try:
-        for number, document in enumerate(_documents(folder, record)):
-            length = len(document.text.encode())
-            text_bytes += length
+        for number, document in enumerate(read_shard(folder, record)):
+            if document.source != record["source"]:
+                raise UserError(f"the document {document.id} is of the source {document.source}, the shard of "
+                                f"{record['source']}")
+            text_bytes += (length := len(document.text.encode()))
             if tokens is not None and not other and number < tokens.documents:
-                other = _other_document(tokens, number, document.key.partition("-")[0], length, record["path"])
+                try:
+                    found = tokens.document_key(number), tokens.document_bytes(number)
+                except UserError as error:
+                    other.append(_told(error, tokens.path))
+                    continue
+                if found != (key := document.key.partition("-")[0], length):
+                    other.append(f"its document {number:,} is {found[0]} of {found[1]:,} bytes; in {record['path']} it "
+                                 f"is {key} of {length:,}")
     except UserError as error:
         return [_told(error, folder / record["path"])], other
     if tokens is not None and number + 1 != tokens.documents:
@@ -39,28 +47,9 @@ def text_problems(folder: Path, record: Record, tokens: TokenShard | None = None
     return _count_problems(record, text_bytes), other
 
 
-def _other_document(tokens: TokenShard, number: int, key: str, length: int, path: str) -> list[str]:
-    try:
-        found = tokens.document_key(number), tokens.document_bytes(number)
-    except UserError as error:
-        return [_told(error, tokens.path)]
-    return [] if found == (key, length) else [
-        f"its document {number:,} is {found[0]} of {found[1]:,} bytes; in {path} it is {key} of {length:,}"]
-
-
-def _documents(folder: Path, record: Record) -> Iterator[Document]:
-    """The documents; UserError where one is of another source than the shard's."""
-    for document in read_shard(folder, record):
-        if document.source != record["source"]:
-            raise UserError(f"the document {document.id} is of the source {document.source}, the shard of "
-                            f"{record['source']}")
-        yield document
-
-
 def _count_problems(record: Record, text_bytes: int) -> list[str]:
-    if text_bytes == record["text_bytes"]:
-        return []
-    return [f"it holds {text_bytes:,} bytes of text, its record says {record['text_bytes']:,}"]
+    return [] if text_bytes == record["text_bytes"] else [
+        f"it holds {text_bytes:,} bytes of text, its record says {record['text_bytes']:,}"]
 
 
 def token_problems(path: Path, record: Record, vocabulary: Record, *, mapped: bool) -> list[str]:
@@ -71,11 +60,10 @@ def token_problems(path: Path, record: Record, vocabulary: Record, *, mapped: bo
     """
     try:
         shard = TokenShard(path, record)
-        offsets = shard.read_offsets()
-        problems = [*_arrow_problems(path, record, vocabulary)] if mapped else []
-        problems += _id_problems(shard, offsets, vocabulary)
-        text_bytes = sum(int(block.sum()) for block in _text_lengths(shard))
-        return problems + _count_problems(record, text_bytes)
+        text_bytes = sum(int(shard.text_bytes(start, min(start + CHUNK, shard.documents)).sum())
+                         for start in range(0, shard.documents, CHUNK))
+        return [*(_arrow_problems(path, record, vocabulary) if mapped else ()),
+                *_id_problems(shard, shard.read_offsets(), vocabulary), *_count_problems(record, text_bytes)]
     except UserError as error:
         return [_told(error, path)]
 
@@ -88,51 +76,37 @@ def _arrow_problems(path: Path, record: Record, vocabulary: Record) -> Iterator[
     if other := {name: place for name, place in column_offsets(path).items() if place != record[name]}:
         yield f"Arrow finds columns at other places than its record says ({other})"
     said = {name.decode(): value.decode() for name, value in (batch.schema.metadata or {}).items()}
-    meant = {"dtype": record["dtype"], "tokenizer_sha256": vocabulary["sha256"],
-             "vocab_size": str(vocabulary["size"]), "bos_id": str(vocabulary["bos_id"]),
-             "eos_id": str(vocabulary["eos_id"])}
-    for name, value in meant.items():
-        if said.get(name) != value:
+    for name, value in {"dtype": record["dtype"], "tokenizer_sha256": vocabulary["sha256"],
+                        "vocab_size": vocabulary["size"], "bos_id": vocabulary["bos_id"],
+                        "eos_id": vocabulary["eos_id"]}.items():
+        if said.get(name) != str(value):
             yield f"its schema says {name} {said.get(name)}, it should be {value}"
 
 
 def _id_problems(shard: TokenShard, offsets: NDArray[np.int64], vocabulary: Record) -> Iterator[str]:
     """The first id outside the vocabulary, and the first BOS or EOS that is where none should be or missing."""
-    bounds = _bounds(offsets, vocabulary["bos_id"], vocabulary["eos_id"])
+    starts, ends, bos, eos = offsets[:-1], offsets[1:] - 1, vocabulary["bos_id"], vocabulary["eos_id"]
+    bounds = {"BOS": (bos, starts), "EOS": (eos, ends)} if bos != eos else {
+        "BOS, which is EOS too,": (bos, np.union1d(starts, ends))}  # some vocabularies have one token for both
     told = set[str]()
+
+    def where(at: int) -> str:
+        number = int(np.searchsorted(offsets, at, side="right")) - 1
+        return f"document {number:,}, key {shard.document_key(number)}"
     for start in range(0, shard.token_count, CHUNK):
         tokens = shard.tokens(start, stop := min(start + CHUNK, shard.token_count))
         if "id" not in told and (foreign := np.flatnonzero(tokens >= vocabulary["size"])).size:
             told.add("id")
             at = start + int(foreign[0])
             yield (f"its token {at:,} is the id {tokens[foreign[0]]}, outside of the vocabulary of "
-                   f"{vocabulary['size']:,} ({_document(shard, offsets, at)})")
-        for number, name, places in bounds:
+                   f"{vocabulary['size']:,} ({where(at)})")
+        for name, (number, places) in bounds.items():
             here = places[np.searchsorted(places, start):np.searchsorted(places, stop)]
             wrong = np.setxor1d(np.flatnonzero(tokens == number) + start, here)
             if name not in told and wrong.size:
                 told.add(name)
                 what = "is missing at" if int(wrong[0]) in here else "stands inside of a document at"
-                yield f"{name} {what} its token {wrong[0]:,} ({_document(shard, offsets, int(wrong[0]))})"
-
-
-def _bounds(offsets: NDArray[np.int64], bos: int, eos: int) -> list[tuple[int, str, NDArray[np.int64]]]:
-    """The ids around documents: the id, what it is called, and all places in the shard where it should be, ascending.
-    Some vocabularies have one token for both."""
-    starts, ends = offsets[:-1], offsets[1:] - 1
-    if bos == eos:
-        return [(bos, "BOS, which is EOS too,", np.union1d(starts, ends))]
-    return [(bos, "BOS", starts), (eos, "EOS", ends)]
-
-
-def _document(shard: TokenShard, offsets: NDArray[np.int64], at: int) -> str:
-    number = int(np.searchsorted(offsets, at, side="right")) - 1
-    return f"document {number:,}, key {shard.document_key(number)}"
-
-
-def _text_lengths(shard: TokenShard) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, shard.documents, CHUNK):
-        yield shard.text_bytes(start, min(start + CHUNK, shard.documents))
+                yield f"{name} {what} its token {wrong[0]:,} ({where(int(wrong[0]))})"
 
 
 def _told(error: UserError, path: Path) -> str:

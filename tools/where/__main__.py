@@ -42,21 +42,25 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # A worker process of the search imports this file, and needs nothing of training.
     from pipeline.contract.run import run_in
-    from pipeline.errors import UserError
-    try:
+    from tools.command import exit_status
+
+    def work() -> None:
         run = run_in(options.run)
+        from tools.ledger import Ledger
+        from tools.where.steps import Steps
+
+        steps = Steps(Ledger(run), options.ranks)
         if options.step is None and options.samples is None:
             from tools.where.inverse import trace
-            trace(run, options)
+            trace(steps, options)
         else:
             from tools.where.forward import show
-            show(run, options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+            show(steps, options)
+    try:
+        return exit_status(work)
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
-    return 0
+        return 0
 
 
 if __name__ == "__main__":

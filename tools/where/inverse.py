@@ -11,16 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.run import Run
-from pipeline.contract.stage_work import Work
 from pipeline.data.provenance import readings
 from pipeline.data.shard_table import Shards
 from pipeline.data.text_shards import SPLITS, SUFFIX
 from pipeline.data.token_shards import TokenShard
 from pipeline.errors import UserError
-from pipeline.training.data.opening import open_training_data, read_shard_table
 from tools.processes import processes_asked
-from tools.where.origin import Corpus, Origin
+from tools.where.origin import Corpus
 from tools.where.search import DROPPED, Hit, Wanted, key_hits, rejections, text_hits
 from tools.where.steps import Steps
 from tools.where.telling import lines_of
@@ -29,26 +26,25 @@ TOKEN_SHARD, TEXT_SHARD = ".arrow", ".tar"
 SHORTEST_KEY = 4
 
 
-def trace(run: Run, options: argparse.Namespace) -> None:
+def trace(steps: Steps, options: argparse.Namespace) -> None:
     """Print what became of the documents that are asked for: lines, or with `--json` one object.
 
     Raises:
         UserError: there is none, or what was asked means nothing.
     """
-    wanted = _wanted(options)
-    found = Tracer(run, options.ranks)
-    found.steps.warn_of_drift()
-    told, cut = found.documents(wanted, options.source, processes_asked(options.processes), options.limit)
+    wanted, tracer = _wanted(options), Tracer(steps)
+    steps.warn_of_drift()
+    told, cut = tracer.documents(wanted, options.source, processes_asked(options.processes), options.limit)
     if not told:
-        raise UserError(_nothing(options, found))
+        raise UserError(_nothing(options, tracer.corpus))
     if not options.text:
         told = [{name: value for name, value in record.items() if name != "text"} for record in told]
     if options.json:
-        print(json.dumps({"steps_done": found.steps.done, "steps_planned": found.steps.planned, "documents": told,
-                          "more": cut}, ensure_ascii=False))
+        print(json.dumps({"steps_done": steps.done, "steps_planned": steps.planned, "documents": told, "more": cut},
+                         ensure_ascii=False))
         return
     for record in told:
-        print("\n".join(lines_of(record, found.steps.done, found.steps.planned, options.ranks)))
+        print("\n".join(lines_of(record, steps.done, steps.planned, options.ranks)))
     if cut:
         print(f"the search ended at --limit {options.limit}: there are more such documents")
 
@@ -56,15 +52,11 @@ def trace(run: Run, options: argparse.Namespace) -> None:
 class Tracer:
     """A run whose documents are followed."""
 
-    def __init__(self, run: Run, ranks: int = 1) -> None:
-        work = Work(run, "train", run.fingerprint("train"))
-        self.tokens, _ = work.input("encode")
-        self.table = read_shard_table(work)
-        self.data = open_training_data(work, self.table)
-        self.steps = Steps(run.folder, run.config, self.data.order.links, ranks)
-        self.steps.check_ranks()
-        self.data.leave_out(self.steps.excluded)  # phases lie after what rollbacks left out of those before
-        self.corpus = Corpus(run.stage_folder("shard"), run.finished("shard"), run.config)
+    def __init__(self, steps: Steps) -> None:
+        steps.check_ranks()
+        self.steps, self.data, self.table = steps, steps.ledger.data, steps.ledger.table
+        self.tokens, _ = steps.ledger.work.input("encode")
+        self.corpus = Corpus(steps.ledger.run)
         self._rows = {self.table.path(row): row for row in range(len(self.table))}
 
     def documents(self, wanted: Wanted, source: str | None, processes: int,
@@ -75,7 +67,10 @@ class Tracer:
         told: list[dict[str, Any]] = []
         if wanted.ids:
             gone = list(self.corpus.duplicates(ids=wanted.ids))
-            told = [*self._rejected(wanted.ids), *map(self._duplicate, gone)]
+            told = [{"split": "rejected", **{name: line[name] for name in ("source", "file", "record", "reason")}}
+                    for line in rejections(self.corpus.folder, wanted.ids)]
+            told += [{"split": row["kind"], **{name: row[name] for name in ("source", "id", "kept_source", "kept_id")}}
+                     for row in gone]
             kept = frozenset((row["kept_source"], row["kept_id"]) for row in gone)
             wanted, source = Wanted(ids=wanted.ids | kept), None if kept else source
         hits, cut = text_hits(self.corpus.folder, self.corpus.manifest, wanted, source, processes, limit)
@@ -84,11 +79,10 @@ class Tracer:
 
     def _of_key(self, wanted: Wanted, source: str | None, processes: int,
                 limit: int) -> tuple[list[dict[str, Any]], bool]:
-        places = key_hits(self.tokens, self.table, wanted.key, source, processes)
-        if places:
-            shards = [(Path(self.table.path(row)).with_suffix(TEXT_SHARD).as_posix(), number)
-                      for row, number in places[:limit]]
-            return self._with_duplicates([self._kept(*place) for place in shards]), len(places) > limit
+        if places := key_hits(self.tokens, self.table, wanted.key, source, processes):
+            return self._with_duplicates([
+                self._kept(Path(self.table.path(row)).with_suffix(TEXT_SHARD).as_posix(), number)
+                for row, number in places[:limit]]), len(places) > limit
         hits, cut = text_hits(self.corpus.folder, self.corpus.manifest, wanted, source, processes, limit, (DROPPED,))
         return [self._dropped(hit) for hit in hits], cut
 
@@ -109,8 +103,7 @@ class Tracer:
                 raise UserError(f"{tokens.path} and {self.corpus.folder / shard} do not hold the same documents (at "
                                 f"{number}). Run --stage encode again.")
             record |= {"id": document.id, "meta": document.meta, **({"found": excerpt} if excerpt else {}),
-                       **_origin_fields(self.corpus.origin(shard, number, about["source"], document.id),
-                                        about["source"], document.id), "text": document.text}
+                       **self.corpus.origin(shard, number, about["source"], document.id), "text": document.text}
         else:
             record["origin"] = f"{self.corpus.folder / shard} is gone, and with it the document's id"
         return {**record, "readings": list(self._readings(row, number))}
@@ -132,16 +125,7 @@ class Tracer:
         origin = self.corpus.placed(hit.source, hit.place) if hit.place else \
             self.corpus.origin(hit.shard, hit.number, hit.source, hit.id)
         return {"split": DROPPED, "source": hit.source, "id": hit.id, "filter": hit.dropped[0],
-                "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}),
-                **_origin_fields(origin, hit.source, hit.id)}
-
-    def _duplicate(self, row: dict[str, str]) -> dict[str, Any]:
-        return {"split": row["kind"], "source": row["source"], "id": row["id"], "kept_source": row["kept_source"],
-                "kept_id": row["kept_id"]}
-
-    def _rejected(self, ids: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
-        return [{"split": "rejected", "source": line["source"], "file": line["file"], "record": line["record"],
-                 "reason": line["reason"]} for line in rejections(self.corpus.folder, ids)]
+                "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}), **origin}
 
     def _with_duplicates(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same, with what was dropped for each kept document; and the key of that kept for each dropped one."""
@@ -154,12 +138,6 @@ class Tracer:
             if "kept_id" in record and (stays := kept.get((record["kept_source"], record["kept_id"]))):
                 record["kept_key"] = stays["key"]
         return told
-
-
-def _origin_fields(origin: Origin | None, source: str, own: str) -> dict[str, Any]:
-    if origin is None:
-        return {"origin": f"the stage shard did not record in which file of {source} the id {own} stood"}
-    return {"origin": str(origin), "file": origin.file, "path": origin.path, "record": origin.record}
 
 
 def _wanted(options: argparse.Namespace) -> Wanted:
@@ -178,16 +156,13 @@ def _wanted(options: argparse.Namespace) -> Wanted:
     return Wanted(text=options.find, ignore_case=options.ignore_case)
 
 
-def _nothing(options: argparse.Namespace, found: Tracer) -> str:
+def _nothing(options: argparse.Namespace, corpus: Corpus) -> str:
     what = f"whose key begins with {options.document}" if options.document is not None else \
         f"with the id {options.id}" if options.id is not None else f"that holds {options.find!r}"
     where = f" in the source {options.source}" if options.source else ""
-    manifest = found.corpus.manifest
-    aside = "" if any(record.get("split") == DROPPED for record in manifest.outputs) else \
+    aside = "" if any(record.get("split") == DROPPED for record in corpus.manifest.outputs) else \
         " (what filters dropped was not kept: shard.keep_dropped)"
-    copies = "" if found.corpus.names_duplicates else \
-        "; which copies were dropped was not recorded (shard.keep_dropped)"
-    known = ", ".join(found.corpus.sources)
-    unknown = f" There is no such source; there are {known}." if options.source and \
-        options.source not in found.corpus.sources else ""
-    return f"No document {what}{where} is in the shards of {found.corpus.folder}{aside}{copies}.{unknown}"
+    copies = "" if corpus.names_duplicates else "; which copies were dropped was not recorded (shard.keep_dropped)"
+    unknown = f" There is no such source; there are {', '.join(corpus.sources)}." \
+        if options.source not in (None, "", *corpus.sources) else ""
+    return f"No document {what}{where} is in the shards of {corpus.folder}{aside}{copies}.{unknown}"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.config.data import StdlibSource
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest
+from pipeline.contract.run import Run
 from pipeline.data.planning.decisions import DUPLICATES
 from pipeline.data.planning.origins import origins_path, read_origins
 from pipeline.data.text_shards import read_shard
@@ -18,43 +15,19 @@ from pipeline.data.text_shards import read_shard
 _CUT = re.compile(r"\[(\d*):(\d*)\]$")
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a document was read.
-
-    Attributes:
-        file: by its name within the source; of a dataset its split.
-        path: where it lay then; None if it is no file here.
-        record: number from 1, or, of a file that was read in parts, the offset of its first byte (Arrow: batch and
-            row); None: all of the file.
-        characters: which of the record's characters; "" for all of them.
-    """
-
-    file: str
-    path: str | None
-    record: int | str | None
-    characters: str = ""
-
-    def __str__(self) -> str:
-        place = self.file if self.path is None else self.path
-        record = "" if self.record is None else \
-            f", record {self.record}" if isinstance(self.record, int) else f", at {self.record}"
-        return f"{place}{record}{f', characters {self.characters}' if self.characters else ''}"
-
-
 class Corpus:
     """The shard stage's outputs and records.
 
-    Args:
+    Attributes:
         folder, manifest: of the shard stage, here or in the run that is reused.
-        config: of the run whose stage it is.
+        sources: by name, as they are configured.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, config: Config) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.shards = {record["path"]: record for record in manifest.outputs}
-        self.sources = {source.name: source for source in config.shard.sources}
-        self._paths = {record["name"]: record["path"] for record in manifest.files}
+    def __init__(self, run: Run) -> None:
+        self.folder, self.manifest = run.stage_folder("shard"), run.finished("shard")
+        self.shards = {record["path"]: record for record in self.manifest.outputs}
+        self.sources = {source.name: source for source in run.config.shard.sources}
+        self._paths = {record["name"]: record["path"] for record in self.manifest.files}
 
     def text_of(self, shard: str, number: int) -> Any:
         """The document of this number in a text shard (see `read_shard`); None where the shard is gone."""
@@ -62,29 +35,35 @@ class Corpus:
             return None
         return next(read_shard(self.folder, self.shards[shard], only=[number]))
 
-    def origin(self, shard: str, number: int, source: str, own: str) -> Origin | None:
-        """Where the document of this number and id in a text shard was read; None where that was not recorded."""
+    def origin(self, shard: str, number: int, source: str, own: str) -> dict[str, Any]:
+        """Where the document of this number and id in a text shard was read (see `placed`)."""
         if origins_path(shard) in self.shards and (place := read_origins(self.folder, shard, number)[0]):
             return self.placed(source, place)
         about = self.sources.get(source)
         if about is None or (not isinstance(about, StdlibSource) and about.id_field):
-            return None
+            return {"origin": f"the stage shard did not record in which file of {source} the id {own} stood"}
         return self.placed(source, own)
 
-    def placed(self, source: str, name: str) -> Origin:
-        """What a name such as `file:7` or `file@1234` means: the file of that name, where there is one."""
-        if (path := self._paths.get(f"{source}/{name}")) is not None:
-            return Origin(name, path, None)
-        cut = _CUT.search(name)
-        whole, characters = (name, "") if cut is None else (name[:cut.start()], f"{cut[1] or 0}..{cut[2]}")
-        for end in [len(whole), *(at for at in reversed(range(len(whole))) if whole[at] in ":@")]:
-            if (path := self._paths.get(f"{source}/{whole[:end]}")) is not None:
-                record = whole[end + 1:]
-                numbered = record.isdigit() and whole[end] == ":"
-                return Origin(whole[:end], path, int(record) if numbered else record or None, characters)
-        split, _, number = whole.rpartition(":")  # of a dataset, whose files are not known here
-        numbered = bool(split) and number.isdigit()
-        return Origin(split if numbered else whole, None, int(number) if numbered else None, characters)
+    def placed(self, source: str, name: str) -> dict[str, Any]:
+        """What a name such as `file:7`, `file@1234` or `file:7[0:100]` means.
+
+        Returns:
+            file: by its name within the source; of a dataset its split. path: where it lay then; None if it is no file
+            here. record: number from 1, or, of a file that was read in parts, the offset of its first byte (Arrow:
+            batch and row); None: all of the file. origin: all of that for a person.
+        """
+        cut = None if f"{source}/{name}" in self._paths else _CUT.search(name)
+        whole = name if cut is None else name[:cut.start()]
+        ends = [len(whole), *(at for at in reversed(range(len(whole))) if whole[at] in ":@")]
+        end = next((end for end in ends if f"{source}/{whole[:end]}" in self._paths), None)
+        if end is None:  # of a dataset, whose files are not known here
+            split, _, number = whole.rpartition(":")
+            end = len(split) if split and number.isdigit() else len(whole)
+        file, sign, at = whole[:end], whole[end:end + 1], whole[end + 1:]
+        path, record = self._paths.get(f"{source}/{file}"), int(at) if sign == ":" and at.isdigit() else at or None
+        told = "" if record is None else f", {'record' if isinstance(record, int) else 'at'} {record}"
+        characters = f", characters {cut[1] or 0}..{cut[2]}" if cut else ""
+        return {"origin": f"{path or file}{told}{characters}", "file": file, "path": path, "record": record}
 
     @property
     def names_duplicates(self) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,11 @@ def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | No
             for split in splits for record in manifest.outputs
             if record.get("split") == split and source in (None, record["source"]))
     found: list[Hit] = []
-    parts = in_order(_hits_in, jobs, processes)
-    for part in parts:
-        found += part
-        if len(found) > limit:
-            parts.close()
-            return found[:limit], True
+    with closing(in_order(_hits_in, jobs, processes)) as parts:
+        for part in parts:
+            found += part
+            if len(found) > limit:
+                return found[:limit], True
     return found, False
 
 
@@ -110,30 +110,28 @@ def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int, bool]) -> list[Hit]:
     folder, record, wanted, limit, placed = job
     places = read_origins(folder, record["path"]) if placed else None
     found: list[Hit] = []
-    for number, source, own, text, dropped, place in _texts(folder, record):
-        beside = place if places is None else places[number]
-        names = (own, beside) if beside else (own,)
-        if (at := wanted.place(source, names, text)) is not None:
-            start = max(0, at - AROUND)
-            excerpt = text[start:at + len(wanted.text) + AROUND] if wanted.text else ""
-            found.append(Hit(record["path"], number, source, own, excerpt, dropped, place))
+    for hit, text in _texts(folder, record):
+        beside = hit.place if places is None else places[hit.number]
+        if (at := wanted.place(hit.source, (hit.id, beside) if beside else (hit.id,), text)) is not None:
+            excerpt = text[max(0, at - AROUND):at + len(wanted.text) + AROUND] if wanted.text else ""
+            found.append(replace(hit, excerpt=excerpt))
             if len(found) > limit:
                 break
     return found
 
 
-def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[int, str, str, str, tuple[str, str] | None, str]]:
-    """Of each document of a file its number, source, id, text, who dropped it and why, and its place if that is kept
-    with it: what older versions dropped has none."""
+def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Hit, str]]:
+    """Each document of a file, and its text."""
+    path = folder / record["path"]
     if record["split"] != DROPPED:
-        for number, document in enumerate(read_documents(folder / record["path"])):
-            yield number, document.source, document.id, document.text, None, ""
+        for number, document in enumerate(read_documents(path)):
+            yield Hit(record["path"], number, document.source, document.id), document.text
         return
-    if not (folder / record["path"]).is_file():
-        raise UserError(f"{folder / record['path']} is missing. Run the stage shard again: it makes only what is "
-                        f"missing.")
-    for number, line in enumerate(read_lines(folder / record["path"])):
-        yield number, line["source"], line["id"], line["text"], (line["filter"], line["reason"]), line.get("place", "")
+    if not path.is_file():
+        raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.")
+    for number, line in enumerate(read_lines(path)):
+        yield Hit(record["path"], number, line["source"], line["id"], dropped=(line["filter"], line["reason"]),
+                  place=line.get("place", "")), line["text"]
 
 
 def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, processes: int) -> list[tuple[int, int]]:
@@ -170,14 +168,9 @@ def _keys_in(job: tuple[Path, list[tuple[int, dict[str, Any]]], str]) -> list[tu
 
 def _begin_with(keys: np.ndarray, prefix: str) -> np.ndarray:
     """Which of the keys, 16 bytes each, begin with these hexadecimal digits."""
-    digits = keys.view(np.uint8).reshape(-1, KEY_BYTES)
-    whole = bytes.fromhex(prefix[:len(prefix) // 2 * 2])
-    fits = np.ones(len(digits), bool)
-    for place, byte in enumerate(whole):
-        fits &= digits[:, place] == byte
-    if len(prefix) % 2:
-        fits &= digits[:, len(whole)] >> 4 == int(prefix[-1], 16)
-    return np.flatnonzero(fits)
+    low, high = (np.bytes_(bytes.fromhex(prefix.ljust(2 * KEY_BYTES, end))) for end in "0f")
+    whole = keys.view(f"S{KEY_BYTES}").reshape(-1)
+    return np.flatnonzero((whole >= low) & (whole <= high))
 
 
 def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:

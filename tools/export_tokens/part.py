@@ -1,0 +1,77 @@
+"""One token shard's part of an export, as a process is given it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.contract.input_check import committed, refuse_changed
+from pipeline.data.token_shards import TokenShard
+from pipeline.errors import UserError
+from pipeline.files import sha256_file
+
+BLOCK_TOKENS = 1 << 22
+"""Tokens that a process holds at once."""
+Region = tuple[str, int, int, str]
+"""What was written of a file: its path in the export's folder, first byte, bytes, sha256 of them."""
+
+
+def region_of(path: Path) -> Region:
+    """All of a file."""
+    return path.name, 0, path.stat().st_size, sha256_file(path)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One token shard's part.
+
+    Attributes:
+        number, count: of the part, from 0, and how many there are.
+        folder: of the stage encode; shard: the token shard, which is opened where it is read.
+        before, own: documents and tokens of its source before it in the export, and those that it gives itself.
+        source_documents: documents of its source in all.
+        left_out: the id of the BOS that documents lose at their beginning; None: they keep it.
+    """
+
+    number: int
+    count: int
+    folder: Path
+    shard: TokenShard
+    before: dict[str, int]
+    own: dict[str, int]
+    source_documents: int
+    left_out: int | None
+
+    def refuse_changed(self) -> None:
+        """UserError if the shard is not what the stage encode committed."""
+        if not self.shard.path.is_file():
+            raise UserError(f"{self.shard.path} is missing. Run --stage encode again: it makes only what is missing.")
+        [expected] = committed(self.folder, [self.shard.record], "encode")
+        refuse_changed(expected)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, as they are exported."""
+        return np.diff(self.shard.read_offsets()) - (self.left_out is not None)
+
+    def blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """First document, the one after the last, and their tokens as they are exported, some at a time: whole
+        documents, at least one.
+
+        Raises:
+            UserError: a document does not begin with BOS, which is to be left out.
+        """
+        offsets, first = self.shard.read_offsets(), 0
+        while first < self.shard.documents:
+            stop = max(first + 1, int(np.searchsorted(offsets, offsets[first] + BLOCK_TOKENS, "right")) - 1)
+            tokens = self.shard.tokens(int(offsets[first]), int(offsets[stop]))
+            if self.left_out is not None:
+                starts = offsets[first:stop] - offsets[first]
+                if (np.diff(offsets[first:stop + 1]) < 1).any() or (tokens[starts] != self.left_out).any():
+                    raise UserError(f"{self.shard.path} has a document that does not begin with BOS ({self.left_out}), "
+                                    f"so there is none to leave out. Run the command without --without-bos.")
+                tokens = np.delete(tokens, starts)
+            yield first, stop, tokens
+            first = stop

@@ -1,0 +1,58 @@
+"""A run's ledger: what its train stage recorded of steps and rollbacks, beside the order of its samples."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from pipeline.contract.run import Run
+from pipeline.contract.stage_work import Work
+from pipeline.data.exclusion import Excluded
+from pipeline.files import read_lines
+from pipeline.records.metrics import standing_lines
+from pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
+from pipeline.training.data.opening import open_training_data, read_shard_table
+
+Line = dict[str, Any]
+"""Of metrics.jsonl: a step."""
+
+
+class Ledger:
+    """The records of a run, read once.
+
+    Attributes:
+        work: its train stage.
+        table, data: the token shards, and the order in which training reads them, without what rollbacks left out.
+        events: of starts, rollbacks, damages, the oldest first.
+        lines: of steps, in the order of the file, without those that a change of the plan undid.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.folder = run, run.folder / "train"
+        self.work = Work(run, "train", run.fingerprint("train"))
+        self.table = read_shard_table(self.work)
+        self.data = open_training_data(self.work, self.table)
+        self.rollbacks = read_rollbacks(self.folder)
+        self.events = list(read_lines(self.folder / "events.jsonl"))
+        self.lines: list[Line] = standing_lines(self.folder / "metrics.jsonl")
+        self.data.leave_out(self.excluded())  # phases lie after what rollbacks left out of those before
+
+    def excluded(self, rollbacks: int | None = None) -> Excluded:
+        """The samples that the first so many rollbacks left out; by default all of them."""
+        return excluded_by(self.rollbacks[:rollbacks], self.data.order.links)
+
+    def is_abandoned(self, line: Line, rollbacks: int | None = None) -> bool:
+        """Whether the first so many rollbacks undid the step of this line, to do it on other samples."""
+        return is_abandoned(line, self.rollbacks[:rollbacks], self.data.order.links)
+
+    @cached_property
+    def final(self) -> dict[int, Line]:
+        """The line that counts of each step: its last one, unless a rollback undid it."""
+        last = {line["step"]: line for line in self.lines}
+        return {step: line for step, line in sorted(last.items()) if not self.is_abandoned(line)}
+
+
+def trained_on(line: Line) -> list[tuple[int, int]]:
+    """The samples of a step, as ranges: without those that it passed over."""
+    first, end = line["samples"]
+    return Excluded(line.get("left_out", ())).outside(first, end)
