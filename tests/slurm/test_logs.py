@@ -1,4 +1,5 @@
-"""The logs of a start on a real Slurm: one file a node, in which no rank's line is lost, cut or taken for another's."""
+"""Starts of the runner on a real Slurm: their logs, one file a node, in which no rank's line is lost, cut or taken for
+another's; and a stage without ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +33,37 @@ time.sleep(3600)
 """
 
 
+WARNED = """
+import signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit("warned"))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+time.sleep(3600)
+"""
+
+
+def run_job(cluster, folder, spec, *options):
+    """Run the job of a spec; what it said."""
+    (folder / "run/launch").mkdir(parents=True)
+    spec.save(folder / "spec.json")
+    cluster.run("sbatch", "--wait", f"--output={folder}/log", *options, "--wrap",
+                f"{sys.executable} -m launch.slurm.job.runner {folder}/spec.json", check=False, cwd=REPOSITORY)
+    return (folder / "log").read_text()
+
+
+def test_a_stage_without_ranks_is_told_that_the_time_limit_is_near(cluster, tmp_path):
+    """It is a step, since Slurm tells only steps."""
+    spec = JobSpec(name="x-shard", stage="shard", command=(sys.executable, "-c", WARNED), run=f"{tmp_path}/run", chain="c",
+                   max_restarts=0)
+    assert "shard crashed: rank 0 on n1: exited with exit code 1; rank 0: warned" in run_job(
+        cluster, tmp_path, spec, "--nodelist=n1", "--time=1", "--signal=USR2@30")
+
+
 def test_crashes_on_two_nodes(cluster, tmp_path, capsys):
     run = tmp_path / "run"
-    (run / "launch").mkdir(parents=True)
-    JobSpec(name="x-evaluate", stage="evaluate", command=(sys.executable, "-c", STAGE, str(tmp_path)), run=str(run),
-            environment={"PYTHONUNBUFFERED": "1"}, chain="c", ranks=4, nodes=2, tasks_per_node=2, max_restarts=1,
-            ).save(tmp_path / "spec.json")
-    cluster.run("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "--wrap",
-                f"{sys.executable} -m launch.slurm.job.runner {tmp_path}/spec.json", check=False, cwd=REPOSITORY)
-    said, starts = (tmp_path / "log").read_text(), sorted((run / "logs/evaluate").glob("*.?"))
+    spec = JobSpec(name="x-evaluate", stage="evaluate", command=(sys.executable, "-c", STAGE, str(tmp_path)),
+                   environment={"PYTHONUNBUFFERED": "1"}, run=str(run), chain="c", ranks=4, nodes=2, tasks_per_node=2, max_restarts=1)
+    said = run_job(cluster, tmp_path, spec, "--nodes=2", "--ntasks-per-node=2")
+    starts = sorted((run / "logs/evaluate").glob("*.?"))
     assert len(starts) == 2
     latest = run / "logs/evaluate/latest"
     for folder, ending in zip(starts, ENDING, strict=True):
