@@ -52,8 +52,8 @@ def run_job(cluster, folder, spec, *options):
 
 def test_a_stage_without_ranks_is_told_that_the_time_limit_is_near(cluster, tmp_path):
     """It is a step, since Slurm tells only steps."""
-    spec = JobSpec(name="x-shard", stage="shard", command=(sys.executable, "-c", WARNED), run=f"{tmp_path}/run", chain="c",
-                   max_restarts=0)
+    spec = JobSpec(name="x-shard", stage="shard", command=(sys.executable, "-c", WARNED), run=f"{tmp_path}/run",
+                   chain="c", max_restarts=0)
     assert "shard crashed: rank 0 on n1: exited with exit code 1; rank 0: warned" in run_job(
         cluster, tmp_path, spec, "--nodelist=n1", "--time=1", "--signal=USR2@30")
 
@@ -61,7 +61,8 @@ def test_a_stage_without_ranks_is_told_that_the_time_limit_is_near(cluster, tmp_
 def test_crashes_on_two_nodes(cluster, tmp_path, capsys):
     run = tmp_path / "run"
     spec = JobSpec(name="x-evaluate", stage="evaluate", command=(sys.executable, "-c", STAGE, str(tmp_path)),
-                   environment={"PYTHONUNBUFFERED": "1"}, run=str(run), chain="c", ranks=4, nodes=2, tasks_per_node=2, max_restarts=1)
+                   environment={"PYTHONUNBUFFERED": "1"}, run=str(run), chain="c", ranks=4, nodes=2,
+                   tasks_per_node=2, max_restarts=1)
     said = run_job(cluster, tmp_path, spec, "--nodes=2", "--ntasks-per-node=2")
     starts = sorted((run / "logs/evaluate").glob("*.?"))
     assert len(starts) == 2
