@@ -55,5 +55,5 @@ def tokens_text(tokens: float) -> str:
     """A number of tokens as a person says it: 250M, 1.5k, 10B."""
     for unit in ("T", "B", "M", "k"):
         if abs(tokens) >= UNITS[unit]:
-            return f"{tokens / UNITS[unit]:.4g}{unit}"
+            return f"{float(Decimal(tokens) / UNITS[unit]):.4g}{unit}"  # of any size
     return f"{tokens:.4g}"

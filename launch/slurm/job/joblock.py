@@ -1,8 +1,8 @@
 """One job at a time for a stage: `launch/<stage>.lock` names the job that has it, with a heartbeat.
 
 Slurm's singleton keeps jobs of one name apart, and the stage locks its folder; this one also holds where file locks do
-not reach (other nodes), where a node that Slurm gave up still runs, and where Slurm does not answer. Who finds a holder
-watches its heartbeat; no clocks of two nodes are compared.
+not reach (other nodes), where a node that Slurm gave up still runs, and where Slurm does not answer: then its heartbeat
+is watched; no clocks of two nodes are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pipeline.files import read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 180.0
-"""A job whose heartbeat has stood still for so long is dead, where Slurm does not say so before."""
+"""A job whose heartbeat has stood still for so long is dead, where Slurm does not answer."""
+HOLDING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+"""States of a job that may have processes."""
 CHAIN_S = 180.0
 """How long a job waits for one of its own chain that is about to end: links start as soon as the last one is ending."""
 LOOK_S = 3.0
@@ -60,18 +62,19 @@ class JobLock:
         while True:
             with self._guarded():
                 held, now = self.holder(), time.monotonic()
-                if held is None or held.job == self.own.job or (held == seen and now - since >= SILENT_S):
+                if held is None or held.job == self.own.job:
                     return self._write()
-                if (found := self.scheduler.jobs([held.job])) and not found[held.job].queued:
+                known = self.scheduler.jobs([held.job])
+                alive = known[held.job].state in HOLDING if known else seen not in (None, held)
+                if (known and not alive) or (not known and held == seen and now - since >= SILENT_S):
                     return self._write()
-            if seen is None:
-                say(f"waits for the end of the job {held.job} on {held.host}, which has {self.stage}")
-                seen = held
             ending = held.chain == self.own.chain != "" and now - began < CHAIN_S
-            if asked or (held != seen and not ending):
+            if asked or (alive and not ending):
                 run = self.path.parent.parent
                 raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {run}, so this one does "
                                 f"nothing. Wait for it, or `scancel {held.job}`.")
+            if seen is None:
+                say(f"waits for the end of the job {held.job} on {held.host}, which has {self.stage}")
             seen, since = held, since if held == seen else now
             time.sleep(LOOK_S)
 
@@ -79,7 +82,7 @@ class JobLock:
         """Say now and then that this job lives; False once another start has taken the stage over."""
         if not at_once and time.monotonic() < self._next:
             return True
-        with suppress(OSError), self._guarded():  # a full disk, say, on which nobody takes the stage over either
+        with suppress(OSError), self._guarded():  # a full disk, say; Slurm still says that it runs
             if not self._is_free():
                 return False
             self._write()

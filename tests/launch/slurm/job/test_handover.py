@@ -20,12 +20,11 @@ def hold(job, other, chain="", beat=1):
 @pytest.mark.parametrize(("other", "chain", "state", "beats", "waited", "refused"), [
     ("12", "", "RUNNING", (), 0, False),  # an earlier start of this job
     ("11", "", "COMPLETED", (), 0, False),
-    ("11", "", "RUNNING", (), SILENT_S, False), ("11", "", None, (), SILENT_S, False),  # it is dead
-    ("11", "", "RUNNING", (30,), 30, True), ("11", "", None, (30,), 30, True),
-    ("11", "before", "COMPLETING", (9,), 9, True),
+    ("11", "", "PENDING", (), 0, False),  # it was queued again
+    ("11", "", None, (), SILENT_S, False), ("11", "", None, (30,), 30, True),  # only its heartbeat tells
+    ("11", "", "RUNNING", (), 0, True), ("11", "", "SUSPENDED", (), 0, True), ("11", "before", "COMPLETING", (), 0, True),
     # A link waits for the end of the one before, but not without end.
-    ("11", "c", "COMPLETING", (30,), 30 + SILENT_S, False),
-    ("11", "c", "COMPLETING", range(30, 900, 30), CHAIN_S, True)])
+    ("11", "c", None, (30,), 30 + SILENT_S, False), ("11", "c", "COMPLETING", (), CHAIN_S, True)])
 def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beats, waited, refused):
     clock, left = [0.0], list(beats)
     hold(job, other, chain)
