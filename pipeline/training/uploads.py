@@ -96,7 +96,7 @@ class Uploads:
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
         self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
-        self.uploaded, self._stopped, self._problem, self._left_out = -1, False, "", list[int]()
+        self._copied, self._stopped, self._problem, self._left_out = list[int](), False, "", list[int]()
         self._final = threading.Lock()  # held while a copy becomes complete or is removed
         self._release = ExitStack()
         self._lock: Lock | None = None
@@ -104,29 +104,45 @@ class Uploads:
         if self.url is not None:
             self._copies = CopiedCheckpoints(Store(self.url))
             try:
-                self.uploaded, work.drift = ranks.by_leader(self._claim)
+                self._copied, work.drift = ranks.by_leader(self._claim)
             except BaseException:
                 self.close()
                 raise
+        self.uploaded = max(self._copied, default=-1)
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
         """The newest checkpoint, as `Checkpoints.newest_valid` finds it; one that is newer in the store is fetched.
 
+        Copies that are damaged give way to older ones, and are removed: there they would count as the newest.
+
         Raises:
-            UserError: as there; or the newest copy is damaged, or cannot be fetched.
+            UserError: as there; or a copy cannot be fetched, or all are damaged.
             OSError: the disk is full, or does not work.
         """
         try:
             found = self.checkpoints.newest_valid()
         except UserError:  # all local ones are damaged
-            if self.uploaded < 0:
+            if not self._copied:
                 raise
             found = None
-        if self.uploaded < 0 or (found is not None and found[1].step >= self.uploaded):
-            return found
-        self._fetch(self.uploaded)
-        self.event("checkpoint_fetched", step=self.uploaded)
-        return self.checkpoints.newest_valid()
+        damaged = list[int]()
+        for step in reversed([step for step in self._copied if found is None or step > found[1].step]):
+            try:
+                self._fetch(step)
+            except DamagedCopyError as error:
+                self.say(f"the copy of {checkpoint_name(step)} is damaged ({error}); going back to the one before it")
+                damaged.append(step)
+                continue
+            self.event("checkpoint_fetched", step=step)
+            found = self.checkpoints.newest_valid()
+            break
+        if damaged and found is None:
+            raise UserError(f"Every copy of a checkpoint in {self.url} is damaged (see above). Put sound objects back; "
+                            f"or take train.checkpoint.copy_to away, to start again without them.")
+        if damaged:
+            self.ranks.by_leader(lambda: self._remove(damaged, "Damaged copies in"))
+            self.uploaded = max((step for step in self._copied if step not in damaged), default=-1)
+        return found
 
     def begin(self, found: tuple[Path, TrainingProgress] | None) -> None:
         """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
@@ -212,8 +228,8 @@ class Uploads:
         self.close()
         return problem
 
-    def _claim(self) -> tuple[int, list[dict[str, Any]]]:
-        """The newest step in the store, and the drift of the training that it is of. For rank 0."""
+    def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """The steps in the store, and the drift of the training that they are of. For rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
         record, mark = RunRecord(store), _mark(folder)
@@ -248,7 +264,7 @@ class Uploads:
         self._remove(aside := [step for step in found.whole
                                if step > (step_of(complete[-1]) if complete else -1)
                                and any((folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))])
-        return max((step for step in found.whole if step not in aside), default=-1), drift
+        return [step for step in found.whole if step not in aside], drift
 
     def _conflict(self, theirs: dict[str, Any] | None, mine: Owner | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
@@ -282,11 +298,11 @@ class Uploads:
         return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are asked for "
                 f"now. What differs, old -> new:\n{listed([str(one) for one in changed])}\n{ways}") if changed else ""
 
-    def _remove(self, steps: Sequence[int]) -> None:
-        """Remove copies of damaged training. For rank 0."""
+    def _remove(self, steps: Sequence[int], which: str = "Copies of damaged training in") -> None:
+        """Remove copies that nobody may go on from. For rank 0."""
         self._copies.remove(*steps)
         if steps:
-            self.say(f"Copies of damaged training in {self.url} are removed: "
+            self.say(f"{which} {self.url} are removed: "
                      f"{', '.join(map(checkpoint_name, steps))}.")
 
     def _fetch(self, step: int) -> None:
@@ -322,9 +338,6 @@ class Uploads:
             if errors := [error for error in found if error is not None]:
                 raise min(errors, key=lambda error: not is_full_disk(error))
             self.ranks.by_leader(publish)
-        except DamagedCopyError as error:
-            raise UserError(f"The newest copy of a checkpoint is damaged: {error}. Put sound objects back; or remove "
-                            f"{store.url}/{prefix} to go on from the checkpoint before it.") from error
         finally:
             if self.ranks.leads:
                 for folder in (temporary, records):

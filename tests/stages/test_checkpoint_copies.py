@@ -100,10 +100,9 @@ def test_damaged_copies_and_checkpoints_give_way_to_sound_ones(copied):
     data = bytearray(part.read_bytes())
     data[-5] ^= 1
     part.write_bytes(data)
-    refused = resumed(copied, expect=2).stderr
-    assert "The newest copy of a checkpoint is damaged" in refused and "other content" in refused
-    shutil.rmtree(part.parent)
-    assert "continuing after step 8" in resumed(copied).stdout
+    said = resumed(copied).stdout
+    assert "the copy of step-00000016 is damaged" in said and "other content" in said
+    assert "continuing after step 8" in said
     (train_folder(copied[0]) / "manifest.json").unlink()
     (train_folder(copied[0]) / "checkpoints/step-00000016/index.json").write_text("{}")
     said = resumed(copied).stdout

@@ -77,7 +77,7 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
 
 
 @pytest.mark.parametrize("name", [MARKER, COPY])
-def test_a_damaged_copy_is_refused_unless_there_is_as_new_a_checkpoint_here(run, name):
+def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_checkpoint_here(run, name):
     run.train(4, 8)
     run.store.put(f"{checkpoint_name(8)}/{name}", b"{")
     copying = run.start()
@@ -85,12 +85,14 @@ def test_a_damaged_copy_is_refused_unless_there_is_as_new_a_checkpoint_here(run,
     copying.close()
     run.remove_here(8)
     copying = run.start()
-    with pytest.raises(UserError, match=r"damaged.*remove .*/step-00000008/ to go on from the checkpoint before it"):
-        copying.newest_valid()
+    assert copying.newest_valid()[1].step == copying.uploaded == 4
     copying.close()
-    run.copies.remove(8)
+    assert run.copies.found().whole == [4]
+    run.store.put(f"{checkpoint_name(4)}/{name}", b"{")
+    run.remove_here(4)
     copying = run.start()
-    assert copying.newest_valid()[1].step == 4
+    with pytest.raises(UserError, match=r"Every copy of a checkpoint in .* is damaged"):
+        copying.newest_valid()
     copying.close()
 
 
