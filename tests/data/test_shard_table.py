@@ -109,7 +109,7 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
         data.batch(first, 50)
         most = max(most, open_files() - before)
     assert len(opened) > 200 and len(kept) == 20 and most <= 21
-    assert kept.shard(int(data.streams[0].shards.rows[0]))._kept is None  # no offsets are held
+    assert kept.shard(int(data.shards[0].rows[0]))._kept is None  # no offsets are held
     del data, kept
     gc.collect()
     assert open_files() == before
