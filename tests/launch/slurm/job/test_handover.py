@@ -22,7 +22,8 @@ def hold(job, other, chain="", beat=1):
     ("11", "", "COMPLETED", (), 0, False),
     ("11", "", "PENDING", (), 0, False),  # it was queued again
     ("11", "", None, (), SILENT_S, False), ("11", "", None, (30,), 30, True),  # only its heartbeat tells
-    ("11", "", "RUNNING", (), 0, True), ("11", "", "SUSPENDED", (), 0, True), ("11", "before", "COMPLETING", (), 0, True),
+    ("11", "", "RUNNING", (), 0, True), ("11", "", "SUSPENDED", (), 0, True),
+    ("11", "before", "COMPLETING", (), 0, True),
     # A link waits for the end of the one before, but not without end.
     ("11", "c", None, (30,), 30 + SILENT_S, False), ("11", "c", "COMPLETING", (), CHAIN_S, True)])
 def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beats, waited, refused):
