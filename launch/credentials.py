@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from launch.slurm.submit.options import extras
-from pipeline.config.section import flatten
-from pipeline.config.tree import Config
+from drover.launch.slurm.submit.options import extras
+from drover.pipeline.config.section import flatten
+from drover.pipeline.config.tree import Config
 
 _START = r"(?<![A-Za-z0-9_-])"
 KNOWN = {

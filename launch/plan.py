@@ -7,13 +7,13 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from launch.slurm.jobspec import JobSpec
-from pipeline.config.launching import LaunchConfig, Resources, minutes
-from pipeline.config.plugins import plugin_folders
-from pipeline.config.tree import Config
-from pipeline.contract.run import Run, State, done_parts
-from pipeline.contract.stages import REPOSITORY, STAGES, before
-from pipeline.records.pending_evaluations import evaluation_folder
+from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.config.launching import LaunchConfig, Resources, minutes
+from drover.pipeline.config.plugins import plugin_folders
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.run import Run, State, done_parts
+from drover.pipeline.contract.stages import REPOSITORY, STAGES, before
+from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 MOST_PARTS = 64
 """Parts of a stage that are planned where nothing is said; more are a matter of the site."""
@@ -121,7 +121,7 @@ def evaluation(config: Config, options: Options, step: int) -> Job:
     return replace(job, key=name, name=name, kind="evaluation", run=str(evaluation_folder(run, step)), ranks=0,
                    processes=job.tasks_per_node, nodes=1, tasks_per_node=1,
                    cpus_per_task=job.tasks_per_node * job.cpus_per_task,
-                   command=(job.command[0], "-m", "launch.slurm.evaluations", "--run", str(run), "--step", str(step),
+                   command=(job.command[0], "-m", "drover.launch.slurm.evaluations", "--run", str(run), "--step", str(step),
                             *plugins))
 
 

@@ -8,13 +8,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from model.config import ModelConfig
-    from model.llama import Llama
-    from model.presets import preset
+    from drover.model.config import ModelConfig
+    from drover.model.llama import Llama
+    from drover.model.presets import preset
 
 __all__ = ["Llama", "ModelConfig", "preset"]
 
-_MODULES = {"Llama": "model.llama", "ModelConfig": "model.config", "preset": "model.presets"}
+_MODULES = {"Llama": "drover.model.llama", "ModelConfig": "drover.model.config", "preset": "drover.model.presets"}
 
 
 def __getattr__(name: str) -> Any:

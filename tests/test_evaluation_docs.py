@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from pipeline.config.loading import load_config
+from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 from tests.test_readme import BLOCK
 from tests.tiny_models import for_tokenizer
@@ -28,7 +28,7 @@ def home(tmp_path_factory):
 
 def test_the_page_has_the_promised_commands():
     assert [next(word for word in command.split() if word.startswith(("tools.", "launch/"))) for command in COMMANDS] \
-        == ["tools.lm_eval", "tools.compare", "tools.compare", "launch/submit.py"]
+        == ["drover.tools.lm_eval", "drover.tools.compare", "drover.tools.compare", "launch/submit.py"]
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_every_command_runs(home, command, monkeypatch, capsys):
     assert importlib.import_module(module).main(arguments) == 0
     shown = capsys.readouterr().out
     assert "python_line" in shown
-    if module == "tools.compare":
+    if module == "drover.tools.compare":
         results = json.loads((home / arguments[arguments.index("--to") + 1] / "comparison.json").read_text())
         assert {row["task"] for row in results["differences"]} >= {"python_line", "held-out text of demo"}
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.scheduler import JobInfo, Scheduler
-from pipeline.files import read_record, write_json
+from drover.launch.slurm.scheduler import JobInfo, Scheduler
+from drover.pipeline.files import read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"

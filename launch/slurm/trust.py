@@ -151,7 +151,7 @@ def owner_problems(paths: Iterable[Path], trusted_group: str | None, above: Iter
 
 
 def content_of(values: dict[str, Any]) -> str:
-    """Hex sha256 of a JSON object in canonical form, as `pipeline.files.sha256_json`."""
+    """Hex sha256 of a JSON object in canonical form, as `drover.pipeline.files.sha256_json`."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

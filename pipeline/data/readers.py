@@ -25,13 +25,13 @@ from typing import Any
 
 import orjson
 
-from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
-from pipeline.data.file_kinds import mistaken
-from pipeline.data.framing import reach, separated
-from pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
-from pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
-from pipeline.stores.object_files import InputFile
+from drover.pipeline.config.data import FilesSource, ShardConfig
+from drover.pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
+from drover.pipeline.data.file_kinds import mistaken
+from drover.pipeline.data.framing import reach, separated
+from drover.pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
+from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
+from drover.pipeline.stores.object_files import InputFile
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import NotRehearsedError
-from pipeline.rehearsal.memory import Memory
-from pipeline.rehearsal.traffic import NAMESPACES, Traffic
+from drover.pipeline.errors import NotRehearsedError
+from drover.pipeline.rehearsal.memory import Memory
+from drover.pipeline.rehearsal.traffic import NAMESPACES, Traffic
 
 HERE = Path(__file__).resolve().parent
 HOUSE = HERE.parents[1]

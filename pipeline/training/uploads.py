@@ -25,19 +25,19 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from pipeline.contract.background import BackgroundWorker
-from pipeline.contract.manifest import differences
-from pipeline.contract.stage_work import Work
-from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED, read_start
-from pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
-from pipeline.copies.claim import RUN, Lock, RunRecord
-from pipeline.copies.transfer import DamagedCopyError, fetch, send
-from pipeline.errors import UserError, is_full_disk, listed
-from pipeline.files import atomic_file, output_record, read_record, write_sealed
-from pipeline.parallel.host_channel import HostChannel
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import (
+from drover.pipeline.contract.background import BackgroundWorker
+from drover.pipeline.contract.manifest import differences
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.start_record import STARTED, read_start
+from drover.pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
+from drover.pipeline.copies.claim import RUN, Lock, RunRecord
+from drover.pipeline.copies.transfer import DamagedCopyError, fetch, send
+from drover.pipeline.errors import UserError, is_full_disk, listed
+from drover.pipeline.files import atomic_file, output_record, read_record, write_sealed
+from drover.pipeline.parallel.host_channel import HostChannel
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
     TrainingProgress,
@@ -46,12 +46,12 @@ from pipeline.records.checkpoints import (
     read_marker,
     step_of,
 )
-from pipeline.records.generation_settings import FILE
-from pipeline.records.rollbacks import ROLLBACKS
-from pipeline.stores.store import Store, preflight
-from pipeline.training.async_saver import Event, tried
-from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.data.token_check import COMPARED, SET_ASIDE
+from drover.pipeline.records.generation_settings import FILE
+from drover.pipeline.records.rollbacks import ROLLBACKS
+from drover.pipeline.stores.store import Store, preflight
+from drover.pipeline.training.async_saver import Event, tried
+from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
 OWNER = "copying.json"
 """In the train folder: `Owner`."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.data import HubSource, ShardConfig, StdlibSource
-from pipeline.data.reading import unit_documents
-from pipeline.data.sources import input_files, reading_units
-from pipeline.errors import UserError
+from drover.pipeline.config.data import HubSource, ShardConfig, StdlibSource
+from drover.pipeline.data.reading import unit_documents
+from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.errors import UserError
 from tests.data.source_files import RECORDS, config_of, files_source, lost, payload_of, read, texts, write_jsonl
 
 

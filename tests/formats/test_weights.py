@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelConfig, RopeScaling
-from model.llama import Llama, initialise
-from pipeline.config.shapes import shape_of
-from pipeline.errors import UserError
-from pipeline.formats.huggingface import to_huggingface
-from pipeline.formats.huggingface_config import config_to_json
-from pipeline.formats.weights import MODEL, load_model, open_weights
+from drover.model.config import ModelConfig, RopeScaling
+from drover.model.llama import Llama, initialise
+from drover.pipeline.config.shapes import shape_of
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.huggingface import to_huggingface
+from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.weights import MODEL, load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
 from tests.formats.test_meta import Hostile
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_does_not_fit_its_shape_is_refused(tmp_path):
     folder, state = as_checkpoint(tmp_path / "x", model), {
         f"model.{name}": each.detach() for name, each in model.named_parameters()}
     for wrong, said in (({"model.norm.weight": torch.ones(3)}, r"norm.weight is \[3\]; by the shape .* it is \[48\]"),
-                        ({"model.rope.freqs": torch.ones(4)}, "rope.freqs is no parameter")):
+                        ({"drover.model.rope.freqs": torch.ones(4)}, "rope.freqs is no parameter")):
         write_checkpoint(folder, state | wrong)
         refused(UserError, said, open_weights, folder)
 

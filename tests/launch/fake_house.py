@@ -9,17 +9,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from tests.waiting import HANG_S, wait_for
 
 FAKE_STAGE = '''
 """A stage for tests: FAKE_<name> says how it goes wrong."""
 import os, signal, sys, time
 from pathlib import Path
-from pipeline.config.section import identity
-from pipeline.contract.entry import stage_main
-from pipeline.errors import UserError
-from pipeline.files import output_record, sha256_json, write_text
+from drover.pipeline.config.section import identity
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record, sha256_json, write_text
 
 NAME = "{name}"
 RANK = os.environ.get("RANK", "0")

@@ -8,11 +8,11 @@ import string
 
 import pytest
 
-from launch.credentials import credential_problems, is_secret, known_form
-from launch.slurm.submit.snapshot import take_snapshot
-from pipeline.config.launching import LaunchConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from drover.launch.credentials import credential_problems, is_secret, known_form
+from drover.launch.slurm.submit.snapshot import take_snapshot
+from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
 from tests.launch.launcher import git
 
 DRAW = random.Random(0)

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
 
 STAGE_NAMES_THAT_ARE_LIBRARIES = {"evaluate"}
 """A library that lm_eval imports; the stage's name is fixed, and the start of every script keeps it safe."""

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import processes
-from launch.processes import Processes, pass_on, stop_requests
-from pipeline.contract.stages import REPOSITORY
+from drover.launch import processes
+from drover.launch.processes import Processes, pass_on, stop_requests
+from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.jobspec import JobSpec
-from pipeline.contract.state import StageState
-from pipeline.errors import UserError
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.contract.state import StageState
+from drover.pipeline.errors import UserError
 
 Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launch.slurm.chain import guarded
-from launch.slurm.scheduler import Scheduler
-from pipeline.errors import UserError
-from pipeline.files import read_record, write_json
+from drover.launch.slurm.chain import guarded
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 180.0

@@ -1,10 +1,10 @@
 """A rank's part of the preflight: check its node, measure with the others, and print a report.
 
-    srun ... python -m launch.slurm.job.rank preflight python -m launch.slurm.job.node_trial RUN_FOLDER SECONDS
+    srun ... python -m drover.launch.slurm.job.rank preflight python -m drover.launch.slurm.job.node_trial RUN_FOLDER SECONDS
 
 One task per rank, as training will have them. The first task of a node checks the node; all measure. Each prints its
 report twice, as a line of JSON: before it meets the others, and at the end. So the log of a node is its one file.
-`launch.slurm.job.preflight` judges.
+`drover.launch.slurm.job.preflight` judges.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.job.rank import visible_gpus
+from drover.launch.slurm.job.rank import visible_gpus
 
 SMI_S = 30.0
 """For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded."""

@@ -12,12 +12,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from launch.credentials import files_with_secrets
-from launch.slurm.trust import code_problems, digest
-from pipeline.contract.stages import REPOSITORY, SNAPSHOT
-from pipeline.contract.state import now
-from pipeline.errors import UserError, listed
-from pipeline.files import sha256_file, sync, write_json
+from drover.launch.credentials import files_with_secrets
+from drover.launch.slurm.trust import code_problems, digest
+from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
+from drover.pipeline.contract.state import now
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.files import sha256_file, sync, write_json
 
 CODE = Path("code")
 PARTS = ("launch", "model", "pipeline", "tools", "configs", "pyproject.toml", "constraints.txt")

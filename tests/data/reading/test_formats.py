@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data import readers
+from drover.pipeline.data import readers
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,

@@ -17,12 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.slurm import trust
-from launch.slurm.job.rank import defaults
-from launch.slurm.job.srun import srun_command
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from launch.slurm.trust import (
+from drover.launch.slurm import trust
+from drover.launch.slurm.job.rank import defaults
+from drover.launch.slurm.job.srun import srun_command
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.trust import (
     check_submission,
     code_problems,
     folders_of,
@@ -31,8 +31,8 @@ from launch.slurm.trust import (
     owner_problems,
     private_folder,
 )
-from pipeline.errors import UserError
-from pipeline.files import sha256_file, write_json
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_file, write_json
 
 ROOT = os.getuid() == 0
 OTHER = 12345

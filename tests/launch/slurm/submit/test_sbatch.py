@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_status.run_files import read_run
-from launch.run_status.run_status import go_on
-from launch.slurm.evaluations import Evaluations
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import add_strike
-from launch.slurm.submit import request, sbatch
-from pipeline.contract.locks import lock
-from pipeline.contract.stages import STAGES
-from pipeline.errors import UserError
-from pipeline.files import write_json
+from drover.launch.run_status.run_files import read_run
+from drover.launch.run_status.run_status import go_on
+from drover.launch.slurm.evaluations import Evaluations
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import add_strike
+from drover.launch.slurm.submit import request, sbatch
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import write_json
 from tests.launch.recorded_slurm import queue_line
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
@@ -62,7 +62,7 @@ export PYTHONPATH=$code${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBU
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-{python} -m launch.slurm.job.runner '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256
+{python} -m drover.launch.slurm.job.runner '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256
 
 
 # teardown
@@ -156,7 +156,7 @@ def test_submission_chains_what_is_not_done(slurm):
     assert not list(slurm.run.rglob("*.pkl")), "nothing is unpickled"
     _, array, _, spec, *_ = [JobSpec.load(Path(job.spec)) for job in chain.jobs]
     assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(slurm.run))
-    assert spec.command[1:3] == ("-m", "pipeline.train") and chain.config in spec.command
+    assert spec.command[1:3] == ("-m", "drover.pipeline.train") and chain.config in spec.command
     assert (array.parts, spec.parts) == (2, 0)
     assert "steps: 40" in Path(chain.config).read_text() and slurm.run in Path(chain.config).parents
 
@@ -300,7 +300,7 @@ def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monk
     job = slurm.chain.jobs[-1]
     assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "108", ())
     made = JobSpec.load(Path(job.spec))
-    assert made.command[:3] == (spec.command[0], "-m", "launch.slurm.evaluations") and made.files == spec.files
+    assert made.command[:3] == (spec.command[0], "-m", "drover.launch.slurm.evaluations") and made.files == spec.files
     assert (made.run, made.cpus_per_task) == (str(slurm.run / "evaluations/step-00000020"), 6)
     assert option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
     assert not (slurm.queue / "108.environment").exists()

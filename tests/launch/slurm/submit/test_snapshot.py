@@ -6,10 +6,10 @@ import subprocess
 
 import pytest
 
-from launch.slurm.submit import snapshot
-from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from pipeline.errors import UserError
-from pipeline.files import read_json
+from drover.launch.slurm.submit import snapshot
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
 from tests.launch.launcher import git
 
 
