@@ -19,17 +19,25 @@ FILES = [path for floor in (*FLOORS, "tools", "benchmarks") for path in sorted((
 
 
 def imported(path):
+    """The names that a file imports, as the house has them: pipeline.files for drover.pipeline.files."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            yield from (alias.name.removeprefix("drover.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module.split(".")[0]
+            yield from (f"{node.module}.{alias.name}".removeprefix("drover.") for alias in node.names)
+
+
+def test_everything_is_imported_as_a_part_of_drover():
+    """Two names for one module would be two modules."""
+    assert [path for path in FILES if re.search(r"^\s*(from|import) (model|pipeline|launch|tools)\b", path.read_text(),
+                                                re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_imports_never_run_upwards(path):
     floor = path.relative_to(REPOSITORY).parts[0]
-    ours = {name for name in imported(path) if name in ("model", "pipeline", "launch", "tools", "tests", "benchmarks")}
+    ours = {top for name in imported(path) if (top := name.partition(".")[0]) in (
+        "model", "pipeline", "launch", "tools", "tests", "benchmarks")}
     assert ours <= FLOORS.get(floor, {"model", "pipeline", "launch", floor})
 
 
@@ -55,12 +63,9 @@ def arrows():
     """(importing room, imported room) over the whole house."""
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \
-                [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)] \
-                if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in names:
-                file = Path(name.replace(".", "/")).with_suffix(".py")
+        for name in imported(path):
+            for known in (name, name.rpartition(".")[0]):
+                file = Path(f"{known.replace('.', '/')}.py")
                 if (REPOSITORY / file).is_file():
                     found.add((room_of(path.relative_to(REPOSITORY)), room_of(file)))
     return {(start, end) for start, end in found if start != end}
@@ -158,8 +163,8 @@ def test_the_way_from_the_command_to_a_rank_is_short_and_as_the_page_draws_it():
 
 
 def test_every_program_has_a_wrong_argument_here():
-    programs = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__") for path in FILES
-                if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
+    programs = {"drover." + ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__")
+                for path in FILES if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
     scripts = {"drover.launch.submit": "launch/submit.py", "drover.launch.status": "launch/status.py"}
     internal = {"drover.launch.slurm.job.rank"}
     stages = {f"drover.pipeline.{name}" for name in STAGES}  # whose arguments are looked at elsewhere
@@ -179,7 +184,7 @@ def test_refusals_import_nothing_heavy(program, tmp_path):
 
 def all_of(*rooms):
     """An import of every module of these packages."""
-    return "import " + ", ".join(".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    return "import " + ", ".join("drover." + ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
                                  for room in rooms for path in sorted((REPOSITORY / room).glob("*.py")))
 
 
