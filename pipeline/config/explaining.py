@@ -107,7 +107,7 @@ def _type_name(field: FieldInfo) -> str:
         else str(field.annotation)
     limits = ", ".join(f"{type(limit).__name__.lower()} {next(iter(vars(limit).values()))}"
                        for limit in field.metadata if getattr(limit, "__dict__", None))
-    text = re.sub(r"(typing\.|pipeline\.[\w.]*\.|model\.[\w.]*\.)", "", text)
+    text = re.sub(r"(typing|drover)\.([\w.]*\.)?", "", text)
     text = re.sub(r"Annotated\[([^,\]]+), .*\]\]$", r"\1]", text)
     limits = limits.replace("_pydanticgeneralmetadata", "pattern")
     return f"{text} ({limits})" if limits else text

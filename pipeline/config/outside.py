@@ -13,7 +13,7 @@ from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.tree import Config
 from drover.pipeline.errors import UserError
 
-OURS = ("model.", "pipeline.")
+OURS = "drover."
 
 
 def training_code(config: Config) -> dict[str, Path]:

@@ -26,7 +26,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
-from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
+from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
 from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
 from drover.pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
@@ -367,8 +367,8 @@ def software_versions() -> dict[str, str]:
 
 def git_state() -> dict[str, Any]:
     """Commit of the checkout, or of the one this is a copy of, and whether it has changes; empty outside of git."""
-    if (REPOSITORY / SNAPSHOT).is_file():  # under runs/ it may lie inside of a checkout that has gone on since
-        snapshot = read_json(REPOSITORY / SNAPSHOT)
+    if (IMPORTED_FROM / SNAPSHOT).is_file():  # under runs/ it may lie inside of a checkout that has gone on since
+        snapshot = read_json(IMPORTED_FROM / SNAPSHOT)
         return {"commit": snapshot["commit"], "changed": snapshot["changed"]}
 
     def git(*arguments: str) -> str:

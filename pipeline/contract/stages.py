@@ -12,13 +12,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import drover
 from drover.pipeline.config.tree import Config
 from drover.pipeline.errors import UserError
 from drover.pipeline.stores.object_files import InputFile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+"""The folder with `pipeline`, `model` and the others."""
+IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
+"""The folder on Python's path that holds `drover`: the repository, or where an installed package or a copy lies."""
 SNAPSHOT = "snapshot.json"
-"""In REPOSITORY, where that is the copy that a submission made: which commit it is of."""
+"""In IMPORTED_FROM, where that is the copy that a submission made: which commit it is of."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_why_and_changed_code(place):
 
 
 def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(drover.pipeline.contract.stage_work, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(drover.pipeline.contract.stage_work, "IMPORTED_FROM", tmp_path)
     write_text(tmp_path / "snapshot.json", json.dumps({"commit": "abc", "changed": True, "made": "2026-01-01"}))
     assert git_state() == {"commit": "abc", "changed": True}
 

@@ -124,6 +124,7 @@ def build_house(folder: Path) -> House:
     root, work, pids = folder / "house", folder / "a folder", folder / "pids"
     for room in ("launch", "pipeline", "model"):
         shutil.copytree(REPOSITORY / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "drover", root / "drover", symlinks=True)
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
         for given in filter(None, (stage.files, stage.unit_files)):
