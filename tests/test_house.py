@@ -131,6 +131,7 @@ REFUSED = {  # program: wrong arguments, and what is said of them
     "drover.tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
     "drover.tools.copy_tokens": ("--run nope --to file:///nope", "nope/config.yaml cannot be read"),
     "drover.tools.export_tokens": ("--run nope --out x --format hf", "nope/config.yaml cannot be read"),
+    "drover.tools.init": ("nope", "nope is no folder"),
     "drover.tools.lm_eval": ("nope", "invalid choice: 'nope'"),
     "drover.tools.parity": ("--reference nope --run nope", "nope"),
     "drover.tools.presets": ("nope", "There is no preset 'nope'"),

@@ -43,13 +43,17 @@ LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
 
+TEXT = ("md", "rst", "tex", "py", "html")
+"""Endings that mean txt too."""
+
+
 def file_format(path: PurePath, asked: str = "auto") -> str | None:
     """The format to read `path` as, by its ending unless asked for another; None if the ending says nothing."""
     if asked != "auto":
         return asked
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     ending = inner.suffix.lower().lstrip(".")
-    return ending if ending in FORMATS else None
+    return ending if ending in FORMATS else "txt" if ending in TEXT else None
 
 
 def divisible(path: PurePath, source: FilesSource) -> bool:
