@@ -27,6 +27,12 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}".removeprefix("drover.") for alias in node.names)
 
 
+def module_of(path):
+    """What the file is imported as."""
+    name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    return name if name.startswith("benchmarks") else f"drover.{name}"
+
+
 def test_everything_is_imported_as_a_part_of_drover():
     """Two names for one module would be two modules."""
     assert [path for path in FILES if re.search(r"^\s*(from|import) (model|pipeline|launch|tools)\b", path.read_text(),
@@ -164,8 +170,8 @@ def test_the_way_from_the_command_to_a_rank_is_short_and_as_the_page_draws_it():
 
 
 def test_every_program_has_a_wrong_argument_here():
-    programs = {"drover." + ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__")
-                for path in FILES if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
+    programs = {module_of(path).removesuffix(".__main__") for path in FILES
+                if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
     scripts = {"drover.launch.submit": "launch/submit.py", "drover.launch.status": "launch/status.py"}
     internal = {"drover.launch.slurm.job.rank"}
     stages = {f"drover.pipeline.{name}" for name in STAGES}  # whose arguments are looked at elsewhere
@@ -185,8 +191,7 @@ def test_refusals_import_nothing_heavy(program, tmp_path):
 
 def all_of(*rooms):
     """An import of every module of these packages."""
-    return "import " + ", ".join("drover." + ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-                                 for room in rooms for path in sorted((REPOSITORY / room).glob("*.py")))
+    return "import " + ", ".join(module_of(path) for room in rooms for path in sorted((REPOSITORY / room).glob("*.py")))
 
 
 @pytest.mark.parametrize(("code", "needed"), [

@@ -18,7 +18,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from drover.launch.estimate import matrix_rate
+from drover.launch.forecast import matrix_rate
+
 from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
@@ -30,7 +31,7 @@ from drover.pipeline.files import write_text
 
 CPU_SHARE = 0.6
 """Of the speed of matrix products, what training reaches on CPUs: the middle of what was measured
-(`drover.launch.estimate`)."""
+(`drover.launch.forecast`)."""
 GPU_FLOPS = 0.35 * 300e12
 """Of a GPU: a careful guess, since its model is not looked at."""
 TOKENS_PER_PARAMETER = 20
