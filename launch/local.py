@@ -29,7 +29,7 @@ from drover.pipeline.console import duration
 from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.preparation import report_done
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
 from drover.pipeline.contract.state import now
 
 WORDS = Path("logs") / "local.log"
@@ -125,7 +125,7 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     command = job.command
     if options.force:
         command = tuple(f"--force-id={chain}" if word == "--force" else word for word in command)
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
     # Children import this checkout and nothing from the folder they run in, and hide no output.
     environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1",
                    "DROVER_LAUNCHED": "1"}

@@ -12,7 +12,7 @@ from drover.pipeline.config.launching import LaunchConfig, Resources, minutes
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State, done_parts
-from drover.pipeline.contract.stages import REPOSITORY, STAGES, before
+from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 MOST_PARTS = 64
@@ -48,7 +48,7 @@ class Options:
     machine: Machine = Machine(1)
     frozen: str = ""
     chain: str = ""
-    code: str = str(REPOSITORY)
+    code: str = str(IMPORTED_FROM)
     code_sha256: str = ""
     exclude: tuple[str, ...] = ()
 

@@ -18,7 +18,7 @@ from drover.pipeline.config.checks import vocabulary_size
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.contract.stages import IMPORTED_FROM
 from drover.pipeline.errors import UserError
 
 LIMIT_S = 300.0
@@ -73,7 +73,7 @@ def _say(text: str) -> None:
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
     """What `drover.pipeline.rehearsal` answers; why it does not, as `failed`."""
-    path = filter(None, [str(REPOSITORY), *plugin_folders(), os.environ.get("PYTHONPATH")])
+    path = filter(None, [str(IMPORTED_FROM), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
     try:

@@ -171,7 +171,7 @@ def _checks(job: Job, python: str, spec: str) -> list[str]:
     Slurm keeps these lines, so nobody changes them. They compare the program that looks at all the rest, and run what
     they compared.
     """
-    program = f"{job.code}/launch/slurm/trust.py"
+    program = f"{job.code}/drover/launch/slurm/trust.py"
     refusal = f"refused: {program} is not what was submitted, or gone; submit the same command again"
     plugins = "".join(f":{shlex.quote(folder)}" for folder in plugin_folders())
     return [f"check=$(cat {shlex.quote(program)})",

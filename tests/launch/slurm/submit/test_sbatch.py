@@ -54,9 +54,9 @@ TRAIN_ON_FOUR_NODES = """#!/bin/bash
 # setup
 trap : TERM INT
 module load cuda
-check=$(cat '{code}/launch/slurm/trust.py')
+check=$(cat '{code}/drover/launch/slurm/trust.py')
 echo "$check" | sha256sum | grep -q "^SHA256 " || {{ echo \
-'refused: {code}/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; exit 1; }}
+'refused: {code}/drover/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; exit 1; }}
 code=$({python} -I -c "$check" check '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256) || exit 1
 export PYTHONPATH=$code${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
@@ -93,7 +93,7 @@ def test_the_script_of_training_on_four_nodes(launcher):
     shown = launcher.accepted("--stage", "all", "--dry-run", *FOUR_NODES)
     assert not launcher.run.exists(), "a dry run writes nothing"
     found = scripts(shown)
-    code = re.search(r"check=\$\(cat '(.+)/launch/slurm/trust.py'", found["train"])[1]
+    code = re.search(r"check=\$\(cat '(.+)/drover/launch/slurm/trust.py'", found["train"])[1]
     assert Path(code).parent == launcher.run / "code"
     plain = re.sub(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}", "CHAIN", re.sub(r"\b[0-9a-f]{64}\b", "SHA256", found["train"]))
     assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=code, python=sys.executable)
