@@ -121,8 +121,8 @@ def evaluation(config: Config, options: Options, step: int) -> Job:
     return replace(job, key=name, name=name, kind="evaluation", run=str(evaluation_folder(run, step)), ranks=0,
                    processes=job.tasks_per_node, nodes=1, tasks_per_node=1,
                    cpus_per_task=job.tasks_per_node * job.cpus_per_task,
-                   command=(job.command[0], "-m", "drover.launch.slurm.evaluations", "--run", str(run), "--step", str(step),
-                            *plugins))
+                   command=(job.command[0], "-m", "drover.launch.slurm.evaluations", "--run", str(run), "--step",
+                            str(step), *plugins))
 
 
 def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:

@@ -1,4 +1,4 @@
-"""The Llama network: `from model import Llama, ModelConfig, preset`.
+"""The Llama network: `from drover.model import Llama, ModelConfig, preset`.
 
 Importing this package imports nothing else: `ModelConfig` imports pydantic, `preset` builds the published shapes, and
 `Llama` imports torch.

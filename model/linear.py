@@ -1,5 +1,5 @@
-"""Products with a weight matrix, which are nearly all of a decoder's work; on some CPUs (`drover.model.kernels`) by oneDNN, up
-to twice as fast as torch's own."""
+"""Products with a weight matrix, which are nearly all of a decoder's work; on some CPUs (`drover.model.kernels`) by
+oneDNN, up to twice as fast as torch's own."""
 
 from typing import Any
 

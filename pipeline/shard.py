@@ -1,11 +1,11 @@
 """Stage 1: sources into WebDataset tar shards of documents, split into train and held-out, without exact duplicates.
 
 Documents are read in units of input files, through the filters, into `staging/`; passes over their digests, sorted
-and matched in partitions (`drover.pipeline.data.planning`), then decide which are kept, in which split and shard; shards are
-written, each as a unit. No pass holds the corpus in memory, and each is cut into units for processes and for several
-nodes. Documents keep the order of sources, file names and records, so the bytes depend on the input alone, not on the
-number of processes or on interruptions. What is held out is decided after the reading, by the digests or by the sizes
-of all documents (`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is
+and matched in partitions (`drover.pipeline.data.planning`), then decide which are kept, in which split and shard;
+shards are written, each as a unit. No pass holds the corpus in memory, and each is cut into units for processes and for
+several nodes. Documents keep the order of sources, file names and records, so the bytes depend on the input alone, not
+on the number of processes or on interruptions. What is held out is decided after the reading, by the digests or by the
+sizes of all documents (`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is
 trained on.
 """
 

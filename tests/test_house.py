@@ -196,16 +196,20 @@ def all_of(*rooms):
 
 @pytest.mark.parametrize(("code", "needed"), [
     ("from drover.pipeline.config.loading import load_config; load_config('configs/demo.yaml')", set()),
-    ("import sys; from drover.pipeline.contract.stages import STAGES; from drover.pipeline.config.loading import load_config; "
+    ("import sys; from drover.pipeline.contract.stages import STAGES; "
+     "from drover.pipeline.config.loading import load_config; "
      "[stage.input_files(load_config('configs/demo.yaml')) for stage in STAGES.values()]", set()),
     ("from drover.tools.presets import main; main(['llama3_8b'])", set()),
-    ("import drover.launch.slurm.job.rank", set()), ("import drover.tools.verify.__main__, drover.tools.where.__main__", set()),
+    ("import drover.launch.slurm.job.rank", set()),
+    ("import drover.tools.verify.__main__, drover.tools.where.__main__", set()),
     (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
-    ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.where.forward, drover.tools.where.inverse", {"numpy"}),
+    ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.where.forward, "
+     "drover.tools.where.inverse", {"numpy"}),
     ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
     ("import drover.pipeline.training.loop", {"torch", "numpy"}),
     (all_of("pipeline/reporting"), {"numpy", "matplotlib", "jinja2"}),
-    ("import torch; from drover.model.attention.choosing import Where, choose; from drover.model.config import ModelConfig; "
+    ("import torch; from drover.model.attention.choosing import Where, choose; "
+     "from drover.model.config import ModelConfig; "
      "from drover.pipeline.formats.huggingface import parameter_shapes; "
      "parameter_shapes(ModelConfig(dim=8, layers=1, heads=1, kv_heads=1, vocab_size=8)); "
      "choose('auto', Where(torch.device('cpu'), torch.bfloat16, compiled=False, head_dim=8))", {"torch", "numpy"}),
@@ -216,7 +220,8 @@ def test_imports_take_in_only_what_is_needed(code, needed):
     assert modules & HEAVY <= needed
 
 
-@pytest.mark.parametrize("code", ["import model, drover.launch.slurm.job.rank", "import drover.pipeline.report, drover.pipeline.encode"])
+@pytest.mark.parametrize("code", [
+    "import drover.model, drover.launch.slurm.job.rank", "import drover.pipeline.report, drover.pipeline.encode"])
 def test_workers_and_ranks_start_without_the_configuration(code):
     status, text, modules = imported_by("-c", code, cwd=REPOSITORY)
     assert status == 0, text

@@ -39,7 +39,8 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.utils.tensorboard",
-            "numpy.ma", "sentencepiece", "drover.pipeline.training.loop", "tests.faulty", "drover.pipeline.training.watchdog",
+            "numpy.ma", "sentencepiece", "drover.pipeline.training.loop", "tests.faulty",
+            "drover.pipeline.training.watchdog",
             "drover.pipeline.training.engines.fsdp")
 """What every child finds imported."""
 MORE = {"convert": ("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto"),

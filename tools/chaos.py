@@ -1,6 +1,6 @@
 """A soak: one training on a Slurm lab under random faults, and the proof that they left no trace in it.
 
-    python -m drover.tools.chaos --minutes 2             a lab of its own, faults for two minutes, then the chain to its report
+    python -m drover.tools.chaos --minutes 2      a lab of its own, faults for two minutes, then the chain to its report
     python -m drover.tools.chaos --minutes 60 --seed 7   an hour, with the faults in the order of seed 7
     python -m drover.tools.chaos --lab /tmp/lab          on a lab of four nodes that is up
 
@@ -10,9 +10,9 @@ away, a checkpoint turns bad, and training goes on with other numbers of nodes. 
 the same command is given again, as a user would.
 
 At the end the losses must be those of the same training that nobody disturbed, every sample must have been used
-exactly once (drover.tools.audit), and the report must state the goodput. Exit status: 0 only if all of that holds, 1 if not,
-2 if there is no lab, 130 if it was stopped. Every fault is recorded with its time and step in chaos.jsonl. The order of
-the faults, and what each does, are repeatable by --seed; the steps that they hit depend on the machine.
+exactly once (drover.tools.audit), and the report must state the goodput. Exit status: 0 only if all of that holds, 1 if
+not, 2 if there is no lab, 130 if it was stopped. Every fault is recorded with its time and step in chaos.jsonl. The
+order of the faults, and what each does, are repeatable by --seed; the steps that they hit depend on the machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models on the same items: one table, paired differences with their significance, a plot over the tokens of a run.
 
-    python -m drover.tools.compare --models runs/demo runs/trial/convert/hf --tasks python_line python_stdlib --to compared
+    python -m drover.tools.compare --models runs/demo runs/trial/convert/hf --tasks python_line --to compared
     python -m drover.tools.compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
 
 A model is a run's folder (its export, before that its newest checkpoint), a training checkpoint inside of a run, or a

@@ -18,7 +18,8 @@ from drover.tools.command import exit_status
 
 def main(arguments: list[str] | None = None) -> int:
     """Copy; the process's exit status."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.copy_tokens", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.copy_tokens",
+                                     description=(__doc__ or "").partition("\n")[0])
     add_run_options(parser)
     parser.add_argument("--to", required=True, metavar="URL", help="s3://bucket/prefix, gs://, az://, file://")
     parser.add_argument("--compare", action="store_true", help="read every shard back and compare its hash")

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from drover.launch.forecast import matrix_rate
-
 from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config

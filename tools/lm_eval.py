@@ -1,8 +1,9 @@
 """lm-evaluation-harness's own command line, which also knows `--model drover`.
 
-    python -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line --include_path configs/tasks
+    python -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line \\
+        --include_path configs/tasks
     python -m drover.tools.lm_eval --model drover --model_args run=runs/demo,checkpoint=100,dtype=bfloat16 --tasks ...
-    torchrun --standalone --nproc-per-node 2 -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks ...
+    torchrun --standalone --nproc-per-node 2 -m drover.tools.lm_eval --model drover --model_args ... --tasks ...
 
 All arguments are lm_eval's (docs/evaluation.md names those of the model), but for `--plugin FILE`, which imports a
 plugin. Data files that a task under --include_path names are found beside its YAML file, wherever this is started.

@@ -86,7 +86,8 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     """Make the folder `target` of the weights in `source`, or go on making it.
 
     Raises:
-        UserError: see `open_weights`, `Draft` and the forms in `drover.pipeline.formats`; nothing is at the target then.
+        UserError: see `open_weights`, `Draft` and the forms in `drover.pipeline.formats`; nothing is at the target
+        then.
     """
     import torch
 

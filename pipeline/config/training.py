@@ -195,8 +195,8 @@ class TrainConfig(Section):
     job without a warning signal; null: never."""
     tokens_from: str | None = execution(None)
     """URL of an object store (s3://bucket/prefix, gs://, az://, file://) that token shards are read from, as
-    `encode.copy_to` or drover.tools.copy_tokens put them there; those in the encode stage's folder are then not needed. Keys
-    and addresses come from the environment. null: that folder."""
+    `encode.copy_to` or drover.tools.copy_tokens put them there; those in the encode stage's folder are then not needed.
+    Keys and addresses come from the environment. null: that folder."""
     cache: TokenCacheConfig = execution({}, validate_default=True)
     """For `tokens_from`: what is kept on each node."""
     loader_threads: int = execution(1, gt=0)

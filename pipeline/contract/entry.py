@@ -76,7 +76,8 @@ def end_process(status: int) -> NoReturn:
 
 def parser(name: str) -> argparse.ArgumentParser:
     """The command line that all stages share."""
-    result = argparse.ArgumentParser(prog=f"python -m drover.pipeline.{name}", description=f"Run the stage {name} of a run.")
+    result = argparse.ArgumentParser(prog=f"python -m drover.pipeline.{name}",
+                                     description=f"Run the stage {name} of a run.")
     result.add_argument("--config", required=True, help="YAML file of the run")
     forcing = result.add_mutually_exclusive_group()
     forcing.add_argument("--force", action="store_true",

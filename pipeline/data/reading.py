@@ -67,9 +67,9 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
     `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
-    whether it was read whole, the first byte, and the digests, see `drover.pipeline.contract.content_hash`), the files as
-    `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta field
-    is that the source names.
+    whether it was read whole, the first byte, and the digests, see `drover.pipeline.contract.content_hash`), the files
+    as `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta
+    field is that the source names.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.

@@ -1,6 +1,7 @@
 """The name `drover` among lm-evaluation-harness's models: importing this module registers it.
 
-    python -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line --include_path configs/tasks
+    python -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line \\
+        --include_path configs/tasks
 
 The harness (0.4) knows its own models and those that somebody registered in the same process: it looks at no entry
 points. So its command line is started by `drover.tools.lm_eval`, which imports this first.

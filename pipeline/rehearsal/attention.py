@@ -28,8 +28,8 @@ NAME = f"{FlashKernel.__module__}:{FlashKernel.__name__}"
 
 
 def on_gpus(name: str, where: Where) -> tuple[str, str]:
-    """What stands for `train.attention` in a rehearsal of GPUs, and what to say of it; as drover.model.attention.choosing
-    decides on a GPU that is new enough (compute capability 8.0).
+    """What stands for `train.attention` in a rehearsal of GPUs, and what to say of it; as
+    drover.model.attention.choosing decides on a GPU that is new enough (compute capability 8.0).
 
     Raises:
         UserError: it could not run there either.

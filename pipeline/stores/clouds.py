@@ -54,7 +54,7 @@ _MACHINES_OWN = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/"
 
 
 class Cloud:
-    """A bucket (or container), as `drover.pipeline.stores.store.Store` uses a store: keys are the objects' full names."""
+    """A bucket (or container), as `drover.pipeline.stores.store.Store` uses a store: keys are full names."""
 
     def __init__(self, root: str) -> None:
         self._root, self._client = root, client(root)

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Folder:
-    """The disk, as `drover.pipeline.stores.store.Store` uses a store: every key is an absolute path without its first /."""
+    """The disk, as `drover.pipeline.stores.store.Store` uses a store: keys are absolute paths without the first /."""
 
     def list(self, prefix: str) -> list[Entry]:
         """All files below a folder."""

@@ -65,7 +65,8 @@ def test_the_same_ids_as_datatrove(tmp_path):
 @pytest.mark.slow
 def test_the_starts_of_stages_and_tools_are_measured(tmp_path):
     rows = measured(tmp_path, "start", "--rounds", "1")["rows"]
-    assert {"import drover.pipeline.train", "drover.tools.audit --help"} <= {row["name"] for row in rows if row["cpu_s"] > 0}
+    assert {"import drover.pipeline.train", "drover.tools.audit --help"} <= {
+        row["name"] for row in rows if row["cpu_s"] > 0}
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_lines_keep_the_last_drawing_of_a_live_line():
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):
     note = tmp_path / "pid"
-    code = "import os; from launch.processes import Processes; " \
+    code = "import os; from drover.launch.processes import Processes; " \
            "Processes(['sh', '-c', 'echo $$ > pid; exec sleep 3600'], os.environ).run()"
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path,
                                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)})

@@ -118,7 +118,8 @@ def copy_of_the_repository(folder):
     """A copy without git, different from the original in a line."""
     for part in PARTS:
         if (REPOSITORY / part).is_dir():
-            shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(REPOSITORY / part, folder / part, symlinks=True,
+                            ignore=shutil.ignore_patterns("__pycache__"))
         elif (REPOSITORY / part).is_file():
             shutil.copy(REPOSITORY / part, folder / part)
     for name in STAGES:

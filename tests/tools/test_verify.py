@@ -67,7 +67,8 @@ def test_an_untouched_run_is_in_order(whole, capsys):
     assert main(["--run", str(whole), "--processes", "1", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["problems"] == []
-    assert json.loads(run_python("-m", "drover.tools.verify", "--run", whole, "--processes", "2", "--json").stdout) == alone
+    assert json.loads(run_python("-m", "drover.tools.verify", "--run", whole, "--processes", "2",
+                                 "--json").stdout) == alone
 
 
 def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):

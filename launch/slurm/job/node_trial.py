@@ -1,6 +1,7 @@
 """A rank's part of the preflight: check its node, measure with the others, and print a report.
 
-    srun ... python -m drover.launch.slurm.job.rank preflight python -m drover.launch.slurm.job.node_trial RUN_FOLDER SECONDS
+    srun ... python -m drover.launch.slurm.job.rank preflight \\
+        python -m drover.launch.slurm.job.node_trial RUN_FOLDER SECONDS
 
 One task per rank, as training will have them. The first task of a node checks the node; all measure. Each prints its
 report twice, as a line of JSON: before it meets the others, and at the end. So the log of a node is its one file.

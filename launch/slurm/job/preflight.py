@@ -1,9 +1,9 @@
 """A short trial of every node before training: memory, clock, GPUs, a product, the network, and the run folder.
 
-`drover.launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks report, and when
-the time is up by what is there. Failed a check and not answered yet are two results: slow is not sick. A node is blamed
-only for what sets it apart, and never more than a few at once (`nodes.few`): what more of them have has a cause that
-they share, and so has what they see in the shared run folder.
+`drover.launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks report, and
+when the time is up by what is there. Failed a check and not answered yet are two results: slow is not sick. A node is
+blamed only for what sets it apart, and never more than a few at once (`nodes.few`): what more of them have has a cause
+that they share, and so has what they see in the shared run folder.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ leaves.
 
     python -m drover.launch.slurm.job.runner SPEC.json [SHA256]
 
-is a job of Slurm: it runs once, in the batch step on the first node. `drover.launch.local` runs the same for stages on one
-box. What it asks of either is `drover.launch.host`. What it does goes to `launch/attempts/`. Slurm's signal before the time
-limit does not concern it: that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any more,
-waits for what runs, and leaves.
+is a job of Slurm: it runs once, in the batch step on the first node. `drover.launch.local` runs the same for stages on
+one box. What it asks of either is `drover.launch.host`. What it does goes to `launch/attempts/`. Slurm's signal before
+the time limit does not concern it: that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any
+more, waits for what runs, and leaves.
 """
 
 from __future__ import annotations

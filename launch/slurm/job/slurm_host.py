@@ -29,7 +29,8 @@ class SlurmHost(Host):
     def from_environment(cls, environment: Mapping[str, str], scheduler: Scheduler, asked: list[int]) -> SlurmHost:
         """UserError outside of a job."""
         if "SLURM_JOB_ID" not in environment:
-            raise UserError("drover.launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes jobs.")
+            raise UserError("drover.launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes "
+                            "jobs.")
         job, element = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_TASK_ID")
         name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"
         return cls(job, name, int(environment.get("SLURM_RESTART_COUNT") or 0),

@@ -109,7 +109,8 @@ def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
-            *(copying if spec.code_sha256 and not spec.wrap else []), sys.executable, "-m", "drover.launch.slurm.job.rank",
+            *(copying if spec.code_sha256 and not spec.wrap else []),
+            sys.executable, "-m", "drover.launch.slurm.job.rank",
             stage, *command]
 
 

@@ -130,7 +130,8 @@ def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
         held, outputs = found["digest"], found["outputs"]
     except Missing:
         raise UserError(f"{store.url_of(MANIFEST)} is not there, so {url} (train.tokens_from) holds no finished copy "
-                        f"of token shards. Copy them there: python -m drover.tools.copy_tokens --run RUN --to {url}") from None
+                        f"of token shards. Copy them there: python -m drover.tools.copy_tokens --run RUN --to "
+                        f"{url}") from None
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{store.url_of(MANIFEST)} is not a manifest of token shards. Give the place that this run's "
                         f"shards were copied to as train.tokens_from.") from None
@@ -139,7 +140,8 @@ def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
         other = [table.path(row) for row in range(len(table)) if there.get(table.path(row)) != table.digest(row)]
         raise UserError(f"{url} (train.tokens_from) holds other token shards than the stage encode of this run made "
                         f"({len(other):,} of {len(table):,} differ: {', '.join(other[:3])}{' ...' if other[3:] else ''}"
-                        f"). Copy this run's to another place (python -m drover.tools.copy_tokens --run RUN --to URL), or "
+                        f"). Copy this run's to another place (python -m drover.tools.copy_tokens --run RUN --to "
+                        f"URL), or "
                         f"give the place that has them.")
     entries = {entry.path: entry for entry in store.list()}
     problems, etags = list[str](), list[str]()

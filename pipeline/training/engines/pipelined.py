@@ -21,7 +21,8 @@ TIED = "tok_embeddings.weight"
 
 
 class PipelineEngine(FsdpEngine):
-    """Stages that `drover.pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of this rank's parts of them."""
+    """Stages that `drover.pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of this rank's parts of
+    them."""
 
     model: PipelinedModel
 

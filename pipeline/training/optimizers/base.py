@@ -45,8 +45,8 @@ class Weight:
     """A parameter as an optimizer gets it.
 
     name: as in the checkpoint, e.g. `layers.0.attention.wq.weight`. parameter: a DTensor where it is spread, and so is
-    its `grad`; `drover.pipeline.parallel.grid.own` gives what is in this rank's memory. weight_decay: to be applied to it,
-    times the learning rate. lr_factor: what the schedule's learning rate is multiplied by for it.
+    its `grad`; `drover.pipeline.parallel.grid.own` gives what is in this rank's memory. weight_decay: to be applied to
+    it, times the learning rate. lr_factor: what the schedule's learning rate is multiplied by for it.
     """
 
     name: str

@@ -155,7 +155,8 @@ def test_many_copies_of_a_page_are_a_row_a_group_and_no_pairs(tmp_path, monkeypa
 
 def test_signatures_are_a_function_of_the_text_alone():
     """In any process, alone or beside others, of words without their case and marks."""
-    code = ("from drover.pipeline.data.planning.signatures import *; from drover.pipeline.config.data import NearDuplicates; "
+    code = ("from drover.pipeline.data.planning.signatures import *; "
+            "from drover.pipeline.config.data import NearDuplicates; "
             "settings = signature_settings(NearDuplicates()); "
             "print(signatures(['Some WORDS that are, like, these: ÄÖ one two.', 'x', 'a b c d e'], settings).tolist())")
     said = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,

@@ -54,7 +54,8 @@ def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):
 def test_local_run(run):
     """Of a process that runs, is gone, cannot be seen; with and without a word of the stage."""
     run.begun("train")
-    with subprocess.Popen([sys.executable, "-c", "input()", "-m", "drover.pipeline.train"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", "input()", "-m", "drover.pipeline.train"],
+                          stdin=subprocess.PIPE) as process:
         here = f"{process.pid} on {platform.node()}"
         write_text(run.folder / ".locks/train", f"process {here}, since then\n")
         assert run.states({})[2:5] == ["to do", "running", "to do"]

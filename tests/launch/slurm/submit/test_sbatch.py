@@ -56,7 +56,8 @@ trap : TERM INT
 module load cuda
 check=$(cat '{code}/drover/launch/slurm/trust.py')
 echo "$check" | sha256sum | grep -q "^SHA256 " || {{ echo \
-'refused: {code}/drover/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; exit 1; }}
+'refused: {code}/drover/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; \
+exit 1; }}
 code=$({python} -I -c "$check" check '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256) || exit 1
 export PYTHONPATH=$code${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
