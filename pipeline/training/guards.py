@@ -185,8 +185,8 @@ class Guards:
                 f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
                 f"is {self.config.max_rollbacks}. The reason was {verdict.text}; {self._where(verdict.samples)}. This "
                 f"update was not applied, and the checkpoints are sound. Look at the text (python -m "
-                f"drover.tools.where --run RUN --step N --text); lower train.lr and go on with --accept-drift{PHASED}, or set "
-                f"train.guards.spike=log to take such steps for normal.")
+                f"drover.tools.where --run RUN --step N --text); lower train.lr and go on with "
+                f"--accept-drift{PHASED}, or set train.guards.spike=log to take such steps for normal.")
         self.rollbacks_total += 1
         return verdict
 
