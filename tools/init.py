@@ -157,11 +157,11 @@ def _beginning(path: Path) -> list[str]:
 def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
     """The network and its training, for text and FLOP/s; `params` decides in place of the minutes."""
     vocabulary = min(32768, max(640, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
-    text = int(corpus.text_bytes / max(1.5, 0.37 * math.log2(vocabulary) - 1.5))  # bytes of a token, as measured
+    text = 1 + int(corpus.text_bytes / max(1.5, 0.37 * math.log2(vocabulary) - 1.5))  # bytes of a token, as measured
     budget = params or math.sqrt(flops * 60 * minutes / (6 * TOKENS_PER_PARAMETER))
     tokens = int(min(TOKENS_PER_PARAMETER * budget, EPOCHS * text))
     limit = f"{tokens / text:.2g} epochs of your text" if tokens >= text else f"{tokens / text:.0%} of your text"
-    wanted = params or tokens / TOKENS_PER_PARAMETER
+    wanted = params or max(1.0, tokens / TOKENS_PER_PARAMETER)
     length = 1024 if tokens >= 20e6 else 512 if tokens >= 4e6 else 256
     shape = min((_shape(depth, vocabulary, length) for depth in range(2, 49)),
                 key=lambda shape: abs(math.log(shape.parameter_count / wanted)))

@@ -42,6 +42,11 @@ def test_what_the_text_or_the_time_allows(notes, flops, minutes, params, limit, 
     assert limit in found.limit and found.shape.layers == depth and not found.shape.problems()
 
 
+def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
+    (tmp_path / "a.md").write_text("a")
+    assert propose(look(tmp_path), 1e11, 10, None).steps == 20
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (["my notes", "--minutes", "0"], "above 0"), (["my notes", "--params", "many"], "above 0"),
     (["nowhere"], "is no folder"), (["pictures"], "its files: 1 .png"),
