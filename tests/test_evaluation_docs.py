@@ -27,12 +27,13 @@ def home(tmp_path_factory):
 
 
 def test_the_page_has_the_promised_commands():
-    assert [next(word for word in command.split() if word.startswith(("tools.", "launch/"))) for command in COMMANDS] \
-        == ["drover.tools.lm_eval", "drover.tools.compare", "drover.tools.compare", "launch/submit.py"]
+    assert [next(word for word in command.split() if word.startswith(("drover.tools.", "launch/")))
+            for command in COMMANDS] == [
+        "drover.tools.lm_eval", "drover.tools.compare", "drover.tools.compare", "launch/submit.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m tools." in command])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m drover.tools." in command])
 def test_every_command_runs(home, command, monkeypatch, capsys):
     import lm_eval.tasks
     original = lm_eval.tasks.TaskManager  # without the harness's own tasks, whose thousands of files take long to read

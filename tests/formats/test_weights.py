@@ -101,7 +101,7 @@ def test_a_checkpoint_that_does_not_fit_its_shape_is_refused(tmp_path):
     folder, state = as_checkpoint(tmp_path / "x", model), {
         f"model.{name}": each.detach() for name, each in model.named_parameters()}
     for wrong, said in (({"model.norm.weight": torch.ones(3)}, r"norm.weight is \[3\]; by the shape .* it is \[48\]"),
-                        ({"drover.model.rope.freqs": torch.ones(4)}, "rope.freqs is no parameter")):
+                        ({"model.rope.freqs": torch.ones(4)}, "rope.freqs is no parameter")):
         write_checkpoint(folder, state | wrong)
         refused(UserError, said, open_weights, folder)
 

@@ -176,7 +176,7 @@ def test_jobs_ran_the_code_of_the_submission(done):
     for stage in STAGES:
         hashes = {name: sha256 for name, sha256 in done.manifest(stage).code.items() if name != "faulty"}  # a plugin
         assert hashes[f"pipeline/{stage}.py"] != sha256_file(REPOSITORY / f"pipeline/{stage}.py")
-        assert {name: sha256_file(snapshot / name) for name in hashes} == hashes
+        assert {name: sha256_file(snapshot / "drover" / name) for name in hashes} == hashes
 
 
 def test_no_file_holds_the_shells_secrets(done):
