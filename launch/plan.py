@@ -130,7 +130,7 @@ def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:
     launch, stage = run.config.launch, job.stage
     if options.cluster == "local" or not job.to_run:
         return [job]
-    phases, arrays, after = STAGES[stage].phases, list[Job](), job.dependencies
+    phases, arrays, after = STAGES[stage].phases_of(run.config), list[Job](), job.dependencies
     parts = getattr(launch.of(stage), "array", None) or min(launch.train.nodes, MOST_PARTS)
     if phases and parts > 1:
         # An array for each phase that is not done, one after the other, and the job that brings all together.

@@ -41,6 +41,7 @@ class Stage:
             before workers are forked.
         phases: the phases of its work, in their order, whose units may be shared out among several jobs (`--part`), as
             `Work.do_units` is called for them; one more call then finishes it. One that has no units is done at once.
+        phases_with: (setting, phases) that have no units where the setting is null.
         checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
             goes on from the newest, and may do so under other settings.
         goal: (setting, count of its manifest) of how far it goes: a finished stage that is asked for more goes on.
@@ -68,6 +69,7 @@ class Stage:
     workers: bool = False
     unit_modules: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
+    phases_with: tuple[str, tuple[str, ...]] = ("name", ())
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
     reusable: bool = False
@@ -98,6 +100,12 @@ class Stage:
     def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
         """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
         return self.renews is not None and bool(_named(self.renews)(old, new))
+
+    def phases_of(self, config: Config) -> list[str]:
+        """The phases that may have units under a configuration."""
+        setting, phases = self.phases_with
+        return [phase for phase in self.phases
+                if phase not in phases or operator.attrgetter(setting)(config) is not None]
 
     def goes_on(self, config: Config, counts: dict[str, Any]) -> bool:
         """Whether the finished stage that counted `counts` is asked for more than that."""
@@ -138,6 +146,7 @@ STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
           unit_modules=("drover.pipeline.data.reading", "drover.pipeline.data.planning.passes"),
           phases=("read", "sort", "match", "components", "compare", "resolve", "decide", "write"),
+          phases_with=("shard.near_duplicates", ("components", "compare", "resolve")),
           outside_code="drover.pipeline.data.filters.base:outside_code",
           files="drover.pipeline.data.filters.files:input_files",
           unit_files="drover.pipeline.data.sources:input_files",
