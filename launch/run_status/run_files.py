@@ -125,9 +125,9 @@ def _run(folder: Path) -> Run:
 
 def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: dict[str, Any]) -> StageFiles:
     place, manifest, damaged = own, None, ""
-    if run is not None and own.name in STAGES:
-        place = _quietly(lambda: run.stage_folder(own.name), own)
     try:
+        if run is not None and own.name in STAGES:
+            place = run.stage_folder(own.name)
         manifest = read_manifest(place)
     except (UserError, OSError, TypeError) as error:
         damaged = str(error)

@@ -213,8 +213,9 @@ class Evaluations:
     def _training_goes_on(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (UserError, OSError, ValueError) as error:
-            text = f"{what} not evaluated for now, training goes on: {str(error).strip()}"
+        except Exception as error:  # noqa: BLE001 - of a library too: training is not to hear of it
+            kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
+            text = f"{what} not evaluated for now, training goes on: {kind}{str(error).strip()}"
             if text not in self._said:
                 self._said.add(text)
                 self._say(text)

@@ -165,7 +165,10 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield limit.exceeded(place)
             continue
         try:
-            yield place, orjson.loads(line)
+            record = orjson.loads(line)
+            if source.id_field and isinstance(record, dict) and isinstance(record.get(source.id_field), float):
+                record = json.loads(line)  # a whole number beyond 64 bits, which orjson makes a float
+            yield place, record
             continue
         except orjson.JSONDecodeError:  # also for NaN, broken UTF-8 and half of a surrogate pair
             text = line.decode("utf-8", "surrogateescape")

@@ -8,6 +8,7 @@ import os
 import shlex
 import time
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -454,20 +455,21 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.watchdog.pause()
-        for hook in self.hooks:
-            hook.on_end(self)
-        self.stop.__exit__()
-        self.batches.close()
-        if isinstance(error, (UserError, OSError)):
-            # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished is
-            # removed, which makes room to say so.
-            self.saver.settle()
-            self.uploads.close()
-        self.log_events()
-        self.recorder.close()
-        if error is None:  # after a failure the other ranks are not here to take leave of
-            stop_ranks()
+        with ExitStack() as ends:  # from the last one on, each of them, also where a hook's raises
+            if error is None:  # after a failure the other ranks are not here to take leave of
+                ends.callback(stop_ranks)
+            ends.callback(self.recorder.close)
+            ends.callback(self.log_events)
+            if isinstance(error, (UserError, OSError)):
+                # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished
+                # is removed, which makes room to say so.
+                ends.callback(self.uploads.close)
+                ends.callback(self.saver.settle)
+            ends.callback(self.batches.close)
+            ends.callback(self.stop.__exit__)
+            for hook in reversed(self.hooks):
+                ends.callback(hook.on_end, self)
+            ends.callback(self.watchdog.pause)
 
     # ---- what is said and recorded
 

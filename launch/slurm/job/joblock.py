@@ -82,6 +82,7 @@ class JobLock:
         """Say now and then that this job lives; False once another start has taken the stage over."""
         if not at_once and time.monotonic() < self._next:
             return True
+        self._next = time.monotonic() + BEAT_S  # also where it fails
         with suppress(OSError), self._guarded():  # a full disk, say; Slurm still says that it runs
             if not self._is_free():
                 return False

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -103,12 +104,12 @@ def _smi(query: str) -> list[list[str]] | None:
     """Rows about the job's GPUs; None: no answer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     only = [f"--id={visible}"] if visible and "MIG" not in visible else []
-    try:
-        answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
-                                text=True, timeout=SMI_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return [line.split(", ") for line in answer.splitlines() if line]
+    for _ in range(2):  # a failure may pass
+        with suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
+                                    text=True, timeout=SMI_S, check=True).stdout
+            return [line.split(", ") for line in answer.splitlines() if line]
+    return None
 
 
 def _is_foreign(pid: str) -> bool:

@@ -121,6 +121,10 @@ def judge(reports: Sequence[Report], places: Sequence[str], factor: float, laste
     silent = _silent(reports, places)
     if quiet_s >= max(QUIET_S, lasted_s):
         blame(dict.fromkeys(silent, "it did not report"), "did not report")
+        unfinished = {report.node for report in reports if not report.times}
+        if 2 * sum(bool(report.times) for report in reports) > len(places):
+            blame(dict.fromkeys(unfinished, "its ranks did not come to the end with the others"),
+                  "did not come to the end")
     elif silent:
         result.told.append(f"not all nodes have answered yet: {named(silent)} ({counted(silent)}); slow is not sick, "
                            f"so none gets a strike (launch.preflight_s gives them more time)")
