@@ -100,6 +100,10 @@ def test_secrets_of_the_shell_are_recognised_by_their_values():
     assert not found({"HOME": "/home/me", "GPG_KEY": "short", "VAULT": word}, {"name": word})
 
 
+def test_a_key_that_is_known_by_its_variable_is_told():
+    assert found(environment_of_jobs={"AZURE_AccountKey": drawn(32)})
+
+
 def holding(folder, *secrets):
     return [path for path in folder.rglob("*") if path.is_file()
             and any(secret.encode() in path.read_bytes() for secret in secrets)]
