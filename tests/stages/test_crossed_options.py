@@ -78,7 +78,8 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     settings = [*settings, f"train.tokens_from=file://{short_documents.parent}/store", f"train.cache.read={read}",
                 f"train.cache.folder={tmp_path}/cache", "train.checkpoint.background=false",
                 f"train.checkpoint.copy_to={url}"]
-    run_with_faults(fresh, f"{faults};kill:rank=1,step=11", *settings, ranks=2, expect=1)
+    late = ";slow:rank=1,step=10,seconds=10" * lost  # so that the copy of step 8 is there
+    run_with_faults(fresh, f"{faults}{late};kill:rank=1,step=11", *settings, ranks=2, expect=1)
     if lost:  # what happened after the last copy happens again
         shutil.rmtree(run / "train")
         Store(url).delete([LOCK])  # as if long ago: so long the next one waits for whoever held it
