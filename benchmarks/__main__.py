@@ -24,8 +24,8 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.measuring import Record, positive, spread
-from pipeline.errors import UserError
-from pipeline.files import read_json
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
 
 MODULES = {name: name for name in ("train", "generate", "data", "start")} | {"gpu": "suite", "layouts": "suite"}
 REPOSITORY = Path(__file__).resolve().parent.parent

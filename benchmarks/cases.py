@@ -26,21 +26,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import Row
 from benchmarks.suite import config_of
-from model.attention import BACKENDS
-from model.attention.backend import Documents, Where
-from model.attention.choosing import choose
-from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan
-from pipeline.config.tree import Config
-from pipeline.data.sampling.batch import Batch, pack
-from pipeline.parallel.compiling import compiled_share
-from pipeline.parallel.context_parallel import part_of
-from pipeline.parallel.grid import Grid, own
-from pipeline.parallel.initial_values import drawn
-from pipeline.parallel.ranks import start_ranks
-from pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
-from pipeline.training.engines.build import build_engine
-from pipeline.training.guards import StepLimits
+from drover.model.attention import BACKENDS
+from drover.model.attention.backend import Documents, Where
+from drover.model.attention.choosing import choose
+from drover.model.config import ModelConfig
+from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.sampling.batch import Batch, pack
+from drover.pipeline.parallel.compiling import compiled_share
+from drover.pipeline.parallel.context_parallel import part_of
+from drover.pipeline.parallel.grid import Grid, own
+from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.parallel.ranks import start_ranks
+from drover.pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.guards import StepLimits
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
            "efficient": SDPBackend.EFFICIENT_ATTENTION}

@@ -29,9 +29,9 @@ from benchmarks.measuring import (
     timed,
     version_of,
 )
-from pipeline.contract.manifest import Manifest, read_manifest
-from pipeline.errors import UserError
-from pipeline.files import read_json
+from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
 
 FILES = 4
 """That the corpus is cut into, so that two processes have something each."""
@@ -130,7 +130,7 @@ def _stage(stage: str, texts: list[str], place: Path, run: str, *settings: str) 
     config = place / f"{run}.yaml"
     config.write_text(json.dumps({"name": run, "runs_dir": str(place), "launch": {"processes": PROCESSES},
                                   "shard": {"shard_mb": 4, "sources": sources, "heldout_share": 0.05}}))
-    return [sys.executable, "-m", f"pipeline.{stage}", "--config", str(config), *settings]
+    return [sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(config), *settings]
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -154,11 +154,11 @@ def loader(texts: list[str], mb: float, place: Path, options: argparse.Namespace
     """Batches by one loader thread, concatenated and packed, beside rows that are cut from one mapped file at random
     places, without labels' ends, documents and positions. Everything lies in the page cache; the texts are of no use:
     made-up documents have the lengths of web text."""
-    from pipeline.config.phases import PhasePlan
-    from pipeline.config.training import TrainConfig
-    from pipeline.data.sampling.loader import Prefetcher, TrainingData
-    from pipeline.data.sampling.packing import Alone, make
-    from pipeline.data.shard_table import open_shards
+    from drover.pipeline.config.phases import PhasePlan
+    from drover.pipeline.config.training import TrainConfig
+    from drover.pipeline.data.sampling.loader import Prefetcher, TrainingData
+    from drover.pipeline.data.sampling.packing import Alone, make
+    from drover.pipeline.data.shard_table import open_shards
 
     folder, flat = place / "encode", place / "tokens.bin"
     table = _token_shards(folder, flat)
@@ -189,9 +189,9 @@ def _token_shards(folder: Path, flat: Path) -> Any:
     """Write shards of made-up documents, and a file with their tokens one after another."""
     import numpy as np
 
-    from pipeline.data.shard_table import ShardTable
-    from pipeline.data.token_shards import write_shard
-    from pipeline.files import output_record
+    from drover.pipeline.data.shard_table import ShardTable
+    from drover.pipeline.data.token_shards import write_shard
+    from drover.pipeline.files import output_record
 
     draw, records = np.random.default_rng(0), []
     with open(flat, "wb") as file:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.measuring import RATES, Record, alternated, compared, positive, timed
-from model.config import ModelConfig
-from model.presets import PRESETS, preset
-from pipeline.errors import UserError
+from drover.model.config import ModelConfig
+from drover.model.presets import PRESETS, preset
+from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what can be asked for."""
     add = parser.add_argument
     add("--preset", choices=list(PRESETS), default="ladder_42m", metavar="NAME",
-        help="shape of the model; python -m tools.presets lists them (%(default)s)")
+        help="shape of the model; python -m drover.tools.presets lists them (%(default)s)")
     add("--vocabulary", type=positive, default=32000, metavar="N", help="of presets without one (%(default)s)")
     add("--prompt", type=positive, default=20, metavar="N", help="tokens of the prompt (%(default)s)")
     add("--new", type=positive, default=60, metavar="N", help="tokens to be written (%(default)s)")
@@ -69,11 +69,11 @@ def both(config: ModelConfig, device: torch.device, dtype: torch.dtype, prompt: 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from model.generation.batch import Batch
-    from model.generation.sampling import Sampling
-    from model.llama import Llama, initialise
-    from pipeline.formats.huggingface import Source, huggingface_files, write_folder
-    from pipeline.formats.weights import load_model, open_weights
+    from drover.model.generation.batch import Batch
+    from drover.model.generation.sampling import Sampling
+    from drover.model.llama import Llama, initialise
+    from drover.pipeline.formats.huggingface import Source, huggingface_files, write_folder
+    from drover.pipeline.formats.weights import load_model, open_weights
 
     drawn = Llama(config)
     initialise(drawn, config, seed=0)

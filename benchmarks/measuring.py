@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import write_json, write_text
+from drover.pipeline.files import write_json, write_text
 
 PACKAGES = ("torch", "transformers", "litgpt", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")

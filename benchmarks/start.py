@@ -7,9 +7,9 @@ import sys
 from functools import partial
 
 from benchmarks.measuring import Record, alternated, command, compared
-from pipeline.contract.stages import STAGES
+from drover.pipeline.contract.stages import STAGES
 
-TOOLS = ("tools.audit", "tools.where", "tools.verify", "tools.rehearse", "tools.chat", "tools.serve", "tools.lm_eval")
+TOOLS = tuple(f"drover.tools.{name}" for name in ("audit", "where", "verify", "rehearse", "chat", "serve", "lm_eval"))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, record: Record) -> None:
     """Start each by turns."""
-    commands = {"python alone": ["-c", ""], **{f"import pipeline.{name}": ["-c", f"import pipeline.{name}"]
+    commands = {"python alone": ["-c", ""], **{
+        f"import drover.pipeline.{name}": ["-c", f"import drover.pipeline.{name}"]
                                                for name in STAGES},
                 **{f"{tool} --help": ["-m", tool, "--help"] for tool in TOOLS}}
     contenders = {name: partial(command, [sys.executable, *words]) for name, words in commands.items()}

@@ -32,10 +32,10 @@ import yaml
 
 from benchmarks.apart import Apart
 from benchmarks.measuring import Record, Row, positive
-from model.config import ModelConfig
-from pipeline.config.loading import load_config
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from drover.model.config import ModelConfig
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
 
 GOOD = ("ok", "missing", "not here", "rehearsed", "left out")
 """How a case may end in the self-test."""
@@ -271,8 +271,8 @@ def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
 
 def rehearsed(case: Row, gpus: int) -> Row:
     """A layout on fake tensors: its peak of memory, or why it cannot be."""
-    from pipeline.rehearsal.apart import rehearse_apart
-    from pipeline.rehearsal.report import ends_and_middle, fullest
+    from drover.pipeline.rehearsal.apart import rehearse_apart
+    from drover.pipeline.rehearsal.report import ends_and_middle, fullest
 
     try:
         config = config_of(case, gpus)
@@ -289,8 +289,8 @@ def node() -> int:
 
 def first_address() -> str:
     """By which the first node of this allocation of Slurm is reached."""
-    from launch.slurm.nodes import address
-    from launch.slurm.scheduler import Scheduler
+    from drover.launch.slurm.nodes import address
+    from drover.launch.slurm.scheduler import Scheduler
 
     scheduler = Scheduler()
     return address(scheduler.hostnames(os.environ["SLURM_JOB_NODELIST"])[0], scheduler)

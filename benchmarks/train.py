@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.apart import Apart
 from benchmarks.measuring import Record, Row, Taken, alternated, compared, positive
 from benchmarks.suite import cases_of, derived, work
-from pipeline.errors import UserError
+from drover.pipeline.errors import UserError
 
 PRODUCTS = [(2048, 512, 512), (2048, 2048, 2048), (4096, 1024, 1024), (2048, 288, 288), (2048, 288, 768),
             (2048, 768, 288)]
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, record: Record) -> bool:
     """Alternate rounds of each candidate; whether one failed."""
     import torch
 
-    from model.kernels import chosen
+    from drover.model.kernels import chosen
 
     torch.set_num_threads(options.threads)
     found, peaks = dict[str, Candidate](), [matrix_peaks()]
@@ -123,7 +123,7 @@ def matrix_peaks() -> dict[str, float]:
     """FLOP/s of the fastest fp32 product by each library here: torch's own, and oneDNN."""
     import torch
 
-    from model.kernels import onednn_product
+    from drover.model.kernels import onednn_product
 
     libraries: dict[str, Any] = {"torch": torch.nn.functional.linear}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):

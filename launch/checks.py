@@ -8,29 +8,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from launch.credentials import credential_problems
-from launch.forecast import Disk, planned_consumption, state_bytes_per_rank
-from launch.plan import Job, Options
-from launch.slurm.scheduler import NodeKind, Scheduler
-from launch.slurm.submit.options import option_problems
-from pipeline.config.checks import place_problems, problems, rank_problems
-from pipeline.config.launching import minutes
-from pipeline.config.loading import refusal
-from pipeline.config.outside import absent_attention, absent_torchao
-from pipeline.config.phases import PhasePlan
-from pipeline.config.places import blocked, unwritable
-from pipeline.config.shapes import export_problem
-from pipeline.config.shipped import HOOKS
-from pipeline.config.tree import Config
-from pipeline.console import readable
-from pipeline.contract.run import Run, State
-from pipeline.contract.stages import STAGES, before
-from pipeline.data.filters.base import unusable as unusable_filters
-from pipeline.data.readers import absent_columns
-from pipeline.errors import UserError, listed
-from pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
-from pipeline.stores.store import Store, preflight
-from pipeline.training.sinks.base import unusable
+from drover.launch.credentials import credential_problems
+from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
+from drover.launch.plan import Job, Options
+from drover.launch.slurm.scheduler import NodeKind, Scheduler
+from drover.launch.slurm.submit.options import option_problems
+from drover.pipeline.config.checks import place_problems, problems, rank_problems
+from drover.pipeline.config.launching import minutes
+from drover.pipeline.config.loading import refusal
+from drover.pipeline.config.outside import absent_attention, absent_torchao
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.places import blocked, unwritable
+from drover.pipeline.config.shapes import export_problem
+from drover.pipeline.config.shipped import HOOKS
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import readable
+from drover.pipeline.contract.run import Run, State
+from drover.pipeline.contract.stages import STAGES, before
+from drover.pipeline.data.filters.base import unusable as unusable_filters
+from drover.pipeline.data.readers import absent_columns
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
+from drover.pipeline.stores.store import Store, preflight
+from drover.pipeline.training.sinks.base import unusable
 
 _AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS",
           "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE")
@@ -284,7 +284,7 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
 
 def _refuse_other_weights(run: Run, path: str) -> None:
     """Weights to start from that are of another shape are found before the job waits in a queue."""
-    from pipeline.training.initial_weights import refuse_other_shape  # imports torch
+    from drover.pipeline.training.initial_weights import refuse_other_shape  # imports torch
     model, made = run.config.model, run.manifest("tokenizer")
     size = model.vocab_size or (made.counts["vocab_size"] if made is not None else None)
     refuse_other_shape(Path(path), model.model_copy(update={"vocab_size": size}))
@@ -295,12 +295,12 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
     waits in a queue; the latter once encode has counted the tokens."""
     train = run.config.train
     if (consumption := planned_consumption(run)) is not None:
-        from pipeline.data.sampling.consumption import excesses
+        from drover.pipeline.data.sampling.consumption import excesses
         if beyond := excesses(train, consumption):
             raise UserError(listed(beyond))
     checkpoints = complete_checkpoints(run.own_folder("train"))
     if train.phases and checkpoints and not forced:
-        from pipeline.training.resume import changed_future
+        from drover.pipeline.training.resume import changed_future
         for path in reversed(checkpoints):
             if (marker := whole_marker(path)) is not None:  # training sets a torn one aside
                 progress = TrainingProgress(**marker["progress"])

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from launch.slurm.submit.options import extras
-from pipeline.config.section import flatten
-from pipeline.config.tree import Config
+from drover.launch.slurm.submit.options import extras
+from drover.pipeline.config.section import flatten
+from drover.pipeline.config.tree import Config
 
 _START = r"(?<![A-Za-z0-9_-])"
 KNOWN = {
@@ -79,7 +79,8 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
             found.append(HOLDS.format(place=place, what=f" ({kind})", named=f", {variable}" if variable else "",
                                       name=variable or "NAME", rest=""))
         for name, value in [(variable, text)] if variable else [*_ASSIGNED.findall(text), *_GIVEN.findall(text)]:
-            if name not in launch.not_secrets and is_secret(name, value) and not known_form(f"{name}={value}"):
+            if name not in launch.not_secrets and is_secret(name, value) and not (
+                    kind if variable else known_form(f"{name}={value}")):
                 found.append(HOLDS.format(
                     place=place, what="", named=f", {name}", name=name.replace("-", "_"),
                     rest=f"; if it is no secret, say so: launch.not_secrets=[{name}]"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from launch.forecast import (
+from drover.launch.forecast import (
     Disk,
     estimate,
     gathered_bytes_per_layer,
@@ -15,16 +15,16 @@ from launch.forecast import (
     shape_of,
     state_bytes_per_rank,
 )
-from launch.plan import Job, Options, code_path
-from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan, with_largest
-from pipeline.config.checks import rank_problems
-from pipeline.config.phases import PhasePlan
-from pipeline.config.tree import Config
-from pipeline.console import duration, readable
-from pipeline.contract.run import Run
-from pipeline.contract.stages import REPOSITORY
-from pipeline.parallel.stages import stage_layers
+from drover.launch.plan import Job, Options, code_path
+from drover.model.config import ModelConfig
+from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.checks import rank_problems
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import duration, readable
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import IMPORTED_FROM
+from drover.pipeline.parallel.stages import stage_layers
 
 WIDTH = 140
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -122,7 +122,7 @@ def consumption_lines(run: Run) -> list[str]:
     if not says_consumption(train):
         return []
     if found is not None:
-        from pipeline.data.sampling.consumption import plan_lines
+        from drover.pipeline.data.sampling.consumption import plan_lines
         lines = plan_lines(train, found)
     else:
         when = "encode is done" if train.packing == "concatenate" else "training has planned the packing"
@@ -154,6 +154,6 @@ def _departures(model: ModelConfig) -> list[str]:
 
 def by_hand(job: Job) -> str:
     """The job's command as a line for a shell."""
-    environment = {**job.environment, "PYTHONPATH": code_path(job.code or str(REPOSITORY))}
+    environment = {**job.environment, "PYTHONPATH": code_path(job.code or str(IMPORTED_FROM))}
     settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*settings, shlex.join(job.command)])

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.plan import Job
-from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan, with_largest
-from pipeline.config.checks import vocabulary_size
-from pipeline.config.optimizers import optimizer_kind
-from pipeline.config.phases import PhasePlan
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.contract.run import Run
-from pipeline.contract.stages import STAGES
-from pipeline.errors import UserError
-from pipeline.parallel.stages import largest_share
-from pipeline.stores.object_files import InputFile, ObjectFile
+from drover.launch.plan import Job
+from drover.model.config import ModelConfig
+from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.checks import vocabulary_size
+from drover.pipeline.config.optimizers import optimizer_kind
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.stages import largest_share
+from drover.pipeline.stores.object_files import InputFile, ObjectFile
 
 if TYPE_CHECKING:
-    from pipeline.data.sampling.consumption import Consumption
+    from drover.pipeline.data.sampling.consumption import Consumption
 
 WEIGHT_BYTES = 4
 """Of a parameter in a checkpoint and in training: its fp32 value; as much again for its gradient. What the optimizer
@@ -83,7 +83,7 @@ def planned_consumption(run: Run) -> Consumption | None:
     train, made = run.config.train, run.manifest("encode")
     if not says_consumption(train) or train.packing != "concatenate" or made is None or "splits" not in made.counts:
         return None
-    from pipeline.data.sampling.consumption import planned, train_tokens
+    from drover.pipeline.data.sampling.consumption import planned, train_tokens
 
     return planned(run.config, train_tokens(run.config, made.counts))
 

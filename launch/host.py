@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.slurm.job.joblock import JobLock
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import UNKNOWN, Scheduler
+from drover.launch.slurm.job.joblock import JobLock
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.scheduler import UNKNOWN, Scheduler
 
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
 """States of a job that has its nodes and is to keep them."""
@@ -44,7 +44,7 @@ class Host(ABC):
         """Start `command` once per rank (once, for a stage without ranks) and wait for the end of all.
 
         The first rank that fails ends the others, and no rank outlives this process. `each` is called meanwhile; if it
-        answers False, the ranks are ended. The output goes to files in `folder` (`launch.slurm.start_logs`).
+        answers False, the ranks are ended. The output goes to files in `folder` (`drover.launch.slurm.start_logs`).
         """
 
     @abstractmethod

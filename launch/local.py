@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from launch.checks import refuse_stale
-from launch.host import Host
-from launch.plan import Job, Machine, Options
-from launch.processes import Processes, stop_requests, tell
-from launch.slurm.job.rank import visible_gpus
-from launch.slurm.job.runner import Runner
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import NoScheduler
-from launch.slurm.start_logs import ONE_PROCESS
-from pipeline.config.tree import Config
-from pipeline.console import duration
-from pipeline.contract.entry import INTERRUPTED
-from pipeline.contract.preparation import report_done
-from pipeline.contract.run import Run
-from pipeline.contract.stages import REPOSITORY, STAGES
-from pipeline.contract.state import now
+from drover.launch.checks import refuse_stale
+from drover.launch.host import Host
+from drover.launch.plan import Job, Machine, Options
+from drover.launch.processes import Processes, stop_requests, tell
+from drover.launch.slurm.job.rank import visible_gpus
+from drover.launch.slurm.job.runner import Runner
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.scheduler import NoScheduler
+from drover.launch.slurm.start_logs import ONE_PROCESS
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import duration
+from drover.pipeline.contract.entry import INTERRUPTED
+from drover.pipeline.contract.preparation import report_done
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
+from drover.pipeline.contract.state import now
 
 WORDS = Path("logs") / "local.log"
 """In a run folder: what the launcher said of all stages and starts on this box."""
@@ -125,7 +125,7 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     command = job.command
     if options.force:
         command = tuple(f"--force-id={chain}" if word == "--force" else word for word in command)
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
     # Children import this checkout and nothing from the folder they run in, and hide no output.
     environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1",
                    "DROVER_LAUNCHED": "1"}

@@ -7,13 +7,13 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from launch.slurm.jobspec import JobSpec
-from pipeline.config.launching import LaunchConfig, Resources, minutes
-from pipeline.config.plugins import plugin_folders
-from pipeline.config.tree import Config
-from pipeline.contract.run import Run, State, done_parts
-from pipeline.contract.stages import REPOSITORY, STAGES, before
-from pipeline.records.pending_evaluations import evaluation_folder
+from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.config.launching import LaunchConfig, Resources, minutes
+from drover.pipeline.config.plugins import plugin_folders
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.run import Run, State, done_parts
+from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
+from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 MOST_PARTS = 64
 """Parts of a stage that are planned where nothing is said; more are a matter of the site."""
@@ -48,7 +48,7 @@ class Options:
     machine: Machine = Machine(1)
     frozen: str = ""
     chain: str = ""
-    code: str = str(REPOSITORY)
+    code: str = str(IMPORTED_FROM)
     code_sha256: str = ""
     exclude: tuple[str, ...] = ()
 
@@ -121,8 +121,8 @@ def evaluation(config: Config, options: Options, step: int) -> Job:
     return replace(job, key=name, name=name, kind="evaluation", run=str(evaluation_folder(run, step)), ranks=0,
                    processes=job.tasks_per_node, nodes=1, tasks_per_node=1,
                    cpus_per_task=job.tasks_per_node * job.cpus_per_task,
-                   command=(job.command[0], "-m", "launch.slurm.evaluations", "--run", str(run), "--step", str(step),
-                            *plugins))
+                   command=(job.command[0], "-m", "drover.launch.slurm.evaluations", "--run", str(run), "--step",
+                            str(step), *plugins))
 
 
 def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:
@@ -130,7 +130,7 @@ def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:
     launch, stage = run.config.launch, job.stage
     if options.cluster == "local" or not job.to_run:
         return [job]
-    phases, arrays, after = STAGES[stage].phases, list[Job](), job.dependencies
+    phases, arrays, after = STAGES[stage].phases_of(run.config), list[Job](), job.dependencies
     parts = getattr(launch.of(stage), "array", None) or min(launch.train.nodes, MOST_PARTS)
     if phases and parts > 1:
         # An array for each phase that is not done, one after the other, and the job that brings all together.

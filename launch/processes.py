@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from pipeline.contract.signed import SECRET
-from pipeline.errors import UserError
+from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.errors import UserError
 
 POLL_S = 0.1
 BROKEN_S = 12.0

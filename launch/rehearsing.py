@@ -12,14 +12,14 @@ import subprocess
 import sys
 from typing import Any
 
-from launch.plan import Job, Options
-from launch.processes import answer_of
-from pipeline.config.checks import vocabulary_size
-from pipeline.config.plugins import plugin_folders
-from pipeline.config.tree import Config
-from pipeline.contract.run import Run
-from pipeline.contract.stages import REPOSITORY
-from pipeline.errors import UserError
+from drover.launch.plan import Job, Options
+from drover.launch.processes import answer_of
+from drover.pipeline.config.checks import vocabulary_size
+from drover.pipeline.config.plugins import plugin_folders
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import IMPORTED_FROM
+from drover.pipeline.errors import UserError
 
 LIMIT_S = 300.0
 """Should a rehearsal take longer, the job is submitted without."""
@@ -72,12 +72,12 @@ def _say(text: str) -> None:
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
-    """What `pipeline.rehearsal` answers; why it does not, as `failed`."""
-    path = filter(None, [str(REPOSITORY), *plugin_folders(), os.environ.get("PYTHONPATH")])
+    """What `drover.pipeline.rehearsal` answers; why it does not, as `failed`."""
+    path = filter(None, [str(IMPORTED_FROM), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}
     try:
-        status, output, errors = answer_of([sys.executable, "-m", "pipeline.rehearsal"], environment, LIMIT_S,
+        status, output, errors = answer_of([sys.executable, "-m", "drover.pipeline.rehearsal"], environment, LIMIT_S,
                                            json.dumps(request))
     except subprocess.TimeoutExpired:
         return {"failed": f"it took longer than {LIMIT_S:.0f} s"}

@@ -18,10 +18,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from launch.run_status.run_files import read_run
-from launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
-from launch.slurm.scheduler import Scheduler
-from pipeline.errors import UserError, printable
+from drover.launch.run_status.run_files import read_run
+from drover.launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.errors import UserError, printable
 
 EPILOG = """\
 examples:

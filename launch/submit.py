@@ -16,10 +16,10 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from pipeline.errors import UserError
+from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.config.tree import Config
+    from drover.pipeline.config.tree import Config
 
 EXAMPLES = """\
 examples:
@@ -103,7 +103,7 @@ def _main(options: argparse.Namespace) -> int:
         return _explain(options)
     if options.config is None:
         options.config = _usual_config()
-    from pipeline.config.loading import load_config
+    from drover.pipeline.config.loading import load_config
 
     config = load_config(options.config, _overrides(options), check=False)
     if options.why is not None:
@@ -124,23 +124,23 @@ def _usual_config() -> str:
 
 def _launch(config: Config, options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
-    from pipeline.contract.stages import parse_stages
+    from drover.pipeline.contract.stages import parse_stages
 
     stages = parse_stages(options.stage)
-    from launch.checks import (
+    from drover.launch.checks import (
         configuration_problems,
         refuse_jobs,
         refuse_unusable_places,
         refuse_unusable_stores,
         say_absent,
     )
-    from launch.describe import by_hand, print_plan
-    from launch.forecast import disk
-    from launch.local import find_machine, run_jobs
-    from launch.plan import Options, plan
-    from pipeline.config.places import make_folder
-    from pipeline.contract.run import Run
-    from pipeline.contract.state import STOP
+    from drover.launch.describe import by_hand, print_plan
+    from drover.launch.forecast import disk
+    from drover.launch.local import find_machine, run_jobs
+    from drover.launch.plan import Options, plan
+    from drover.pipeline.config.places import make_folder
+    from drover.pipeline.contract.run import Run
+    from drover.pipeline.contract.state import STOP
 
     cluster, where = _cluster(options)
     here, showing, machine = cluster == "local", options.dry_run, find_machine()
@@ -150,12 +150,12 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     run = Run(config)
     if here and options.rehearse:
         raise UserError("--rehearse is for jobs on Slurm, but this runs here. Leave it out, or look at a layout with "
-                        "python -m tools.rehearse (--cpu for ranks without GPUs).")
+                        "python -m drover.tools.rehearse (--cpu for ranks without GPUs).")
     if here:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
     else:
-        from launch.slurm.submit.request import for_slurm, submit_chain
-        from launch.slurm.submit.sbatch import scripts
+        from drover.launch.slurm.submit.request import for_slurm, submit_chain
+        from drover.launch.slurm.submit.sbatch import scripts
         request = for_slurm(run, request, dry_run=showing)
     jobs, environment = plan(config, run, stages, request), os.environ
     configuration_problems(config, jobs, options.config, here=here or not showing)
@@ -166,7 +166,7 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     running = [job for job in jobs if job.to_run]
     if showing:
         if options.rehearse:
-            from launch.rehearsing import rehearse_training
+            from drover.launch.rehearsing import rehearse_training
             rehearse_training(run, jobs, request)
         shown = [f"# {job.stage}{f', each of {job.ranks} ranks' * (job.ranks > 1)}\n{by_hand(job)}\n"
                  for job in running] if here else [
@@ -210,8 +210,8 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _control(options: argparse.Namespace) -> int:
-    from launch.slurm.control import cancel, logs, stop
-    from launch.status import find_run
+    from drover.launch.slurm.control import cancel, logs, stop
+    from drover.launch.status import find_run
 
     if options.stop:
         return stop(find_run(options.stop))
@@ -222,9 +222,9 @@ def _control(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from pipeline.config.explaining import explain
-    from pipeline.config.loading import load_config
-    from pipeline.config.tree import Config
+    from drover.pipeline.config.explaining import explain
+    from drover.pipeline.config.loading import load_config
+    from drover.pipeline.config.tree import Config
 
     key, overridden, _ = options.explain.partition("=")  # `--explain train.lr=5`: the override was meant as one
     overrides = [*[options.explain] * bool(overridden), *_overrides(options)]
@@ -235,9 +235,9 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _why(config: Config, stage: str, path: str) -> int:
-    from launch.checks import refuse_unusable_places
-    from pipeline.contract.run import Run
-    from pipeline.contract.stages import parse_stages
+    from drover.launch.checks import refuse_unusable_places
+    from drover.pipeline.contract.run import Run
+    from drover.pipeline.contract.stages import parse_stages
 
     refuse_unusable_places(config, path)
     for name in parse_stages(stage):

@@ -1,4 +1,4 @@
-"""The Llama network: `from model import Llama, ModelConfig, preset`.
+"""The Llama network: `from drover.model import Llama, ModelConfig, preset`.
 
 Importing this package imports nothing else: `ModelConfig` imports pydantic, `preset` builds the published shapes, and
 `Llama` imports torch.
@@ -8,13 +8,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from model.config import ModelConfig
-    from model.llama import Llama
-    from model.presets import preset
+    from drover.model.config import ModelConfig
+    from drover.model.llama import Llama
+    from drover.model.presets import preset
 
 __all__ = ["Llama", "ModelConfig", "preset"]
 
-_MODULES = {"Llama": "model.llama", "ModelConfig": "model.config", "preset": "model.presets"}
+_MODULES = {"Llama": "drover.model.llama", "ModelConfig": "drover.model.config", "preset": "drover.model.presets"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Sampling from a model, one prompt after the other, also from one that is split over ranks.
 
-Several at once, and texts as they come: `model.generation`.
+Several at once, and texts as they come: `drover.model.generation`.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from model.attention.module import KeyValueCache
-from model.generation.batch import prompt_problem
-from model.generation.sampling import Sampling, draw
-from model.llama import Llama
+from drover.model.attention.module import KeyValueCache
+from drover.model.generation.batch import prompt_problem
+from drover.model.generation.sampling import Sampling, draw
+from drover.model.llama import Llama
 
 
 def generate(

@@ -5,7 +5,7 @@ torch multiplies float32 matrices on CPUs by MKL, which on AMD's processors uses
 has oneDNN built in but asks it for other dtypes only, so it is asked here, through the operator that torch's compiler
 uses. The arithmetic stays float32; sums are in another order, as between any two libraries.
 
-What computes attention is chosen in `model.attention.choosing`.
+What computes attention is chosen in `drover.model.attention.choosing`.
 """
 
 import functools

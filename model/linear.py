@@ -1,5 +1,5 @@
-"""Products with a weight matrix, which are nearly all of a decoder's work; on some CPUs (`model.kernels`) by oneDNN, up
-to twice as fast as torch's own."""
+"""Products with a weight matrix, which are nearly all of a decoder's work; on some CPUs (`drover.model.kernels`) by
+oneDNN, up to twice as fast as torch's own."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from model.kernels import by_onednn, onednn_product
+from drover.model.kernels import by_onednn, onednn_product
 
 
 class Linear(nn.Linear):

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.backend import Backend, Documents
-from model.attention.layout import PLAIN, Layout
-from model.attention.module import Attention, Cache
-from model.config import ModelConfig
-from model.linear import Linear
-from model.loss import Losses
-from model.rope import RotaryTable
+from drover.model.attention.backend import Backend, Documents
+from drover.model.attention.layout import PLAIN, Layout
+from drover.model.attention.module import Attention, Cache
+from drover.model.config import ModelConfig
+from drover.model.linear import Linear
+from drover.model.loss import Losses
+from drover.model.rope import RotaryTable
 
 
 class Embedding(nn.Embedding):
@@ -116,7 +116,7 @@ class Llama(nn.Module):
 
     Attributes:
         backend: computes attention inside documents: the dense mask, which runs everywhere, unless somebody puts what
-            `model.attention.choosing.choose` found in its place.
+            `drover.model.attention.choosing.choose` found in its place.
     """
 
     backend: Backend = PLAIN

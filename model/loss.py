@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.linear import add_weight_gradient, product
+from drover.model.linear import add_weight_gradient, product
 
 IGNORED = -100
 """Label of a position that has no target."""
@@ -30,7 +30,7 @@ Llama 3's vocabulary one chunk is 1 GiB in float32, or half of it in bfloat16 by
 class VocabularyPartition:
     """The part of the vocabulary whose rows of the output matrix are at hand: here, all of it.
 
-    Tensor parallelism gives each rank a slice; `pipeline.parallel.tensor_parallel` derives the class for it.
+    Tensor parallelism gives each rank a slice; `drover.pipeline.parallel.tensor_parallel` derives the class for it.
     """
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import difflib
 
-from model.config import ModelConfig, RopeScaling
+from drover.model.config import ModelConfig, RopeScaling
 
 
 def preset(name: str) -> ModelConfig:

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) in Meta's layout, with Llama 3.1's or YaRN's frequency scaling.
 
 Dimensions 2i and 2i+1 of a head are one pair, turned by position * theta^(-2i / head_dim). Hugging Face pairs
-i with i + head_dim/2 instead; `pipeline.formats.huggingface` permutes the weights between the two.
+i with i + head_dim/2 instead; `drover.pipeline.formats.huggingface` permutes the weights between the two.
 A pair is a complex number, and turning it one product. Compilers fuse real arithmetic far better, so there is that too.
 """
 
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, RopeScaling, YarnScaling
+from drover.model.config import ModelConfig, RopeScaling, YarnScaling
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None) -> Tensor:

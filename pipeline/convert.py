@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.contract.state import write_state
-from pipeline.errors import UserError
-from pipeline.files import output_record, sync, write_text
+from drover.pipeline.contract.state import write_state
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record, sync, write_text
 
 if TYPE_CHECKING:
-    from model.config import ModelConfig
-    from pipeline.contract.input_check import Expected
-    from pipeline.contract.stage_work import Work
-    from pipeline.formats.huggingface import Read
+    from drover.model.config import ModelConfig
+    from drover.pipeline.contract.input_check import Expected
+    from drover.pipeline.contract.stage_work import Work
+    from drover.pipeline.formats.huggingface import Read
 
 
 def convert(work: Work) -> None:
     """Make the folder where that is not done yet, and copy it to where `convert.copy_to` says."""
-    from pipeline.copies.export import copy_export
+    from drover.pipeline.copies.export import copy_export
 
     if work.run.manifest(work.name) is None:
         _convert(work)
@@ -40,14 +40,14 @@ def _convert(work: Work) -> None:
     """
     import torch
 
-    from pipeline.config.shapes import export_problem
-    from pipeline.data.stored.opening import heldout_file
-    from pipeline.formats.base import reader
-    from pipeline.formats.huggingface import Source, huggingface_files, write_folder
-    from pipeline.formats.weights import MeanWeights
-    from pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
-    from pipeline.records.generation_settings import FILE, read_settings
-    from pipeline.tokenization.export import SETTINGS, settings_text
+    from drover.pipeline.config.shapes import export_problem
+    from drover.pipeline.data.stored.opening import heldout_file
+    from drover.pipeline.formats.base import reader
+    from drover.pipeline.formats.huggingface import Source, huggingface_files, write_folder
+    from drover.pipeline.formats.weights import MeanWeights
+    from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
+    from drover.pipeline.records.generation_settings import FILE, read_settings
+    from drover.pipeline.tokenization.export import SETTINGS, settings_text
 
     if problem := export_problem(work.config.model):
         raise UserError(problem)
@@ -96,8 +96,8 @@ def _convert(work: Work) -> None:
 
 def _files_of(checkpoint: Path) -> list[Expected]:
     """The files of a checkpoint that is averaged, by its own marker; UserError where it is not whole."""
-    from pipeline.contract.input_check import Expected
-    from pipeline.records.checkpoints import complete_checkpoints, step_of, whole_marker
+    from drover.pipeline.contract.input_check import Expected
+    from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, whole_marker
 
     if (marker := whole_marker(checkpoint)) is None:
         there = ", ".join(str(step_of(path)) for path in complete_checkpoints(checkpoint.parent.parent))
@@ -112,8 +112,8 @@ def _files_of(checkpoint: Path) -> list[Expected]:
 def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[str, Any]:
     """Read the folder back: config and tensors must be the checkpoint's; load it as a user would: what transformers
     computes must be as near to exact arithmetic as single precision is, and ids those of the vocabulary."""
-    from pipeline.formats.comparison import compare_folder, compare_logits
-    from pipeline.parallel.host_memory import return_freed_memory
+    from drover.pipeline.formats.comparison import compare_folder, compare_logits
+    from drover.pipeline.parallel.host_memory import return_freed_memory
 
     compared = compare_folder(folder, config, read)
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
@@ -145,8 +145,8 @@ def _heldout(work: Work) -> tuple[Any, list[str]]:
     is held out, of training text."""
     import torch
 
-    from pipeline.data.shard_table import ShardTable, open_shards
-    from pipeline.data.stored.opening import opener_of
+    from drover.pipeline.data.shard_table import ShardTable, open_shards
+    from drover.pipeline.data.stored.opening import opener_of
 
     folder, manifest = work.input("encode")
     length = min(work.config.convert.check_tokens, work.config.model.context_length)
@@ -164,11 +164,11 @@ def _heldout(work: Work) -> tuple[Any, list[str]]:
 
 
 def _tokenizer(work: Work) -> Any:
-    from pipeline.tokenization.kinds import load_tokenizer
+    from drover.pipeline.tokenization.kinds import load_tokenizer
     return load_tokenizer(work.input("tokenizer")[0])
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main
+    from drover.pipeline.contract.entry import stage_main
 
     sys.exit(stage_main("convert", convert))

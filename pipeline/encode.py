@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.contract.units import Unit
-from pipeline.data.text_shards import read_texts, shard_records
-from pipeline.data.token_shards import TokenShard, read_batch, write_shard
-from pipeline.errors import UserError, listed
-from pipeline.files import output_record, read_json
-from pipeline.tokenization.base import Tokenizer, reads_back
-from pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
-from pipeline.tokenization.gate import admitted
-from pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
-from pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
+from drover.pipeline.contract.units import Unit
+from drover.pipeline.data.text_shards import read_texts, shard_records
+from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.files import output_record, read_json
+from drover.pipeline.tokenization.base import Tokenizer, reads_back
+from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
+from drover.pipeline.tokenization.gate import admitted
+from drover.pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
+from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
 if TYPE_CHECKING:
-    from pipeline.config.data import EncodeConfig
-    from pipeline.contract.stage_work import Work
+    from drover.pipeline.config.data import EncodeConfig
+    from drover.pipeline.contract.stage_work import Work
 
 PROVED_TEXTS = 16
 """Documents per shard whose tokens are made again by the reference, and decoded and compared with the text: the first,
@@ -70,7 +70,7 @@ def encode(work: Work) -> None:
     counts |= {"rare_ids": rare, "dtype": dtype, "vocab_size": vocabulary["size"],
                "tokenizer_sha256": vocabulary["sha256"], "encoders": _encoders(work, fast, done)}
     if (url := work.config.encode.copy_to) is not None:
-        from pipeline.data.stored.copying import copy_shards
+        from drover.pipeline.data.stored.copying import copy_shards
 
         work.say(f"{copy_shards(work.folder, outputs, counts, url)} in {url}")
     work.commit(outputs, counts, verified=True)
@@ -254,6 +254,6 @@ def _name(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
+    from drover.pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
 
     sys.exit(stage_main("encode", encode))

@@ -16,29 +16,29 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.errors import UserError, listed
-from pipeline.evaluation.tasks import chosen_tasks, folders, go_offline
-from pipeline.files import output_record, sha256_json, write_json, write_text
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.evaluation.tasks import chosen_tasks, folders, go_offline
+from drover.pipeline.files import output_record, sha256_json, write_json, write_text
 
 if TYPE_CHECKING:
-    from model.llama import Llama
-    from pipeline.contract.input_check import Expected, InputCheck
-    from pipeline.contract.stage_work import Work
-    from pipeline.data.chosen_documents import Chosen
-    from pipeline.evaluation.compressing import Baselines
-    from pipeline.evaluation.heldout import TextWanted
-    from pipeline.evaluation.kept import Kept
-    from pipeline.evaluation.placing import Placed
-    from pipeline.parallel.ranks import Ranks
-    from pipeline.tokenization.base import Tokenizer
+    from drover.model.llama import Llama
+    from drover.pipeline.contract.input_check import Expected, InputCheck
+    from drover.pipeline.contract.stage_work import Work
+    from drover.pipeline.data.chosen_documents import Chosen
+    from drover.pipeline.evaluation.compressing import Baselines
+    from drover.pipeline.evaluation.heldout import TextWanted
+    from drover.pipeline.evaluation.kept import Kept
+    from drover.pipeline.evaluation.placing import Placed
+    from drover.pipeline.parallel.ranks import Ranks
+    from drover.pipeline.tokenization.base import Tokenizer
 
 
 def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json and results.md."""
     go_offline()  # before anything imports the libraries that look for it
-    from pipeline.evaluation.kept import Kept
-    from pipeline.parallel.ranks import start_ranks, stop_ranks
-    from pipeline.training.rank_agreement import RankAgreement
+    from drover.pipeline.evaluation.kept import Kept
+    from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+    from drover.pipeline.training.rank_agreement import RankAgreement
 
     ranks = start_ranks()
     try:
@@ -76,7 +76,7 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
 
     Of the training text only beginnings are read, and each document there is compared with its own hash.
     """
-    from pipeline.data.stored.opening import heldout_file
+    from drover.pipeline.data.stored.opening import heldout_file
     files = [*work.committed("convert", "tokenizer"), *work.outside(),
              *work.committed("shard", chosen=lambda record: record.get("split") == "heldout"),
              *work.committed("encode", chosen=heldout_file(work.config, work.input("encode")[0]))]
@@ -95,9 +95,9 @@ def _load(work: Work, ranks: Ranks) -> tuple[Placed, Tokenizer]:
     """The exported model, whole or sharded over ranks, and its tokenizer."""
     import torch
 
-    from pipeline.evaluation.placing import place
-    from pipeline.formats.weights import HuggingFaceWeights
-    from pipeline.tokenization.kinds import load_tokenizer
+    from drover.pipeline.evaluation.placing import place
+    from drover.pipeline.formats.weights import HuggingFaceWeights
+    from drover.pipeline.tokenization.kinds import load_tokenizer
 
     folder, settings = work.input("convert")[0] / "hf", work.config.evaluate
     if ranks.world % (settings.dp_shard or 1):
@@ -119,7 +119,7 @@ def _load(work: Work, ranks: Ranks) -> tuple[Placed, Tokenizer]:
 @contextmanager
 def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Baselines, dict[str, Any]]]:
     """The baselines, begun beside all that follows unless they were computed before, and all that decides them."""
-    from pipeline.evaluation.compressing import Baselines
+    from drover.pipeline.evaluation.compressing import Baselines
 
     settings, shard = work.config.evaluate, work.input("shard")
     decides = {**kept.inputs("shard", "encode"), **kept.settings("heldout_tokens", "baseline_mb", "compressed_mb")}
@@ -133,7 +133,7 @@ def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Bas
 
 def _wanted(work: Work) -> dict[str, TextWanted]:
     """By source, what to read of the text of the documents that are measured."""
-    from pipeline.evaluation.heldout import heldout_shards, wanted_text
+    from drover.pipeline.evaluation.heldout import heldout_shards, wanted_text
 
     chosen, encode = _chosen(work), work.input("encode")
     shards = heldout_shards(work, chosen)
@@ -143,8 +143,8 @@ def _wanted(work: Work) -> dict[str, TextWanted]:
 
 def _chosen(work: Work) -> dict[str, Chosen]:
     """By source, the held-out documents to measure on."""
-    from pipeline.data.chosen_documents import choose
-    from pipeline.evaluation.heldout import heldout_shards
+    from drover.pipeline.data.chosen_documents import choose
+    from drover.pipeline.evaluation.heldout import heldout_shards
 
     shards = heldout_shards(work, [source.name for source in work.config.shard.sources])
     found = {source: choose(of_source, work.config.evaluate.heldout_tokens) for source, of_source in shards.items()}
@@ -157,10 +157,10 @@ def _chosen(work: Work) -> dict[str, Chosen]:
 def measure_heldout(work: Work, ranks: Ranks, placed: Placed) -> dict[str, Any]:
     """By source what its held-out text costs, and of how much that is; see `results.heldout_results`. Every rank reads
     the documents of its own batches."""
-    from pipeline.data.chosen_documents import ChosenDocuments
-    from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-    from pipeline.evaluation.heldout import heldout_shards
-    from pipeline.evaluation.results import heldout_counts
+    from drover.pipeline.data.chosen_documents import ChosenDocuments
+    from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+    from drover.pipeline.evaluation.heldout import heldout_shards
+    from drover.pipeline.evaluation.results import heldout_counts
 
     chosen = ranks.by_leader(lambda: _chosen(work))
     shards = heldout_shards(work, chosen)
@@ -190,8 +190,8 @@ def measure_tasks(work: Work, ranks: Ranks, kept: Kept, placed: Placed, tokenize
     tasks = chosen_tasks(work.config)
     if not tasks:
         return {}
-    from pipeline.evaluation.harness import HarnessModel
-    from pipeline.evaluation.running import TaskRunner
+    from drover.pipeline.evaluation.harness import HarnessModel
+    from drover.pipeline.evaluation.running import TaskRunner
 
     settings, results, failed = work.config.evaluate, {}, []
     harness = HarnessModel(placed.model, tokenizer, batch=settings.batch, rank=ranks.rank, world=ranks.world,
@@ -217,7 +217,7 @@ def measure_tasks(work: Work, ranks: Ranks, kept: Kept, placed: Placed, tokenize
 
 def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) -> None:
     """Put `contamination`, the scores of clean and dirty items, into each task's results."""
-    from pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
+    from drover.pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
 
     texts = [text for task in tasks.values() for text in task["per_item"]["texts"]]
     shares = kept.get("contamination", {**kept.inputs("shard"), "texts": sha256_json(texts)},
@@ -231,7 +231,7 @@ def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) 
 
 def continue_prompts(work: Work, ranks: Ranks, placed: Placed, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """What the model writes after each prompt; the prompts are shared out over the ranks."""
-    from model.generate import generate
+    from drover.model.generate import generate
 
     settings, model = work.config.evaluate, placed.model
     asked = []
@@ -253,7 +253,7 @@ def continue_prompts(work: Work, ranks: Ranks, placed: Placed, tokenizer: Tokeni
 
 
 def _write(work: Work, ranks: Ranks, placed: Placed, found: dict[str, Any], seconds: dict[str, float]) -> None:
-    from pipeline.evaluation.results import as_json, as_markdown, say_results
+    from drover.pipeline.evaluation.results import as_json, as_markdown, say_results
 
     model = placed.model
     results = as_json(work.config, model.config, window_length(work, model), found)
@@ -270,6 +270,6 @@ def _write(work: Work, ranks: Ranks, placed: Placed, found: dict[str, Any], seco
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import end_process, stage_main
+    from drover.pipeline.contract.entry import end_process, stage_main
 
     end_process(stage_main("evaluate", evaluate))

@@ -16,10 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
 
-from pipeline.errors import OtherVersionError, UserError
-from pipeline.typed import Count as Count
-from pipeline.typed import Inside, typed
-from pipeline.typed import like as like
+from drover.pipeline.errors import OtherVersionError, UserError
+from drover.pipeline.typed import Count as Count
+from drover.pipeline.typed import Inside, typed
+from drover.pipeline.typed import like as like
 
 Kind = TypeVar("Kind")
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.files import output_record, write_text
+from drover.pipeline.files import output_record, write_text
 
 if TYPE_CHECKING:
-    from pipeline.contract.stage_work import Work
+    from drover.pipeline.contract.stage_work import Work
 
 
 def report(work: Work) -> None:
     """Read the run, write both forms, and copy them to the top of the run folder."""
-    from pipeline.reporting.facts import collect
-    from pipeline.reporting.render import compose, html, markdown
+    from drover.pipeline.reporting.facts import collect
+    from drover.pipeline.reporting.render import compose, html, markdown
 
     document = compose(collect(work.run))
     pages = {"report.html": html(document), "report.md": markdown(document)}
@@ -33,6 +33,6 @@ def report(work: Work) -> None:
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main
+    from drover.pipeline.contract.entry import stage_main
 
     sys.exit(stage_main("report", report))

@@ -1,11 +1,11 @@
 """Stage 1: sources into WebDataset tar shards of documents, split into train and held-out, without exact duplicates.
 
 Documents are read in units of input files, through the filters, into `staging/`; passes over their digests, sorted
-and matched in partitions (`pipeline.data.planning`), then decide which are kept, in which split and shard; shards are
-written, each as a unit. No pass holds the corpus in memory, and each is cut into units for processes and for several
-nodes. Documents keep the order of sources, file names and records, so the bytes depend on the input alone, not on the
-number of processes or on interruptions. What is held out is decided after the reading, by the digests or by the sizes
-of all documents (`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is
+and matched in partitions (`drover.pipeline.data.planning`), then decide which are kept, in which split and shard;
+shards are written, each as a unit. No pass holds the corpus in memory, and each is cut into units for processes and for
+several nodes. Documents keep the order of sources, file names and records, so the bytes depend on the input alone, not
+on the number of processes or on interruptions. What is held out is decided after the reading, by the digests or by the
+sizes of all documents (`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is
 trained on.
 """
 
@@ -22,35 +22,35 @@ import shutil
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.kinds import outside_sources
-from pipeline.contract.units import Unit
-from pipeline.data.data_card import keeps_examples, source_card
-from pipeline.data.documents import Rejection
-from pipeline.data.filters.base import libraries, unusable
-from pipeline.data.filters.chain import few_reasons, no_counts, total
-from pipeline.data.filters.files import FOLDER as FILTER_FILES
-from pipeline.data.readers import absent_columns
-from pipeline.data.sources import input_files, reading_units
-from pipeline.data.text_shards import SPLITS
-from pipeline.errors import UnusableInputError, UserError, listed
-from pipeline.files import atomic_file, output_record, sha256_file
+from drover.pipeline.config.kinds import outside_sources
+from drover.pipeline.contract.units import Unit
+from drover.pipeline.data.data_card import keeps_examples, source_card
+from drover.pipeline.data.documents import Rejection
+from drover.pipeline.data.filters.base import libraries, unusable
+from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
+from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
+from drover.pipeline.data.readers import absent_columns
+from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.data.text_shards import SPLITS
+from drover.pipeline.errors import UnusableInputError, UserError, listed
+from drover.pipeline.files import atomic_file, output_record, sha256_file
 
 if TYPE_CHECKING:
-    from pipeline.config.data import ShardConfig
-    from pipeline.contract.stage_work import Work
-    from pipeline.data.planning.passes import Decided
+    from drover.pipeline.config.data import ShardConfig
+    from drover.pipeline.contract.stage_work import Work
+    from drover.pipeline.data.planning.passes import Decided
 
 REJECTED = "rejected.jsonl"
 
 
 def shard(work: Work) -> None:
     """Read, plan, write, reconcile, commit."""
-    from pipeline.contract.external_inputs import gathered
-    from pipeline.data.filters.decontamination import gather_contamination
-    from pipeline.data.planning.passes import decide
-    from pipeline.data.planning.shards import write_shard
-    from pipeline.data.planning.signatures import signature_settings
-    from pipeline.data.reading import STAGING, stage_unit
+    from drover.pipeline.contract.external_inputs import gathered
+    from drover.pipeline.data.filters.decontamination import gather_contamination
+    from drover.pipeline.data.planning.passes import decide
+    from drover.pipeline.data.planning.shards import write_shard
+    from drover.pipeline.data.planning.signatures import signature_settings
+    from drover.pipeline.data.reading import STAGING, stage_unit
 
     config, folder = work.config.shard, work.folder
     sources = [source.name for source in config.sources]
@@ -149,7 +149,7 @@ def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[in
 
 
 def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]]) -> None:
-    from pipeline.data.reading import staged
+    from drover.pipeline.data.reading import staged
 
     with atomic_file(folder / REJECTED, keep_equal=True) as out:
         for unit, record in zip(units, read, strict=True):
@@ -248,9 +248,9 @@ def _counted(counts: dict[str, int], separator: str = ", ") -> str:
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
-    from pipeline.data.planning.decisions import DUPLICATES
-    from pipeline.data.planning.origins import ORIGINS
-    from pipeline.data.reading import DROPPED
+    from drover.pipeline.data.planning.decisions import DUPLICATES
+    from drover.pipeline.data.planning.origins import ORIGINS
+    from drover.pipeline.data.reading import DROPPED
 
     for place in (*SPLITS, DROPPED, DUPLICATES, ORIGINS):
         for path in (folder / place).rglob("*"):
@@ -259,6 +259,6 @@ def _clear_outputs(folder: Path, outputs: set[str]) -> None:
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
+    from drover.pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
 
     sys.exit(stage_main("shard", shard))

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contract.units import Unit
-from pipeline.data.text_shards import read_texts, shard_records
-from pipeline.errors import UserError
-from pipeline.files import copy_file, output_record, write_json
-from pipeline.tokenization.base import Tokenizer, loses_marks
-from pipeline.tokenization.bpe_training import train_bpe
-from pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
-from pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
-from pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
-from pipeline.tokenization.fast import KINDS, installed_version
-from pipeline.tokenization.gate import COUNT, verdict
-from pipeline.tokenization.kinds import (
+from drover.pipeline.contract.units import Unit
+from drover.pipeline.data.text_shards import read_texts, shard_records
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import copy_file, output_record, write_json
+from drover.pipeline.tokenization.base import Tokenizer, loses_marks
+from drover.pipeline.tokenization.bpe_training import train_bpe
+from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
+from drover.pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
+from drover.pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
+from drover.pipeline.tokenization.fast import KINDS, installed_version
+from drover.pipeline.tokenization.gate import COUNT, verdict
+from drover.pipeline.tokenization.kinds import (
     FILES,
     files_beside,
     load_tokenizer,
@@ -33,13 +33,13 @@ from pipeline.tokenization.kinds import (
     ready_file,
     write_record,
 )
-from pipeline.tokenization.reporting import described
-from pipeline.tokenization.simple import write_characters
-from pipeline.tokenization.training import Sample, sampled, train_sentencepiece
+from drover.pipeline.tokenization.reporting import described
+from drover.pipeline.tokenization.simple import write_characters
+from drover.pipeline.tokenization.training import Sample, sampled, train_sentencepiece
 
 if TYPE_CHECKING:
-    from pipeline.config.data import TokenizerConfig
-    from pipeline.contract.stage_work import Work
+    from drover.pipeline.config.data import TokenizerConfig
+    from drover.pipeline.contract.stage_work import Work
 
 BATCH_BYTES = 1_000_000
 """Text that is read at once for the sample."""
@@ -110,7 +110,7 @@ def _check_unit(shards: str, record: dict[str, Any], tokenizer: Tokenizer, limit
 
 def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Unit of work: the vocabulary's file, its description and its Hugging Face export."""
-    from pipeline.config.data import TokenizerConfig
+    from drover.pipeline.config.data import TokenizerConfig
 
     settings, sample = TokenizerConfig.model_validate(payload["settings"]), Sample()
     path = folder / name if (name := FILES[settings.kind]) else None
@@ -185,6 +185,6 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
+    from drover.pipeline.contract.entry import stage_main  # here: whoever imports this file needs none of it
 
     sys.exit(stage_main("tokenizer", make_tokenizer))

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.contract.preparation import is_leader
+from drover.pipeline.contract.preparation import is_leader
 
 if TYPE_CHECKING:
-    from pipeline.contract.stage_work import Work
+    from drover.pipeline.contract.stage_work import Work
 
 
 def train(work: Work) -> None:
     """Train to the configured number of steps and commit, or save and leave when asked to stop."""
-    from pipeline.training.loop import Loop
-    from pipeline.training.sinks.base import refuse_unusable
-    from pipeline.training.watchdog import Watchdog
+    from drover.pipeline.training.loop import Loop
+    from drover.pipeline.training.sinks.base import refuse_unusable
+    from drover.pipeline.training.watchdog import Watchdog
 
     if is_leader():  # it alone has sinks
         refuse_unusable(work.config.train.log_to)
@@ -34,6 +34,6 @@ def train(work: Work) -> None:
 
 
 if __name__ == "__main__":
-    from pipeline.contract.entry import end_process, stage_main
+    from drover.pipeline.contract.entry import end_process, stage_main
 
     end_process(stage_main("train", train))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pipeline.contract import content_hash
+from drover.pipeline.contract import content_hash
 
 
 def block_digests(path: Path, start: int, stop: int) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.plugins import warn
+from drover.pipeline.config.plugins import warn
 from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
 from tests.object_store import moto_application, moto_server, seaweed, seaweed_bucket  # noqa: F401 - fixtures of all
 from tests.waiting import HANG_S
@@ -81,7 +81,7 @@ def stage_command(stage: str, config: Path, *overrides: str, ranks: int = 1) -> 
     """The command of one stage; with several ranks under torch's elastic agent."""
     start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone",
                                                  f"--nproc-per-node={ranks}"]
-    return [*start, "-m", f"pipeline.{stage}", "--config", str(config), *overrides]
+    return [*start, "-m", f"drover.pipeline.{stage}", "--config", str(config), *overrides]
 
 
 def start_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, limits: dict[int, int] | None = None,
@@ -90,7 +90,7 @@ def start_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, limit
 
     limits: resource limits, of the ranks `limited` only if that is given; variables: more of its environment.
     """
-    return warm_server().start([f"pipeline.{stage}", "--config", str(config), *overrides],
+    return warm_server().start([f"drover.pipeline.{stage}", "--config", str(config), *overrides],
                                {**environment(), **variables}, ranks=ranks, limits=limits, limited=limited)
 
 
@@ -201,7 +201,7 @@ def place(tmp_path):
 def no_plugins(monkeypatch):
     """None are imported yet; what importing some changes in this process is undone."""
     loaded: dict[str, Path] = {}
-    monkeypatch.setattr("pipeline.config.plugins._LOADED", loaded)
+    monkeypatch.setattr("drover.pipeline.config.plugins._LOADED", loaded)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     warn.cache_clear()

@@ -1,6 +1,6 @@
 """A process that is killed before a change that it makes to files: each moment between two can be tried in turn.
 
-    python -m tests.cut_off PATTERN NUMBER pipeline.shard --config run.yaml ...
+    python -m tests.cut_off PATTERN NUMBER drover.pipeline.shard --config run.yaml ...
 
 runs a module that way: it dies of SIGKILL before its change of that number, counted from 1, of a path with the pattern.
 """
@@ -55,7 +55,7 @@ def cut_off(function: Callable[[], int], place: Path, number: int) -> int:
 def cut_off_stage(stage: str, number: int, *arguments: str, pattern: str = "/runs/",
                   ranks: int = 1) -> tuple[int, str]:
     """Run a stage of which a process dies before its change of that number; its status and all that was printed."""
-    process = warm_server().start(["tests.cut_off", pattern, str(number), f"pipeline.{stage}", *arguments],
+    process = warm_server().start(["tests.cut_off", pattern, str(number), f"drover.pipeline.{stage}", *arguments],
                                   environment(), ranks=ranks)
     said = "".join(process.communicate(HANG_S))
     return process.wait(), said

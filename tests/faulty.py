@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from pipeline.files import write_text
-from pipeline.parallel.grid import own
-from pipeline.training.hooks import Hook, HookSettings
-from pipeline.training.replicas import INTEGERS
+from drover.pipeline.files import write_text
+from drover.pipeline.parallel.grid import own
+from drover.pipeline.training.hooks import Hook, HookSettings
+from drover.pipeline.training.replicas import INTEGERS
 
 SWITCH = "DROVER_FAULTS"
 HOOKS = ["tests.faulty:Faulty"]

@@ -253,8 +253,8 @@ def moto_application() -> Iterator[tuple[str, FaultyServer]]:
 
 def hurry(patch: pytest.MonkeyPatch) -> None:
     """Have repeated requests not wait long (for processes that are started, nothing shortens that)."""
-    patch.setattr("pipeline.stores.clouds.FIRST_WAIT_S", 0.02)
-    patch.setattr("pipeline.stores.clouds.LONGEST_WAIT_S", 0.1)
+    patch.setattr("drover.pipeline.stores.clouds.FIRST_WAIT_S", 0.02)
+    patch.setattr("drover.pipeline.stores.clouds.LONGEST_WAIT_S", 0.1)
 
 
 @pytest.fixture

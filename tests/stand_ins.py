@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.contract.entry import stage_main
-from pipeline.contract.state import read_state
-from pipeline.files import output_record, write_text
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.state import read_state
+from drover.pipeline.files import output_record, write_text
 
 
 def copy_corpus(work):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from pipeline import console
-from pipeline.console import ProgressBar, duration, say, spelled
+from drover.pipeline import console
+from drover.pipeline.console import ProgressBar, duration, say, spelled
 
 
 @pytest.mark.parametrize(("seconds", "text"), [

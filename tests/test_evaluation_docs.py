@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from pipeline.config.loading import load_config
+from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 from tests.test_readme import BLOCK
 from tests.tiny_models import for_tokenizer
@@ -27,12 +27,13 @@ def home(tmp_path_factory):
 
 
 def test_the_page_has_the_promised_commands():
-    assert [next(word for word in command.split() if word.startswith(("tools.", "launch/"))) for command in COMMANDS] \
-        == ["tools.lm_eval", "tools.compare", "tools.compare", "launch/submit.py"]
+    assert [next(word for word in command.split() if word.startswith(("drover.tools.", "launch/")))
+            for command in COMMANDS] == [
+        "drover.tools.lm_eval", "drover.tools.compare", "drover.tools.compare", "launch/submit.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m tools." in command])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m drover.tools." in command])
 def test_every_command_runs(home, command, monkeypatch, capsys):
     import lm_eval.tasks
     original = lm_eval.tasks.TaskManager  # without the harness's own tasks, whose thousands of files take long to read
@@ -43,7 +44,7 @@ def test_every_command_runs(home, command, monkeypatch, capsys):
     assert importlib.import_module(module).main(arguments) == 0
     shown = capsys.readouterr().out
     assert "python_line" in shown
-    if module == "tools.compare":
+    if module == "drover.tools.compare":
         results = json.loads((home / arguments[arguments.index("--to") + 1] / "comparison.json").read_text())
         assert {row["task"] for row in results["differences"]} >= {"python_line", "held-out text of demo"}
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_json
-from pipeline.records.metrics import read_metrics
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.files import read_json
+from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, write_config
 from tests.waiting import HANG_S
 
@@ -92,7 +92,8 @@ def test_the_sink_kept_the_lowest_loss(extended):
 
 def test_the_hook_stops_training(extended):
     home = extended[0].parents[1]
-    stopped = run(home, "python -m pipeline.train --config configs/extended.yaml name=rising reuse=runs/extended "
+    stopped = run(home, "python -m drover.pipeline.train --config configs/extended.yaml name=rising "
+                  "reuse=runs/extended "
                         "train.lr=0.06 'train.hooks=[{kind: extras:StopOnRisingNorm, steps: 1}]'")
     assert stopped.returncode == 2 and "The gradient norm has risen for 1 steps in a row" in stopped.stderr
 
@@ -111,7 +112,7 @@ def test_the_stage_is_one_like_any_other(extended):
 
 
 def test_a_tool_knows_the_stage_once_its_plugin_is_named(extended):
-    [command] = re.findall(r"`(python -m tools\.verify --run runs/extended --plugin[^`]*)`", PAGE)
+    [command] = re.findall(r"`(python -m drover\.tools\.verify --run runs/extended --plugin[^`]*)`", PAGE)
     folder, _ = extended
     output = folder / "letters/letters.json"
     aside = output.rename(folder.parent / "aside.json")

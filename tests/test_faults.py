@@ -13,9 +13,9 @@ import sys
 import pytest
 import yaml
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.stages import STAGES
-from pipeline.contract.state import read_attempts
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import read_attempts
 from tests.conftest import REPOSITORY, environment, start_stage, write_config
 from tests.cut_off import cut_off_stage
 from tests.faulty import HOOKS

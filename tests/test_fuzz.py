@@ -16,40 +16,40 @@ import numpy as np
 import pytest
 import torch
 
-from launch.slurm.chain import read_chains
-from launch.slurm.job.joblock import JobLock
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import spared
-from launch.slurm.scheduler import NoScheduler
-from launch.slurm.trust import check_submission
-from launch.status import main as status
-from model.config import ModelConfig
-from pipeline.config.loading import load_config
-from pipeline.config.shapes import shape_in
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.parts import marked_parts
-from pipeline.contract.run import run_in
-from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED, begun_by, force_id, read_start
-from pipeline.contract.state import read_state
-from pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
-from pipeline.data.shard_table import ShardTable, open_shards
-from pipeline.data.text_shards import read_shard, read_texts, shard_records
-from pipeline.data.token_shards import read_batch
-from pipeline.errors import UserError
-from pipeline.evaluation.tasks import find_tasks
-from pipeline.files import append_line, write_json, write_sealed
-from pipeline.formats.weights import open_weights
-from pipeline.records.checkpoints import complete_checkpoints, read_marker
-from pipeline.records.generation_settings import read_settings
-from pipeline.records.goodput import first_start, goodput
-from pipeline.records.hangs import judge_hang, write_places
-from pipeline.records.metrics import plan_changes, read_metrics
-from pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
-from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
-from pipeline.tokenization.export import names_code, settings_text
-from pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
-from pipeline.tokenization.simple import write_characters
+from drover.launch.slurm.chain import read_chains
+from drover.launch.slurm.job.joblock import JobLock
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import spared
+from drover.launch.slurm.scheduler import NoScheduler
+from drover.launch.slurm.trust import check_submission
+from drover.launch.status import main as status
+from drover.model.config import ModelConfig
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.shapes import shape_in
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.parts import marked_parts
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.start_record import STARTED, begun_by, force_id, read_start
+from drover.pipeline.contract.state import read_state
+from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
+from drover.pipeline.data.shard_table import ShardTable, open_shards
+from drover.pipeline.data.text_shards import read_shard, read_texts, shard_records
+from drover.pipeline.data.token_shards import read_batch
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.tasks import find_tasks
+from drover.pipeline.files import append_line, write_json, write_sealed
+from drover.pipeline.formats.weights import open_weights
+from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
+from drover.pipeline.records.generation_settings import read_settings
+from drover.pipeline.records.goodput import first_start, goodput
+from drover.pipeline.records.hangs import judge_hang, write_places
+from drover.pipeline.records.metrics import plan_changes, read_metrics
+from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
+from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.tokenization.export import names_code, settings_text
+from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
+from drover.pipeline.tokenization.simple import write_characters
 from tests.conftest import REPOSITORY
 from tests.evaluation.test_tasks import write_task
 from tests.formats.test_meta import LLAMA2, as_meta

@@ -11,13 +11,13 @@ import sys
 
 import pytest
 
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.tools import chat
+from drover.tools.model_options import add_sampling_options
 from tests.conftest import REPOSITORY, environment
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_serve import pytestmark as needs_server
 from tests.waiting import wait_for
-from tools import chat
-from tools.model_options import add_sampling_options
 
 PAGE = (REPOSITORY / "docs/generation.md").read_text()
 BLOCKS = re.findall(r"(<!-- needs.*? -->\n)?```(bash|python)\n(.*?)```", PAGE, re.DOTALL)
@@ -37,10 +37,10 @@ def home(tmp_path_factory):
 @pytest.mark.slow
 def test_the_commands_of_the_terminal(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    commands = [shlex.split(command) for command in COMMANDS if "tools.chat" in command]
+    commands = [shlex.split(command) for command in COMMANDS if "drover.tools.chat" in command]
     assert commands
     for python, dash, module, *arguments in commands:
-        assert (python, dash, module) == ("python", "-m", "tools.chat") and chat.main(arguments) == 0
+        assert (python, dash, module) == ("python", "-m", "drover.tools.chat") and chat.main(arguments) == 0
         assert capsys.readouterr().out.startswith("def main():")
 
 
@@ -57,7 +57,7 @@ def test_the_python_of_the_page(home, monkeypatch, capsys):
 @needs_server
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
 def test_the_server_and_the_requests_of_the_page(home):
-    [[_, *words]] = [shlex.split(command) for command in COMMANDS if "tools.serve" in command]
+    [[_, *words]] = [shlex.split(command) for command in COMMANDS if "drover.tools.serve" in command]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.suite import cases_of
-from pipeline.contract.stages import STAGES
+from drover.pipeline.contract.stages import STAGES
 from tests.conftest import environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -19,17 +19,31 @@ FILES = [path for floor in (*FLOORS, "tools", "benchmarks") for path in sorted((
 
 
 def imported(path):
+    """The names that a file imports, as the house has them: pipeline.files for drover.pipeline.files."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            yield from (alias.name.removeprefix("drover.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module.split(".")[0]
+            yield from (f"{node.module}.{alias.name}".removeprefix("drover.") for alias in node.names)
+
+
+def module_of(path):
+    """What the file is imported as."""
+    name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    return name if name.startswith("benchmarks") else f"drover.{name}"
+
+
+def test_everything_is_imported_as_a_part_of_drover():
+    """Two names for one module would be two modules."""
+    assert [path for path in FILES if re.search(r"^\s*(from|import) (model|pipeline|launch|tools)\b", path.read_text(),
+                                                re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_imports_never_run_upwards(path):
     floor = path.relative_to(REPOSITORY).parts[0]
-    ours = {name for name in imported(path) if name in ("model", "pipeline", "launch", "tools", "tests", "benchmarks")}
+    ours = {top for name in imported(path) if (top := name.partition(".")[0]) in (
+        "model", "pipeline", "launch", "tools", "tests", "benchmarks")}
     assert ours <= FLOORS.get(floor, {"model", "pipeline", "launch", floor})
 
 
@@ -55,12 +69,9 @@ def arrows():
     """(importing room, imported room) over the whole house."""
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \
-                [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)] \
-                if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in names:
-                file = Path(name.replace(".", "/")).with_suffix(".py")
+        for name in imported(path):
+            for known in (name, name.rpartition(".")[0]):
+                file = Path(f"{known.replace('.', '/')}.py")
                 if (REPOSITORY / file).is_file():
                     found.add((room_of(path.relative_to(REPOSITORY)), room_of(file)))
     return {(start, end) for start, end in found if start != end}
@@ -116,28 +127,29 @@ CONFIG = REPOSITORY / "configs" / "demo.yaml"
 REFUSED = {  # program: wrong arguments, and what is said of them
     "launch/submit.py": (f"--stage nope --config {CONFIG}", "nope"),
     "launch/status.py": ("--run nope", "There is no run nope"),
-    "launch.slurm.evaluations": ("--run nope --step 1", "nope/config.yaml cannot be read"),
-    **{f"pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES},
-    "pipeline.copies": ("file:///nope", "required: folder"),
+    "drover.launch.slurm.evaluations": ("--run nope --step 1", "nope/config.yaml cannot be read"),
+    **{f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES},
+    "drover.pipeline.copies": ("file:///nope", "required: folder"),
     "benchmarks": ("layouts --only nope", "No case of layouts contains nope"),
-    "tools.audit": ("--run nope", "there is nothing to audit"),
-    "tools.chaos": ("--lab nope", "The lab in nope is not up"),
-    "tools.chat": ("--model nope x", "nope is no folder"),
-    "tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
-    "tools.copy_tokens": ("--run nope --to file:///nope", "nope/config.yaml cannot be read"),
-    "tools.export_tokens": ("--run nope --out x --format hf", "nope/config.yaml cannot be read"),
-    "tools.lm_eval": ("nope", "invalid choice: 'nope'"),
-    "tools.parity": ("--reference nope --run nope", "nope"),
-    "tools.presets": ("nope", "There is no preset 'nope'"),
-    "tools.rehearse": (f"--config {CONFIG} --ranks 3", "cannot be rehearsed on 3 ranks"),
-    "tools.serve": ("--model nope", "nope is no folder"),
-    "tools.slurm_lab": ("nope", "invalid choice: 'nope'"),
-    "tools.verify": ("--run nope", "nope is no run"),
-    "tools.weights": ("--from nope --to x --format hf", "nope is no folder"),
-    "tools.where": ("--run nope --step 1", "nope/config.yaml cannot be read"),
+    "drover.tools.audit": ("--run nope", "there is nothing to audit"),
+    "drover.tools.chaos": ("--lab nope", "The lab in nope is not up"),
+    "drover.tools.chat": ("--model nope x", "nope is no folder"),
+    "drover.tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
+    "drover.tools.copy_tokens": ("--run nope --to file:///nope", "nope/config.yaml cannot be read"),
+    "drover.tools.export_tokens": ("--run nope --out x --format hf", "nope/config.yaml cannot be read"),
+    "drover.tools.init": ("nope", "nope is no folder"),
+    "drover.tools.lm_eval": ("nope", "invalid choice: 'nope'"),
+    "drover.tools.parity": ("--reference nope --run nope", "nope"),
+    "drover.tools.presets": ("nope", "There is no preset 'nope'"),
+    "drover.tools.rehearse": (f"--config {CONFIG} --ranks 3", "cannot be rehearsed on 3 ranks"),
+    "drover.tools.serve": ("--model nope", "nope is no folder"),
+    "drover.tools.slurm_lab": ("nope", "invalid choice: 'nope'"),
+    "drover.tools.verify": ("--run nope", "nope is no run"),
+    "drover.tools.weights": ("--from nope --to x --format hf", "nope is no folder"),
+    "drover.tools.where": ("--run nope --step 1", "nope/config.yaml cannot be read"),
 }
-NEEDED = {"tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "pipeline.tokenizer": {"numpy"},
-          "pipeline.encode": {"numpy"}}
+NEEDED = {"drover.tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "drover.pipeline.tokenizer": {"numpy"},
+          "drover.pipeline.encode": {"numpy"}}
 """What these import before they look at their arguments: lm_eval's own command line, and what stages work with."""
 
 
@@ -158,11 +170,11 @@ def test_the_way_from_the_command_to_a_rank_is_short_and_as_the_page_draws_it():
 
 
 def test_every_program_has_a_wrong_argument_here():
-    programs = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__") for path in FILES
+    programs = {module_of(path).removesuffix(".__main__") for path in FILES
                 if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
-    scripts = {"launch.submit": "launch/submit.py", "launch.status": "launch/status.py"}
-    internal = {"launch.slurm.job.rank"}
-    stages = {f"pipeline.{name}" for name in STAGES}  # whose arguments are looked at elsewhere
+    scripts = {"drover.launch.submit": "launch/submit.py", "drover.launch.status": "launch/status.py"}
+    internal = {"drover.launch.slurm.job.rank"}
+    stages = {f"drover.pipeline.{name}" for name in STAGES}  # whose arguments are looked at elsewhere
     assert {scripts.get(name, name) for name in programs} - internal == REFUSED.keys() - stages
 
 
@@ -179,23 +191,26 @@ def test_refusals_import_nothing_heavy(program, tmp_path):
 
 def all_of(*rooms):
     """An import of every module of these packages."""
-    return "import " + ", ".join(".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-                                 for room in rooms for path in sorted((REPOSITORY / room).glob("*.py")))
+    return "import " + ", ".join(module_of(path) for room in rooms for path in sorted((REPOSITORY / room).glob("*.py")))
 
 
 @pytest.mark.parametrize(("code", "needed"), [
-    ("from pipeline.config.loading import load_config; load_config('configs/demo.yaml')", set()),
-    ("import sys; from pipeline.contract.stages import STAGES; from pipeline.config.loading import load_config; "
+    ("from drover.pipeline.config.loading import load_config; load_config('configs/demo.yaml')", set()),
+    ("import sys; from drover.pipeline.contract.stages import STAGES; "
+     "from drover.pipeline.config.loading import load_config; "
      "[stage.input_files(load_config('configs/demo.yaml')) for stage in STAGES.values()]", set()),
-    ("from tools.presets import main; main(['llama3_8b'])", set()),
-    ("import launch.slurm.job.rank", set()), ("import tools.verify.__main__, tools.where.__main__", set()),
+    ("from drover.tools.presets import main; main(['llama3_8b'])", set()),
+    ("import drover.launch.slurm.job.rank", set()),
+    ("import drover.tools.verify.__main__, drover.tools.where.__main__", set()),
     (all_of("pipeline/contract", "pipeline/records", "launch/run_status"), set()),
-    ("import tools.audit, pipeline.training.data.opening, tools.where.forward, tools.where.inverse", {"numpy"}),
-    ("import pipeline.encode", {"numpy"}),  # which its workers import
-    ("import pipeline.training.loop", {"torch", "numpy"}),
+    ("import drover.tools.audit, drover.pipeline.training.data.opening, drover.tools.where.forward, "
+     "drover.tools.where.inverse", {"numpy"}),
+    ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
+    ("import drover.pipeline.training.loop", {"torch", "numpy"}),
     (all_of("pipeline/reporting"), {"numpy", "matplotlib", "jinja2"}),
-    ("import torch; from model.attention.choosing import Where, choose; from model.config import ModelConfig; "
-     "from pipeline.formats.huggingface import parameter_shapes; "
+    ("import torch; from drover.model.attention.choosing import Where, choose; "
+     "from drover.model.config import ModelConfig; "
+     "from drover.pipeline.formats.huggingface import parameter_shapes; "
      "parameter_shapes(ModelConfig(dim=8, layers=1, heads=1, kv_heads=1, vocab_size=8)); "
      "choose('auto', Where(torch.device('cpu'), torch.bfloat16, compiled=False, head_dim=8))", {"torch", "numpy"}),
 ])
@@ -205,7 +220,8 @@ def test_imports_take_in_only_what_is_needed(code, needed):
     assert modules & HEAVY <= needed
 
 
-@pytest.mark.parametrize("code", ["import model, launch.slurm.job.rank", "import pipeline.report, pipeline.encode"])
+@pytest.mark.parametrize("code", [
+    "import drover.model, drover.launch.slurm.job.rank", "import drover.pipeline.report, drover.pipeline.encode"])
 def test_workers_and_ranks_start_without_the_configuration(code):
     status, text, modules = imported_by("-c", code, cwd=REPOSITORY)
     assert status == 0, text

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.stages import STAGES
-from pipeline.records.metrics import read_metrics
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, write_config
 from tests.waiting import HANG_S, wait_for
 
@@ -152,7 +152,7 @@ def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
 
 @pytest.mark.slow
 def test_where_shows_text_of_the_corpus(outcomes, corpus):
-    text = next(result.stdout for command, result in outcomes.items() if "tools.where" in command)
+    text = next(result.stdout for command, result in outcomes.items() if "drover.tools.where" in command)
     assert text.count("\nsample ") >= 16
     whole = "\n".join(file.read_text() for file in corpus.glob("*.txt"))
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ") and len(line) > 30]

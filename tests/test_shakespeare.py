@@ -3,7 +3,7 @@
 
 import pytest
 
-from pipeline.config.loading import load_config
+from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "configs/shakespeare_char.yaml"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from model.config import ModelConfig
-from model.llama import Llama, initialise
-from pipeline.contract.manifest import Manifest
-from pipeline.tokenization.base import Tokenizer
-from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.kinds import write_record
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.tokenization.base import Tokenizer
+from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.kinds import write_record
+from drover.pipeline.tokenization.simple import ByteTokenizer
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 

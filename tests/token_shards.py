@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.phases import PhasePlan
-from pipeline.config.training import TrainConfig
-from pipeline.data.shard_table import OpenShards, Shards, ShardTable
-from pipeline.data.token_shards import write_shard
-from pipeline.files import output_record
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable
+from drover.pipeline.data.token_shards import write_shard
+from drover.pipeline.files import output_record
 
 SOURCES = ("web", "code")
 BATCH_TENSORS = ("tokens", "labels", "documents", "positions")
@@ -62,8 +62,8 @@ def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: di
                   planner: Any = None, said: list[str] | None = None) -> Any:
     """`TrainingData` over the shards of both sources; without a plan in one phase that no configuration speaks of.
     Packings are planned by one process alone unless `planner` does it."""
-    from pipeline.data.sampling.loader import TrainingData
-    from pipeline.data.sampling.packing import Alone, make
+    from drover.pipeline.data.sampling.loader import TrainingData
+    from drover.pipeline.data.sampling.packing import Alone, make
     opened = OpenShards(folder, table) if opened is None else opened
     shards = {source: Shards(opened, table.rows("train", source)) for source in SOURCES}
     planner = planner or (lambda planning: make(planning, Alone(), [].append if said is None else said.append))
@@ -81,8 +81,8 @@ def assert_same_batches(one: Any, other: Any) -> None:
 
 def assert_readings(data: Any, below: int) -> None:
     """The pieces of samples are the tokens of their batches, and a document's readings are the pieces that name it."""
-    from pipeline.data.provenance import pieces, readings
-    from pipeline.data.sampling.order import ANEW
+    from drover.pipeline.data.provenance import pieces, readings
+    from drover.pipeline.data.sampling.order import ANEW
     samples, seen, rows = np.arange(below), dict[Any, list[Any]](), dict[int, list[int]]()
     epochs = data.order.locate(samples).epoch.tolist()
     for piece in pieces(data, samples):

@@ -39,11 +39,12 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.utils.tensorboard",
-            "numpy.ma", "sentencepiece", "pipeline.training.loop", "tests.faulty", "pipeline.training.watchdog",
-            "pipeline.training.engines.fsdp")
+            "numpy.ma", "sentencepiece", "drover.pipeline.training.loop", "tests.faulty",
+            "drover.pipeline.training.watchdog",
+            "drover.pipeline.training.engines.fsdp")
 """What every child finds imported."""
 MORE = {"convert": ("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto"),
-        "deepspeed": ("deepspeed", "pipeline.training.engines.zero")}
+        "deepspeed": ("deepspeed", "drover.pipeline.training.engines.zero")}
 """What some children need besides: imported when the first of them is asked for."""
 SHUTDOWN_S = 600
 """How long ranks may take to save and end, as Drover's launcher has it."""
@@ -194,7 +195,7 @@ def _tell_ends(running: dict[int, socket.socket]) -> None:
 
 def _import_more(arguments: list[str]) -> None:
     for word, names in MORE.items():
-        if any(argument.endswith((f"pipeline.{word}", f"engine={word}")) for argument in arguments):
+        if any(argument.endswith((f"drover.pipeline.{word}", f"engine={word}")) for argument in arguments):
             for name in names:
                 importlib.import_module(name)
 

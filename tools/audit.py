@@ -1,6 +1,6 @@
 """Was every training sample used exactly once, over all restarts? Proves it from a run's own records.
 
-    python -m tools.audit --run runs/demo
+    python -m drover.tools.audit --run runs/demo
 
 Read are metrics.jsonl (the sample range of every step, repeated steps included), events.jsonl (starts, damaged token
 shards), rollbacks.json (what was left out on purpose), the markers of the checkpoints and the manifest. The order
@@ -18,21 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.plugins import add_run_options
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import run_in
-from pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
-from pipeline.errors import UserError
-from pipeline.files import read_lines
-from pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
-from pipeline.training.determinism import was_deterministic
-from tools.command import exit_status
+from drover.pipeline.config.plugins import add_run_options
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_lines
+from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
+from drover.pipeline.training.determinism import was_deterministic
+from drover.tools.command import exit_status
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pipeline.data.sampling.loader import TrainingData
-    from tools.ledger import Ledger, Line
+    from drover.pipeline.data.sampling.loader import TrainingData
+    from drover.tools.ledger import Ledger, Line
 
 ROUNDING = 1e-3
 """Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
@@ -96,7 +96,7 @@ def audit(folder: Path) -> Audit:
     logged = sum(1 for _ in read_lines(path))
     if not logged:
         raise UserError(f"{path} holds no step; there is nothing to audit.")
-    from tools.ledger import Ledger
+    from drover.tools.ledger import Ledger
 
     ledger = Ledger(run_in(folder))
     starts = [event for event in ledger.events if event["event"] in ("start", "resume")]
@@ -129,7 +129,7 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
     After a rollback, steps up to the samples left out are the same again, and those from there on see others. A step
     that read a damaged token shard, or came after one that did, may have had another loss: once for each damage.
     """
-    from pipeline.training.data.token_check import DAMAGED
+    from drover.pipeline.training.data.token_check import DAMAGED
 
     damages = [int(event["first_step"]) for event in ledger.events if event["event"] == DAMAGED]
     last: dict[int, Line] = {}
@@ -232,7 +232,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
     sequences of several lengths or packings."""
     import numpy as np
 
-    from pipeline.data.sampling.order import ANEW
+    from drover.pipeline.data.sampling.order import ANEW
 
     seen: dict[tuple[int, int], dict[int, np.ndarray]] = {}
     for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
@@ -261,7 +261,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 if all is proven, 1 if there are faults, 2 if there is nothing to check."""
-    parser = argparse.ArgumentParser(prog="python -m tools.audit", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.audit", description=(__doc__ or "").splitlines()[0])
     add_run_options(parser)
     options = parser.parse_args(arguments)
 

@@ -1,8 +1,8 @@
 """A soak: one training on a Slurm lab under random faults, and the proof that they left no trace in it.
 
-    python -m tools.chaos --minutes 2             a lab of its own, faults for two minutes, then the chain to its report
-    python -m tools.chaos --minutes 60 --seed 7   an hour, with the faults in the order of seed 7
-    python -m tools.chaos --lab /tmp/lab          on a lab of four nodes that is up
+    python -m drover.tools.chaos --minutes 2      a lab of its own, faults for two minutes, then the chain to its report
+    python -m drover.tools.chaos --minutes 60 --seed 7   an hour, with the faults in the order of seed 7
+    python -m drover.tools.chaos --lab /tmp/lab          on a lab of four nodes that is up
 
 A tiny model is trained on four nodes of this machine while ranks are killed and stopped, the job's runner is killed,
 Slurm's warning before the time limit comes, the job is queued again from outside, nodes lose power, slurmctld goes
@@ -10,9 +10,9 @@ away, a checkpoint turns bad, and training goes on with other numbers of nodes. 
 the same command is given again, as a user would.
 
 At the end the losses must be those of the same training that nobody disturbed, every sample must have been used
-exactly once (tools.audit), and the report must state the goodput. Exit status: 0 only if all of that holds, 1 if not,
-2 if there is no lab, 130 if it was stopped. Every fault is recorded with its time and step in chaos.jsonl. The order of
-the faults, and what each does, are repeatable by --seed; the steps that they hit depend on the machine.
+exactly once (drover.tools.audit), and the report must state the goodput. Exit status: 0 only if all of that holds, 1 if
+not, 2 if there is no lab, 130 if it was stopped. Every fault is recorded with its time and step in chaos.jsonl. The
+order of the faults, and what each does, are repeatable by --seed; the steps that they hit depend on the machine.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from typing import Any
 import psutil
 import yaml
 
-from launch.slurm.chain import read_chain
-from launch.slurm.nodes import NODES
-from launch.slurm.scheduler import Scheduler
-from pipeline.console import duration
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.stages import REPOSITORY
-from pipeline.contract.state import ATTEMPTS, read_attempts
-from pipeline.errors import UserError
-from pipeline.files import append_line, read_lines
-from pipeline.records.checkpoints import MARKER, complete_checkpoints
-from pipeline.records.goodput import goodput
-from pipeline.records.metrics import read_metrics
-from tools.audit import audit
-from tools.slurm_lab import Lab, missing_programs
+from drover.launch.slurm.chain import read_chain
+from drover.launch.slurm.nodes import NODES
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.console import duration
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.contract.state import ATTEMPTS, read_attempts
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import append_line, read_lines
+from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
+from drover.pipeline.records.goodput import goodput
+from drover.pipeline.records.metrics import read_metrics
+from drover.tools.audit import audit
+from drover.tools.slurm_lab import Lab, missing_programs
 
 SIZES = (1, 2, 4)
 """Nodes that training may go on with; it begins with the most."""
@@ -172,7 +172,7 @@ class SoakRun:
 
     def ranks(self) -> dict[int, int]:
         """Process ids of the ranks that run, by rank."""
-        return {int(variables["RANK"]): pid for pid, variables in self.processes("pipeline.train")
+        return {int(variables["RANK"]): pid for pid, variables in self.processes("drover.pipeline.train")
                 if "RANK" in variables}
 
     def processes(self, *words: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -255,7 +255,7 @@ def freeze_rank(run: SoakRun, dice: Random) -> str:
 
 def kill_runner(run: SoakRun, dice: Random) -> str:
     """kill -9 what leads the job."""
-    for pid, _ in run.processes("launch.slurm.job.runner", "-train.json"):
+    for pid, _ in run.processes("drover.launch.slurm.job.runner", "-train.json"):
         os.kill(pid, signal.SIGKILL)
         return f"process {pid}"
     raise Missed("no runner")
@@ -429,7 +429,7 @@ def lab_of(folder: Path | None) -> Iterator[Lab]:
         lab = Lab(folder)
         if not lab.is_up or len(lab.nodes) < max(SIZES):
             raise UserError(f"The lab in {folder} is not up with {max(SIZES)} nodes. Start one: python -m "
-                            f"tools.slurm_lab up {max(SIZES)} --folder {folder}")
+                            f"drover.tools.slurm_lab up {max(SIZES)} --folder {folder}")
         yield lab
         return
     with tempfile.TemporaryDirectory(prefix="lab-", dir="/tmp", ignore_cleanup_errors=True) as own:  # a short path
@@ -444,7 +444,7 @@ def lab_of(folder: Path | None) -> Iterator[Lab]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit status."""
     given = Path(os.environ.get("SLURM_CONF", "/nowhere/slurm.conf")).parent
-    parser = argparse.ArgumentParser(prog="python -m tools.chaos", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.chaos", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long faults happen (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults (%(default)s)")

@@ -1,8 +1,8 @@
 """Write text with a model: continue prompts, or talk to one that was trained on conversations.
 
-    python -m tools.chat --model runs/demo "def main():" "import "
-    python -m tools.chat --model runs/demo --interactive
-    python -m tools.chat --model path/to/Llama-3.2-1B-Instruct --chat --interactive
+    python -m drover.tools.chat --model runs/demo "def main():" "import "
+    python -m drover.tools.chat --model runs/demo --interactive
+    python -m drover.tools.chat --model path/to/Llama-3.2-1B-Instruct --chat --interactive
 
 Several prompts are continued together and printed in their order. Ctrl-C ends a reply; at `>`, Ctrl-D ends the session.
 """
@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeline.errors import UserError
-from pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
-from tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
+from drover.tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
 
 if TYPE_CHECKING:
-    from model.generation.sampling import Sampling
-    from pipeline.evaluation.open_model import OpenedModel
+    from drover.model.generation.sampling import Sampling
+    from drover.pipeline.evaluation.open_model import OpenedModel
 
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that move a terminal's cursor or change its colours; a model may have learned them."""
@@ -30,7 +30,7 @@ NEW = "/new"
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.chat", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.chat", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; with --chat, first messages")
     add_model_options(parser)
@@ -131,7 +131,7 @@ def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
              samplings: Sequence[Sampling]) -> Iterator[tuple[int, str]]:
     """(number, text) of prompts that are continued together: the first one's pieces as they come, then those of the
     second, which has been going on meanwhile ... Every prompt has a piece, and a line end is between two."""
-    from model.generation.writer import stream
+    from drover.model.generation.writer import stream
 
     waiting = dict.fromkeys(range(len(prompts)), "")
     ended: set[object] = set()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.errors import UserError, is_full_disk
+from drover.pipeline.errors import UserError, is_full_disk
 
 
 def exit_status(work: Callable[[], int | None], opening: str = "", writes: Path | None = None) -> int:

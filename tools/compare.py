@@ -1,7 +1,7 @@
 """Models on the same items: one table, paired differences with their significance, a plot over the tokens of a run.
 
-    python -m tools.compare --models runs/demo runs/trial/convert/hf --tasks python_line python_stdlib --to compared
-    python -m tools.compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
+    python -m drover.tools.compare --models runs/demo runs/trial/convert/hf --tasks python_line --to compared
+    python -m drover.tools.compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
 
 A model is a run's folder (its export, before that its newest checkpoint), a training checkpoint inside of a run, or a
 Llama in Hugging Face's form. --to gets comparison.json, comparison.md, with --checkpoints an SVG for each score, and
@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.plugins import add_plugin_option
-from pipeline.contract.run import run_in
-from pipeline.contract.stages import REPOSITORY
-from pipeline.errors import UserError
-from pipeline.evaluation.comparing import Candidate, Conditions, Measuring, deliverable, differences, rows
-from pipeline.evaluation.tasks import go_offline, tasks_named
-from pipeline.files import sha256_file, write_json, write_text
-from pipeline.records.checkpoints import complete_checkpoints, read_marker
-from tools.command import aligned, exit_status, markdown, refuse_low
+from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.comparing import Candidate, Conditions, Measuring, deliverable, differences, rows
+from drover.pipeline.evaluation.tasks import go_offline, tasks_named
+from drover.pipeline.files import sha256_file, write_json, write_text
+from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
+from drover.tools.command import aligned, exit_status, markdown, refuse_low
 
 FORMAT = 1
 SCORES = {"model": ("model", ""), "tokens": ("tokens", ","), "task": ("task", ""), "version": ("version", ""),
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _compared(options: argparse.Namespace) -> None:
     candidates, conditions = _candidates(options), _conditions(options)
-    from pipeline.parallel.ranks import start_ranks, stop_ranks
+    from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
     ranks = start_ranks()
     try:
@@ -69,7 +69,7 @@ def _compared(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.compare", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--models", nargs="+", type=Path, metavar="PATH", help="runs, checkpoints, Hugging Face folders")
@@ -116,7 +116,7 @@ def _conditions(options: argparse.Namespace) -> Conditions:
 def compare(candidates: Sequence[Candidate], conditions: Conditions, options: argparse.Namespace,
             ranks: Any) -> dict[str, Any]:
     """Every model's rows and the pairs' differences, ready for JSON; all ranks call it together."""
-    from pipeline.evaluation.kept import KeptParts
+    from drover.pipeline.evaluation.kept import KeptParts
 
     options.to.mkdir(parents=True, exist_ok=True)
     code = [*sorted((REPOSITORY / "pipeline/evaluation").glob("*.py")), *sorted((REPOSITORY / "model").rglob("*.py"))]
@@ -152,7 +152,7 @@ def _table(columns: dict[str, tuple[str, str]], rows: list[dict[str, Any]]) -> l
 
 def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
     """An SVG of each task's metrics over tokens, by `task.metric`; bars are one standard error up and down."""
-    from pipeline.reporting.plots import Series, line_chart, standalone
+    from drover.pipeline.reporting.plots import Series, line_chart, standalone
 
     found = {}
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in scores):

@@ -1,4 +1,4 @@
-"""`python -m tools.copy_tokens --run RUN --to URL`: a finished run's token shards into an object store.
+"""`python -m drover.tools.copy_tokens --run RUN --to URL`: a finished run's token shards into an object store.
 
 Training reads them from there with `train.tokens_from=URL`. What is there already is not sent again. With `--compare`
 every shard is read back and its hash compared, which costs as much traffic as sending it.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pipeline.config.plugins import add_run_options
-from pipeline.console import ProgressBar, say
-from pipeline.contract.locks import lock
-from pipeline.contract.run import run_in
-from tools.command import exit_status
+from drover.pipeline.config.plugins import add_run_options
+from drover.pipeline.console import ProgressBar, say
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.run import run_in
+from drover.tools.command import exit_status
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Copy; the process's exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.copy_tokens", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.copy_tokens",
+                                     description=(__doc__ or "").partition("\n")[0])
     add_run_options(parser)
     parser.add_argument("--to", required=True, metavar="URL", help="s3://bucket/prefix, gs://, az://, file://")
     parser.add_argument("--compare", action="store_true", help="read every shard back and compare its hash")
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _copy(options: argparse.Namespace) -> None:
     run = run_in(options.run)
-    from pipeline.data.stored.copying import compare_copy, copy_shards
+    from drover.pipeline.data.stored.copying import compare_copy, copy_shards
 
     manifest, folder = run.finished("encode"), run.stage_folder("encode")
     held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile

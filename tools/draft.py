@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import append_line, read_json, read_lines, remove_temporary, sync, write_json
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import append_line, read_json, read_lines, remove_temporary, sync, write_json
 
 _WORK = ".work"
 """Folder inside the draft: plan.json, what the folder is made of, and done.jsonl, a line for each finished part."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from pipeline.contract.run import Run
-from pipeline.contract.stage_work import Work
-from pipeline.data.exclusion import Excluded
-from pipeline.files import read_lines
-from pipeline.records.metrics import standing_lines
-from pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
-from pipeline.training.data.opening import open_training_data, read_shard_table
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.files import read_lines
+from drover.pipeline.records.metrics import standing_lines
+from drover.pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
+from drover.pipeline.training.data.opening import open_training_data, read_shard_table
 
 Line = dict[str, Any]
 """Of metrics.jsonl: a step."""

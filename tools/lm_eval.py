@@ -1,8 +1,9 @@
 """lm-evaluation-harness's own command line, which also knows `--model drover`.
 
-    python -m tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line --include_path configs/tasks
-    python -m tools.lm_eval --model drover --model_args run=runs/demo,checkpoint=100,dtype=bfloat16 --tasks ...
-    torchrun --standalone --nproc-per-node 2 -m tools.lm_eval --model drover --model_args run=runs/demo --tasks ...
+    python -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line \\
+        --include_path configs/tasks
+    python -m drover.tools.lm_eval --model drover --model_args run=runs/demo,checkpoint=100,dtype=bfloat16 --tasks ...
+    torchrun --standalone --nproc-per-node 2 -m drover.tools.lm_eval --model drover --model_args ... --tasks ...
 
 All arguments are lm_eval's (docs/evaluation.md names those of the model), but for `--plugin FILE`, which imports a
 plugin. Data files that a task under --include_path names are found beside its YAML file, wherever this is started.
@@ -20,9 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from pipeline.config.plugins import add_plugin_option
-from pipeline.errors import UserError
-from pipeline.evaluation.tasks import write_absolute
+from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.tasks import write_absolute
 
 INCLUDE = "--include_path"
 CACHE = "--use_cache"
@@ -30,7 +31,7 @@ CACHE = "--use_cache"
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: `arguments` for lm_eval, by default those of this process."""
-    parser = argparse.ArgumentParser(prog="python -m tools.lm_eval", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.lm_eval", add_help=False, allow_abbrev=False)
     add_plugin_option(parser)
     parser.add_argument(INCLUDE, type=Path)
     options, given = parser.parse_known_args(arguments)
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         sys.argv = before
         if several:
-            from pipeline.parallel.ranks import stop_ranks
+            from drover.pipeline.parallel.ranks import stop_ranks
             stop_ranks()
     return 0
 
@@ -63,7 +64,7 @@ def _hand_over() -> None:
     from lm_eval.api.registry import model_registry
 
     if "drover" not in model_registry:  # by its name: it is imported, with torch, when a command asks for it
-        model_registry.register("drover", target="pipeline.evaluation.lm_eval_model:DroverModel")
+        model_registry.register("drover", target="drover.pipeline.evaluation.lm_eval_model:DroverModel")
     cli_evaluate()
 
 

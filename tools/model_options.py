@@ -7,14 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.generation.sampling import Sampling
-from pipeline.config.plugins import add_plugin_option
-from pipeline.errors import UserError
-from pipeline.evaluation.open_model import open_model
-from pipeline.records.weight_files import weights_folder
+from drover.model.generation.sampling import Sampling
+from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.open_model import open_model
+from drover.pipeline.records.weight_files import weights_folder
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.open_model import OpenedModel
+    from drover.pipeline.evaluation.open_model import OpenedModel
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

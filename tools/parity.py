@@ -1,6 +1,6 @@
 """Has a run the losses of another one? For a run in fp8 beside the same one in bf16: the gate before the long run.
 
-    python -m tools.parity --reference runs/bf16 --run runs/fp8 --band 0.01
+    python -m drover.tools.parity --reference runs/bf16 --run runs/fp8 --band 0.01
 
 Both runs must have seen the same samples, step by step. Losses are compared in windows of steps, as means, and so are
 held-out bits per byte at the last step that both measured (not judged where there is none). Exits with 1 where a window
@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.records.metrics import read_metrics
-from tools.command import exit_status
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.metrics import read_metrics
+from drover.tools.command import exit_status
 
 WINDOWS = 10
 """Into how many windows the steps that both runs have are cut."""
@@ -81,7 +81,7 @@ def report(reference: Sequence[Record], found: Sequence[Record], band: float) ->
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.parity", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.parity", description=__doc__.splitlines()[0])
     parser.add_argument("--reference", required=True, type=Path, help="folder of the run to compare with")
     parser.add_argument("--run", required=True, type=Path, help="folder of the run that is judged")
     parser.add_argument("--band", type=float, default=0.01, help="share by which it may be worse (default 0.01)")

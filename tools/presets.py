@@ -1,9 +1,9 @@
 """What each preset is: parameters, heads, memory of its KV cache, work per token.
 
-    python -m tools.presets
-    python -m tools.presets llama3.1_8b llama3.2_1b
-    python -m tools.presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
-    python -m tools.presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
+    python -m drover.tools.presets
+    python -m drover.tools.presets llama3.1_8b llama3.2_1b
+    python -m drover.tools.presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
+    python -m drover.tools.presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
 
 A preset without a vocabulary of its own takes the tokenizer's; here it is counted with --vocab-size.
 """
@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from model.config import ModelConfig
-from model.presets import PRESETS, preset
-from pipeline.errors import UserError
-from tools.command import aligned, exit_status, refuse_low
+from drover.model.config import ModelConfig
+from drover.model.presets import PRESETS, preset
+from drover.pipeline.errors import UserError
+from drover.tools.command import aligned, exit_status, refuse_low
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16
@@ -30,7 +30,7 @@ COLUMNS = ("preset", "parameters", "blocks", "width", "heads", "KV heads", "head
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.presets", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.presets", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="PRESET", help="only these; without any, all")
     parser.add_argument("--vocab-size", type=int, default=32000, metavar="N",

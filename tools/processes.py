@@ -11,8 +11,8 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import TypeVar
 
-from pipeline.contract.orphans import end_with_parent
-from pipeline.errors import UserError
+from drover.pipeline.contract.orphans import end_with_parent
+from drover.pipeline.errors import UserError
 
 AHEAD = 2
 """Items handed out for each process: what is done too early waits in memory."""

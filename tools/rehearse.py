@@ -1,9 +1,9 @@
 """One training step of any number of ranks, without their machines: what a rank tells others, holds and waits for.
 
-    python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128
-    python -m tools.rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
-    python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
-    python -m tools.rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
+    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128
+    python -m drover.tools.rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
+    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
+    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
 
 The real engine is built and takes one step on tensors without contents, in a process group that moves nothing. Of a
 pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; any by --rank. Each takes seconds to a
@@ -20,10 +20,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from pipeline.config.loading import load_config
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from tools.command import exit_status, markdown
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.tools.command import exit_status, markdown
 
 LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
 PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
@@ -35,7 +35,7 @@ PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.rehearse", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.rehearse", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many there are")
@@ -64,9 +64,9 @@ def _rehearsed(options: argparse.Namespace) -> int:
 
 def rehearsed(config: Config, options: argparse.Namespace) -> int:
     """Rehearse and print; the exit status."""
-    from pipeline.rehearsal.apart import rehearse_apart
-    from pipeline.rehearsal.fitting import verdict
-    from pipeline.rehearsal.report import ends_and_middle, fullest, lines
+    from drover.pipeline.rehearsal.apart import rehearse_apart
+    from drover.pipeline.rehearsal.fitting import verdict
+    from drover.pipeline.rehearsal.report import ends_and_middle, fullest, lines
 
     numbers = options.rank or ends_and_middle(config, options.ranks)
     found = rehearse_apart(config, options.ranks, numbers, gpu=not options.cpu)
@@ -82,10 +82,10 @@ def rehearsed(config: Config, options: argparse.Namespace) -> int:
 
 def spent(config: Config, options: argparse.Namespace) -> int:
     """Search what spare memory buys, and print each layout when it was rehearsed; the exit status."""
-    from pipeline.rehearsal.apart import refuse
-    from pipeline.rehearsal.fitting import TIGHT
-    from pipeline.rehearsal.spending import spend
-    from pipeline.rehearsal.step import rehearsable
+    from drover.pipeline.rehearsal.apart import refuse
+    from drover.pipeline.rehearsal.fitting import TIGHT
+    from drover.pipeline.rehearsal.spending import spend
+    from drover.pipeline.rehearsal.step import rehearsable
 
     refuse(config, options.ranks, [0])
     _, notes, _ = rehearsable(config, options.ranks, gpu=True)
@@ -102,10 +102,10 @@ def spent(config: Config, options: argparse.Namespace) -> int:
 
 def row(config: Config, ranks: int) -> Sequence[str]:
     """A layout's line in the table: of the rank that holds the most among those rehearsed."""
-    from pipeline.config.batch import with_largest
-    from pipeline.rehearsal.apart import rehearse_apart
-    from pipeline.rehearsal.lost_time import lost
-    from pipeline.rehearsal.report import ends_and_middle, fullest, gigabytes
+    from drover.pipeline.config.batch import with_largest
+    from drover.pipeline.rehearsal.apart import rehearse_apart
+    from drover.pipeline.rehearsal.lost_time import lost
+    from drover.pipeline.rehearsal.report import ends_and_middle, fullest, gigabytes
 
     most = fullest(rehearse_apart(config, ranks, ends_and_middle(config, ranks)))
     kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
@@ -122,7 +122,7 @@ def row(config: Config, ranks: int) -> Sequence[str]:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The table in Markdown, with its heading."""
-    from pipeline.rehearsal.memory import KINDS
+    from drover.pipeline.rehearsal.memory import KINDS
 
     return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
                       "collectives of a step by group, GB", "calls", "pipeline waits", "recomputed", "exposed"), *rows])

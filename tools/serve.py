@@ -1,6 +1,6 @@
 """Serve a model over HTTP as OpenAI's completions are served, with a page to try it on.
 
-    python -m tools.serve --model runs/demo
+    python -m drover.tools.serve --model runs/demo
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def ", "max_tokens": 40}'
 
 Requests that come together are written together. It listens on this machine alone unless --host says otherwise. With
@@ -16,11 +16,11 @@ import socket
 import sys
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.evaluation.open_model import run_of
-from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
-from pipeline.records.weight_files import weights_folder
-from tools.model_options import add_model_options, opened_model
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.open_model import run_of
+from drover.pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
+from drover.pipeline.records.weight_files import weights_folder
+from drover.tools.model_options import add_model_options, opened_model
 
 KEY_VARIABLE = "DROVER_API_KEY"
 CLOSING_S = 5
@@ -29,7 +29,7 @@ CLOSING_S = 5
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.serve", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.serve", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
@@ -64,12 +64,12 @@ def serve(options: argparse.Namespace) -> None:
         try:
             import uvicorn
 
-            from tools.serving.app import LOCAL, Server
+            from drover.tools.serving.app import LOCAL, Server
         except ImportError as error:
-            raise UserError(f"tools.serve needs the package {error.name}, which is not installed: "
+            raise UserError(f"drover.tools.serve needs the package {error.name}, which is not installed: "
                             f"pip install -e '.[serve]'") from None
-        from tools.serving.asked import Reader
-        from tools.serving.worker import Worker
+        from drover.tools.serving.asked import Reader
+        from drover.tools.serving.worker import Worker
 
         opened = opened_model(options)
         run = run_of(opened.path)

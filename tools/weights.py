@@ -1,7 +1,7 @@
 """Carry the weights of a Llama from one form into another.
 
-    python -m tools.weights --from Llama-3.2-1B --to 1b --format drover
-    python -m tools.weights --from runs/demo --to demo-meta --format meta --parts 2 --dtype bf16
+    python -m drover.tools.weights --from Llama-3.2-1B --to 1b --format drover
+    python -m drover.tools.weights --from runs/demo --to demo-meta --format meta --parts 2 --dtype bf16
 
 What is at --from is found out: a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, a folder of
 Meta's, or weights alone as `--format drover` makes them. An interrupted conversion continues when its command is given
@@ -18,22 +18,22 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.plugins import add_plugin_option
-from pipeline.console import ProgressBar, say
-from pipeline.errors import UserError
-from pipeline.files import output_record, sync
-from pipeline.formats.meta_params import PARTS
-from pipeline.formats.record import FORMAT, RECORD
-from pipeline.records.weight_files import weights_folder
-from tools.command import exit_status
-from tools.draft import Draft
+from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.console import ProgressBar, say
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record, sync
+from drover.pipeline.formats.meta_params import PARTS
+from drover.pipeline.formats.record import FORMAT, RECORD
+from drover.pipeline.records.weight_files import weights_folder
+from drover.tools.command import exit_status
+from drover.tools.draft import Draft
 
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.formats.base import Weights
-    from pipeline.formats.huggingface import Read
-    from tools.weights_beside import Beside
+    from drover.pipeline.formats.base import Weights
+    from drover.pipeline.formats.huggingface import Read
+    from drover.tools.weights_beside import Beside
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FORMS = ("hf", "meta", "drover")
@@ -44,7 +44,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.weights", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.weights", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", required=True, type=Path, metavar="PATH", help="a folder of weights")
     add_plugin_option(parser)
@@ -86,15 +86,16 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     """Make the folder `target` of the weights in `source`, or go on making it.
 
     Raises:
-        UserError: see `open_weights`, `Draft` and the forms in `pipeline.formats`; nothing is at the target then.
+        UserError: see `open_weights`, `Draft` and the forms in `drover.pipeline.formats`; nothing is at the target
+        then.
     """
     import torch
 
-    from pipeline.formats.base import reader
-    from pipeline.formats.huggingface import Source, huggingface_files
-    from pipeline.formats.meta import meta_files, meta_reads
-    from pipeline.formats.weights import drover_files, open_weights
-    from tools.weights_beside import beside
+    from drover.pipeline.formats.base import reader
+    from drover.pipeline.formats.huggingface import Source, huggingface_files
+    from drover.pipeline.formats.meta import meta_files, meta_reads
+    from drover.pipeline.formats.weights import drover_files, open_weights
+    from drover.tools.weights_beside import beside
 
     with open_weights(source) as weights:
         config, found = weights.config, beside(weights)
@@ -133,8 +134,8 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
 
 def _prove(folder: Path, read: Read) -> None:
     """Open what was written, and read every tensor of it back."""
-    from pipeline.formats.comparison import prove_equal
-    from pipeline.formats.weights import open_weights
+    from drover.pipeline.formats.comparison import prove_equal
+    from drover.pipeline.formats.weights import open_weights
 
     with open_weights(folder) as written:
         prove_equal(written, read)
@@ -154,9 +155,9 @@ def _make(draft: Draft, name: str, write: Callable[[Path], Any]) -> bool:
 
 def _carry(draft: Draft, found: Beside, form: str) -> list[str]:
     """Put beside the weights what belongs there; returns sentences about what was carried over and what was not."""
-    from pipeline.formats.huggingface import text_file
-    from pipeline.tokenization.export import CODE, SETTINGS, names_code, settings_text, write_hugging_face
-    from tools.weights_beside import MODEL_FILE, name_of_vocabulary
+    from drover.pipeline.formats.huggingface import text_file
+    from drover.pipeline.tokenization.export import CODE, SETTINGS, names_code, settings_text, write_hugging_face
+    from drover.tools.weights_beside import MODEL_FILE, name_of_vocabulary
 
     carried, told = list[str](), list[str]()
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.run import run_in
-from pipeline.errors import UserError
-from pipeline.files import read_json
-from pipeline.formats.base import Weights
-from pipeline.formats.record import weights_record
-from pipeline.records.generation_settings import IDS, read_settings, settings_file
-from pipeline.tokenization.base import Tokenizer
-from pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
+from drover.pipeline.formats.base import Weights
+from drover.pipeline.formats.record import weights_record
+from drover.pipeline.records.generation_settings import IDS, read_settings, settings_file
+from drover.pipeline.tokenization.base import Tokenizer
+from drover.pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")
@@ -104,7 +104,7 @@ def _is_sentencepiece(path: Path) -> bool:
 def _tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer in a tokenizer.model; None if it is none, is of a larger vocabulary than the weights, or normalises
     text in a way that a tokenizer.json made of it would not."""
-    from pipeline.tokenization.export import hugging_face_tokenizer
+    from drover.pipeline.tokenization.export import hugging_face_tokenizer
     try:
         tokenizer = open_tokenizer("sentencepiece" if _is_sentencepiece(path) else "tiktoken", path)
     except UserError:

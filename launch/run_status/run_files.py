@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from launch.slurm.chain import Chain, ChainJob, read_chain
-from launch.slurm.evaluations import owed
-from launch.slurm.nodes import NODES, excluded
-from pipeline.config.loading import read_without_plugins
-from pipeline.contract.manifest import Manifest, read_manifest
-from pipeline.contract.parts import marked_parts
-from pipeline.contract.run import Run
-from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED
-from pipeline.contract.state import PROGRESS, STATE, STOP, Progress, StageState, read_attempts
-from pipeline.errors import UserError
-from pipeline.files import read_lines, read_sealed
-from pipeline.records.checkpoints import named_after_steps, step_of
-from pipeline.records.pending_evaluations import EVALUATIONS, evaluation_folder
+from drover.launch.slurm.chain import Chain, ChainJob, read_chain
+from drover.launch.slurm.evaluations import owed
+from drover.launch.slurm.nodes import NODES, excluded
+from drover.pipeline.config.loading import read_without_plugins
+from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.contract.parts import marked_parts
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.start_record import STARTED
+from drover.pipeline.contract.state import PROGRESS, STATE, STOP, Progress, StageState, read_attempts
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_lines, read_sealed
+from drover.pipeline.records.checkpoints import named_after_steps, step_of
+from drover.pipeline.records.pending_evaluations import EVALUATIONS, evaluation_folder
 
 Value = TypeVar("Value")
 
@@ -125,9 +125,9 @@ def _run(folder: Path) -> Run:
 
 def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: dict[str, Any]) -> StageFiles:
     place, manifest, damaged = own, None, ""
-    if run is not None and own.name in STAGES:
-        place = _quietly(lambda: run.stage_folder(own.name), own)
     try:
+        if run is not None and own.name in STAGES:
+            place = run.stage_folder(own.name)
         manifest = read_manifest(place)
     except (UserError, OSError, TypeError) as error:
         damaged = str(error)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal, get_args
 
-from launch.run_status.run_files import RunFiles, when
-from launch.slurm.scheduler import ENDED, LAST, RANKS, UNKNOWN, JobInfo
-from launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
-from pipeline.console import duration
-from pipeline.contract.state import Progress
+from drover.launch.run_status.run_files import RunFiles, when
+from drover.launch.slurm.scheduler import ENDED, LAST, RANKS, UNKNOWN, JobInfo
+from drover.launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
+from drover.pipeline.console import duration
+from drover.pipeline.contract.state import Progress
 
 Jobs = Mapping[str, JobInfo] | None
 """What Slurm says by job id; None: it does not answer."""

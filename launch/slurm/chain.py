@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.scheduler import JobInfo, Scheduler
-from pipeline.files import read_record, write_json
+from drover.launch.slurm.scheduler import JobInfo, Scheduler
+from drover.pipeline.files import read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
@@ -86,10 +86,11 @@ def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], li
     """
     chains, mine = read_chains(run_folder), scheduler.mine()
     jobs = [job for chain in reversed(chains) for job in reversed(chain.jobs)]
-    if mine is None:
+    found = scheduler.jobs(job.id for job in jobs)  # another user of the run's group may have queued them
+    if mine is None or found is None:
         return jobs, None
     known, tokens = {job.id for job in jobs}, tuple(token(chain.id) for chain in chains)
-    queued = {job.id for job in mine if job.queued}
+    queued = {id for id, job in found.items() if job.queued}
     lost = [ChainJob(job.name, "", "evaluation" if "-evaluate-step-" in job.name else "job", job.id)
             for job in mine if tokens and job.comment.startswith(tokens) and job.id not in known]
     return [*lost, *(job for job in jobs if job.id in queued)], mine

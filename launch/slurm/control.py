@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from launch.run_status.run_files import read_run
-from launch.run_status.run_status import go_on, judge, wanted_ids
-from launch.slurm.chain import in_queue
-from launch.slurm.scheduler import Scheduler
-from launch.slurm.start_logs import output, rank_log
-from pipeline.contract.stages import STAGES
-from pipeline.contract.state import STOP, read_attempts
-from pipeline.errors import UserError
-from pipeline.files import write_text
+from drover.launch.run_status.run_files import read_run
+from drover.launch.run_status.run_status import go_on, judge, wanted_ids
+from drover.launch.slurm.chain import in_queue
+from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.start_logs import output, rank_log
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import STOP, read_attempts
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import write_text
 
 POLL_S = 0.5
 

@@ -1,7 +1,7 @@
 """Checkpoints that are owed a conversion and an evaluation: found from what lies in the run folder, done in jobs of
 their own beside training.
 
-    python -m launch.slurm.evaluations --run RUN --step STEP [--keep]
+    python -m drover.launch.slurm.evaluations --run RUN --step STEP [--keep]
 
 is such a job. `evaluations/step-<step>/` is a run folder of its own that reuses the run's data stages and whose train
 stage is a link to the checkpoint, which training keeps while it is owed a result. The manifest of its stage evaluate
@@ -22,20 +22,20 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from launch.plan import Job, Options, evaluation, local_ranks
-from launch.processes import Processes
-from launch.slurm.chain import read_chain
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import Scheduler
-from pipeline.config.loading import config_hash, load_config, save_config
-from pipeline.config.plugins import add_run_options
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest, read_manifest
-from pipeline.contract.run import Run, run_in
-from pipeline.contract.state import now
-from pipeline.errors import UserError
-from pipeline.files import output_record, sha256_file
-from pipeline.records.checkpoints import (
+from drover.launch.plan import Job, Options, evaluation, local_ranks
+from drover.launch.processes import Processes
+from drover.launch.slurm.chain import read_chain
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.config.loading import config_hash, load_config, save_config
+from drover.pipeline.config.plugins import add_run_options
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.contract.run import Run, run_in
+from drover.pipeline.contract.state import now
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record, sha256_file
+from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
     checkpoint_name,
@@ -43,7 +43,7 @@ from pipeline.records.checkpoints import (
     read_marker,
     step_of,
 )
-from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
+from drover.pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 
 TRIES = 2
 """Jobs for one checkpoint in one submission."""
@@ -137,9 +137,9 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
 
 def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
     """The stages of an evaluation, each with its ranks; evaluate with a rank per GPU, as on one box."""
-    from launch.local import find_machine
+    from drover.launch.local import find_machine
 
-    return [([sys.executable, "-m", f"pipeline.{stage}", "--config", str(path)], ranks) for stage, ranks in
+    return [([sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(path)], ranks) for stage, ranks in
             (("convert", 0), ("evaluate", local_ranks(config, find_machine())))]
 
 
@@ -196,7 +196,7 @@ class Evaluations:
 
     def submit(self, job: Job) -> str:
         """Submit one job; its id."""
-        from launch.slurm.submit.sbatch import submit_job
+        from drover.launch.slurm.submit.sbatch import submit_job
 
         return submit_job(self.config, job, {}).id
 
@@ -213,8 +213,9 @@ class Evaluations:
     def _training_goes_on(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (UserError, OSError, ValueError) as error:
-            text = f"{what} not evaluated for now, training goes on: {str(error).strip()}"
+        except Exception as error:  # noqa: BLE001 - of a library too: training is not to hear of it
+            kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
+            text = f"{what} not evaluated for now, training goes on: {kind}{str(error).strip()}"
             if text not in self._said:
                 self._said.add(text)
                 self._say(text)
@@ -222,7 +223,7 @@ class Evaluations:
 
 def main(arguments: list[str]) -> int:
     """Evaluate a checkpoint here."""
-    parser = argparse.ArgumentParser(prog="python -m launch.slurm.evaluations")
+    parser = argparse.ArgumentParser(prog="python -m drover.launch.slurm.evaluations")
     add_run_options(parser)
     parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
     parser.add_argument("--keep", action="store_true", help="keep the exported model")

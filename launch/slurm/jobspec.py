@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.trust import content_of
-from pipeline.errors import UserError
-from pipeline.files import read_record, write_json
+from drover.launch.slurm.trust import content_of
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_record, write_json
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What a job does. A planned job (`launch.plan.Job`) is one that also knows where it stands in its plan.
+    """What a job does. A planned job (`drover.launch.plan.Job`) is one that also knows where it stands in its plan.
 
     Attributes:
         run: absolute path of the run folder.
@@ -31,7 +31,7 @@ class JobSpec:
         code, code_sha256: folder of the copy of the code, and the hash that it must have; empty: not known.
         files: hashes of other files that the job reads and that decide what it does: the frozen configuration first,
             then its plugins.
-        trusted_group, check_owners: who may write what is executed from the run folder (`launch.slurm.trust`).
+        trusted_group, check_owners: who may write what is executed from the run folder (`drover.launch.slurm.trust`).
     """
 
     name: str

@@ -12,9 +12,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypedDict
 
-from launch.slurm.scheduler import Scheduler
-from pipeline.contract.state import Time, now
-from pipeline.files import append_line, read_lines
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.contract.state import Time, now
+from drover.pipeline.files import append_line, read_lines
 
 NODES = Path("launch") / "nodes.jsonl"
 STRIKES = 2

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from launch.processes import answer_of
+from drover.launch.processes import answer_of
 
 UNKNOWN = "unknown"
 """State of a job that nothing in Slurm knows (any more)."""

@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-SNAPSHOT, PATCH, CACHE = "snapshot.json", "changes.patch", "__pycache__"
+SNAPSHOT, CACHE = "snapshot.json", "__pycache__"
 """What a copy of the code holds besides the files that its hash is of."""
 CODE = ("code", "code_sha256", "trusted_group", "check_owners", "wrap")
 """What of a job's spec says which code is run, and who may own it."""
@@ -151,7 +151,7 @@ def owner_problems(paths: Iterable[Path], trusted_group: str | None, above: Iter
 
 
 def content_of(values: dict[str, Any]) -> str:
-    """Hex sha256 of a JSON object in canonical form, as `pipeline.files.sha256_json`."""
+    """Hex sha256 of a JSON object in canonical form, as `drover.pipeline.files.sha256_json`."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -224,10 +224,9 @@ def _changed(code: Path, hashes: dict[str, str], content: str) -> str:
 
 def _hashes(code: Path) -> dict[str, str]:
     """sha256 of the files that the hash of a copy of the code is of. Links count: what was submitted has none."""
-    own = (code / SNAPSHOT, code / PATCH)
     return {path.relative_to(code).as_posix(): "a link" if path.is_symlink() else _sha256(path)
             for path in _below(code) if path.is_symlink() or (
-                path.is_file() and CACHE not in path.parts and path not in own)}
+                path.is_file() and CACHE not in path.parts and path != code / SNAPSHOT)}
 
 
 def _sha256(path: Path) -> str:

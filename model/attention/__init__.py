@@ -26,10 +26,10 @@ Importing this package does not import torch: whoever checks a configuration nee
 """
 
 BACKENDS = {
-    "sdpa": "model.attention.sdpa:Sdpa",
-    "by_document": "model.attention.by_document:ByDocument",
-    "varlen": "model.attention.varlen:Varlen",
-    "flex": "model.attention.flex:Flex",
+    "sdpa": "drover.model.attention.sdpa:Sdpa",
+    "by_document": "drover.model.attention.by_document:ByDocument",
+    "varlen": "drover.model.attention.varlen:Varlen",
+    "flex": "drover.model.attention.flex:Flex",
 }
 """The names that `train.attention` knows, beside `auto`, and where their classes are ("module:class")."""
 

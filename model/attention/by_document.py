@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention.backend import Backend, Documents, Where
-from model.attention.sdpa import Sdpa, dense_mask
+from drover.model.attention.backend import Backend, Documents, Where
+from drover.model.attention.sdpa import Sdpa, dense_mask
 
 
 class Run(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from model.attention import AUTOMATIC, BACKENDS
-from model.attention.backend import Backend, Where
+from drover.model.attention import AUTOMATIC, BACKENDS
+from drover.model.attention.backend import Backend, Where
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def load(name: str) -> Backend:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"attention '{name}' cannot be loaded: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise ValueError(f"attention '{name}' is no class derived from model.attention.backend.Backend.")
+        raise ValueError(f"attention '{name}' is no class derived from drover.model.attention.backend.Backend.")
     return found()
 
 

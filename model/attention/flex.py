@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from model.attention.backend import Backend, Documents, Where
+from drover.model.attention.backend import Backend, Documents, Where
 
 
 class Flex(Backend):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.attention.backend import Backend, Documents
-from model.attention.sdpa import Sdpa, dense_mask
-from model.rope import Rotation
+from drover.model.attention.backend import Backend, Documents
+from drover.model.attention.sdpa import Sdpa, dense_mask
+from drover.model.rope import Rotation
 
 PLAIN = Sdpa()
 """For passes without documents."""

@@ -5,9 +5,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from model.attention.layout import Layout, attend
-from model.config import ModelConfig
-from model.linear import Linear
+from drover.model.attention.layout import Layout, attend
+from drover.model.config import ModelConfig
+from drover.model.linear import Linear
 
 
 class Cache(Protocol):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention.backend import Backend, Documents, Where
+from drover.model.attention.backend import Backend, Documents, Where
 
 
 def dense_mask(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model.attention.backend import Backend, Documents, Where, moved
+from drover.model.attention.backend import Backend, Documents, Where, moved
 
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.12 and later ask to be told that kv heads are fewer; 2.11 looks for itself."""

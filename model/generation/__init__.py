@@ -7,5 +7,5 @@
     text.py        TextStream: tokens to text of which nothing will have to be taken back
     writer.py      Writer and stream(): texts from prompts, piece by piece
 
-`model.generate.generate` continues one prompt after the other instead, on models that are split over ranks too.
+`drover.model.generate.generate` continues one prompt after the other instead, on models that are split over ranks too.
 """

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from model.attention.module import KeyValueCache
-from model.generation.cache import RowCaches
-from model.generation.sampling import Sampling, draw, penalised
-from model.generation.scores import TokenScore, token_scores
-from model.llama import Llama
+from drover.model.attention.module import KeyValueCache
+from drover.model.generation.cache import RowCaches
+from drover.model.generation.sampling import Sampling, draw, penalised
+from drover.model.generation.scores import TokenScore, token_scores
+from drover.model.llama import Llama
 
 End = Literal["stop", "length", "failed"]
 LOGITS_IN_MEMORY = 2**27

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention.module import KeyValueCache
+from drover.model.attention.module import KeyValueCache
 
 STEP = 256
 """Room for tokens is made in multiples of this."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from model.generation.batch import Batch, End, Row
-from model.generation.sampling import Sampling
-from model.generation.scores import TokenScore
-from model.generation.text import TextStream
-from model.llama import Llama
+from drover.model.generation.batch import Batch, End, Row
+from drover.model.generation.sampling import Sampling
+from drover.model.generation.scores import TokenScore
+from drover.model.generation.text import TextStream
+from drover.model.llama import Llama
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.phases import Phase, PhasePlan
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.phases import Phase, PhasePlan
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from model.attention import BACKENDS
-from pipeline.config.batch import BatchPlan, batch_problems
-from pipeline.config.guarding import FIRST
-from pipeline.config.mixture import mixture_problems
-from pipeline.config.optimizers import optimizer_problems
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.partial import UnknownSettingError
-from pipeline.config.phases import in_phases, plan_problems
-from pipeline.config.places import not_a_path, store_problems, unreadable
-from pipeline.config.shipped import name_of
-from pipeline.config.tree import Config
+from drover.model.attention import BACKENDS
+from drover.pipeline.config.batch import BatchPlan, batch_problems
+from drover.pipeline.config.guarding import FIRST
+from drover.pipeline.config.mixture import mixture_problems
+from drover.pipeline.config.optimizers import optimizer_problems
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.partial import UnknownSettingError
+from drover.pipeline.config.phases import in_phases, plan_problems
+from drover.pipeline.config.places import not_a_path, store_problems, unreadable
+from drover.pipeline.config.shipped import name_of
+from drover.pipeline.config.tree import Config
 
 UINT16_IDS = 65536
 SPECIAL_IDS = 256

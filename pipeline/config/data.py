@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainValidator, SerializeAsAny
 
-from pipeline.config.kinds import Kind
-from pipeline.config.section import Section, added, execution
-from pipeline.config.shipped import FILTERS
+from drover.pipeline.config.kinds import Kind
+from drover.pipeline.config.section import Section, added, execution
+from drover.pipeline.config.shipped import FILTERS
 
 
 class StdlibSource(Section):
@@ -191,7 +191,7 @@ class EncodeConfig(Section):
     copy_to: str | None = execution(None)
     """URL of an object store (s3://bucket/prefix, gs://, az://, file://) that token shards are copied to before the
     stage is done, for `train.tokens_from`. Keys and addresses come from the environment. For a stage that is done
-    already: python -m tools.copy_tokens."""
+    already: python -m drover.tools.copy_tokens."""
     dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """Bytes per token on disk; `auto` takes uint16 up to a vocabulary of 65,536."""
     encoder: Literal["auto", "reference", "fastokens"] = execution("auto")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.section import Section, added, execution
+from drover.pipeline.config.section import Section, added, execution
 
 
 class ConvertConfig(Section):

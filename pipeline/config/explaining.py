@@ -14,11 +14,11 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config.field_names import suggestion
-from pipeline.config.places import OUTSIDE
-from pipeline.config.section import is_execution
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from drover.pipeline.config.field_names import suggestion
+from drover.pipeline.config.places import OUTSIDE
+from drover.pipeline.config.section import is_execution
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
 
 
 def explain(config: Config, key: str = "") -> str:
@@ -28,7 +28,7 @@ def explain(config: Config, key: str = "") -> str:
         UserError: no such key; names the nearest.
     """
     if key == "model.preset":  # gone from a configuration that is loaded: it spells the shape
-        from model.presets import PRESETS
+        from drover.model.presets import PRESETS
 
         return (f"{key}\n  A shape, over which the section's other keys are laid: a folder with weights (a run, a "
                 f"checkpoint, Hugging Face's form), or one of {', '.join(PRESETS)}.")
@@ -107,7 +107,7 @@ def _type_name(field: FieldInfo) -> str:
         else str(field.annotation)
     limits = ", ".join(f"{type(limit).__name__.lower()} {next(iter(vars(limit).values()))}"
                        for limit in field.metadata if getattr(limit, "__dict__", None))
-    text = re.sub(r"(typing\.|pipeline\.[\w.]*\.|model\.[\w.]*\.)", "", text)
+    text = re.sub(r"(typing|drover)\.([\w.]*\.)?", "", text)
     text = re.sub(r"Annotated\[([^,\]]+), .*\]\]$", r"\1]", text)
     limits = limits.replace("_pydanticgeneralmetadata", "pattern")
     return f"{text} ({limits})" if limits else text

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config
 
 ELSEWHERE = {
     "train": "training",

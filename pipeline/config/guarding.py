@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.config.section import Section, execution
+from drover.pipeline.config.section import Section, execution
 
 FIRST = 3
 """How many times as long as `hang_minutes` the watchdog waits for a first step, which may compile."""

@@ -20,8 +20,8 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 from pydantic import ConfigDict, PydanticUserError, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from pipeline.config.section import Section
-from pipeline.errors import UserError, listed
+from drover.pipeline.config.section import Section
+from drover.pipeline.errors import UserError, listed
 
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

@@ -8,17 +8,17 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from model.config import ModelConfig
-from pipeline.config.checks import problems
-from pipeline.config.data import FilesSource, HubSource, StdlibSource
-from pipeline.config.partial import UnknownSettingError, known_part
-from pipeline.config.plugins import left_out, load_plugins
-from pipeline.config.shapes import shape_in
-from pipeline.config.shipped import FILTERS, HOOKS, SINKS
-from pipeline.config.tree import Config
-from pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
-from pipeline.errors import UserError, listed
-from pipeline.files import sealed_text, sha256_json, write_text
+from drover.model.config import ModelConfig
+from drover.pipeline.config.checks import problems
+from drover.pipeline.config.data import FilesSource, HubSource, StdlibSource
+from drover.pipeline.config.partial import UnknownSettingError, known_part
+from drover.pipeline.config.plugins import left_out, load_plugins
+from drover.pipeline.config.shapes import shape_in
+from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
+from drover.pipeline.config.tree import Config
+from drover.pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.files import sealed_text, sha256_json, write_text
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 """Where the profiles of clusters are that are named without a folder."""
@@ -37,7 +37,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
             such key.
         overrides: `dotted.key=value` strings, the value read as YAML. The config.yaml of a run folder means the run in
             that folder, wherever it was when it was written, unless they name another.
-        check: also refuse combinations that cannot work (`pipeline.config.checks`).
+        check: also refuse combinations that cannot work (`drover.pipeline.config.checks`).
 
     Raises:
         UserError: naming every problem with its file, line and key.
@@ -136,7 +136,7 @@ def _with_preset(values: Values) -> Values:
         if isinstance(section, dict):
             section.pop("preset", None)
         return values
-    from model.presets import preset
+    from drover.model.presets import preset
 
     place, name = values.place(("model", "preset")), str(section.pop("preset"))
     try:
@@ -234,7 +234,7 @@ def _combinations(error: ValidationError, values: Values) -> list[str]:
 
 
 def _suggested(at: Path_, tree: Any) -> tuple[str, str | None]:
-    from pipeline.config.field_names import suggestion
+    from drover.pipeline.config.field_names import suggestion
 
     return suggestion(".".join(map(str, at[:-1])), str(at[-1]), _known_keys(at[:-1], tree))
 

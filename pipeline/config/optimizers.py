@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import UserError
+from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.config.training import TrainConfig
+    from drover.pipeline.config.training import TrainConfig
 
 Setting = bool | int | float | str
 """A value in train.optimizer_settings."""
@@ -25,7 +25,7 @@ class OptimizerKind:
 
     Attributes:
         make: "module:name" of what makes it, called as `make(weights, config, grid)`; see
-            `pipeline.training.optimizers.base.Make`. Imported by the training ranks only.
+            `drover.pipeline.training.optimizers.base.Make`. Imported by the training ranks only.
         matrix_bytes: bytes of its state for each element of the blocks' matrices, where weights are float32.
         other_bytes: the same for each element of embeddings, output matrix and norms.
         settings: what train.optimizer_settings may hold, with defaults, whose types are theirs. A default is part of
@@ -51,9 +51,9 @@ class OptimizerKind:
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    "adamw": OptimizerKind("pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,
+    "adamw": OptimizerKind("drover.pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,
                            engines=("fsdp2", "deepspeed")),
-    "muon": OptimizerKind("pipeline.training.optimizers.muon:Muon", matrix_bytes=4, other_bytes=8,
+    "muon": OptimizerKind("drover.pipeline.training.optimizers.muon:Muon", matrix_bytes=4, other_bytes=8,
                           settings={"momentum": 0.95, "nesterov": True, "iterations": 5}),
 }
 """By the name that train.optimizer gives."""

@@ -8,12 +8,12 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline.config.kinds import source_of
-from pipeline.config.optimizers import optimizer_kind
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from drover.pipeline.config.kinds import source_of
+from drover.pipeline.config.optimizers import optimizer_kind
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
 
-OURS = ("model.", "pipeline.")
+OURS = "drover."
 
 
 def training_code(config: Config) -> dict[str, Path]:

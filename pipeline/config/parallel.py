@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from pipeline.config.section import Section, execution
+from drover.pipeline.config.section import Section, execution
 
 
 class GridSizes(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.config.tree import Config
+from drover.pipeline.config.tree import Config
 
 
 class UnknownSettingError(Exception):

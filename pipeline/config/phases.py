@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.mixture import Mixture, TokenCount, tokens_text
-from pipeline.config.section import Section, execution
+from drover.pipeline.config.mixture import Mixture, TokenCount, tokens_text
+from drover.pipeline.config.section import Section, execution
 
 if TYPE_CHECKING:
-    from pipeline.config.training import TrainConfig
-    from pipeline.config.tree import Config
+    from drover.pipeline.config.training import TrainConfig
+    from drover.pipeline.config.tree import Config
 
 OVERLAID = ("mixture", "sequence_length", "batch_tokens", "micro_batch")
 """What a phase may say in place of train."""

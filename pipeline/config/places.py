@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.partial import UnknownSettingError
-from pipeline.errors import UserError, is_full_disk
-from pipeline.stores.store import SCHEMES, Store, is_url
+from drover.pipeline.config.partial import UnknownSettingError
+from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.stores.store import SCHEMES, Store, is_url
 
 if TYPE_CHECKING:
-    from pipeline.config.tree import Config
+    from drover.pipeline.config.tree import Config
 
 OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
 """Names of settings that say where files from outside of the run are: what is read there, not where, decides."""

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError, printable
+from drover.pipeline.errors import UserError, printable
 
 _LOADED: dict[str, Path] = {}
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.config import MOST_LAYERS, ModelConfig, RopeScaling, YarnScaling
-from pipeline.config.yaml_source import read_yaml
-from pipeline.errors import UserError
-from pipeline.files import read_json, typed
+from drover.model.config import MOST_LAYERS, ModelConfig, RopeScaling, YarnScaling
+from drover.pipeline.config.yaml_source import read_yaml
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json, typed
 
 POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """What of a shape may be changed by name where weights are there: how a context is extended."""

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.kinds import Kind, Kinds
+from drover.pipeline.config.kinds import Kind, Kinds
 
-FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "pipeline.data.filters.base:Filter", {
-    "length": "pipeline.data.filters.length:Length",
-    "repetition": "pipeline.data.filters.repetition:Repetition",
-    "characters": "pipeline.data.filters.characters:Characters",
-    "masking": "pipeline.data.filters.masking:Masking",
-    "c4": "pipeline.data.filters.c4:C4",
-    "gopher_quality": "pipeline.data.filters.gopher_quality:GopherQuality",
-    "gopher_repetition": "pipeline.data.filters.gopher_repetition:GopherRepetition",
-    "fineweb_quality": "pipeline.data.filters.fineweb_quality:FinewebQuality",
-    "language": "pipeline.data.filters.language:Language",
-    "encoding_repair": "pipeline.data.filters.encoding_repair:EncodingRepair",
-    "normalization": "pipeline.data.filters.normalization:Normalization",
-    "decontamination": "pipeline.data.filters.decontamination:Decontamination"})
+FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Filter", {
+    "length": "drover.pipeline.data.filters.length:Length",
+    "repetition": "drover.pipeline.data.filters.repetition:Repetition",
+    "characters": "drover.pipeline.data.filters.characters:Characters",
+    "masking": "drover.pipeline.data.filters.masking:Masking",
+    "c4": "drover.pipeline.data.filters.c4:C4",
+    "gopher_quality": "drover.pipeline.data.filters.gopher_quality:GopherQuality",
+    "gopher_repetition": "drover.pipeline.data.filters.gopher_repetition:GopherRepetition",
+    "fineweb_quality": "drover.pipeline.data.filters.fineweb_quality:FinewebQuality",
+    "language": "drover.pipeline.data.filters.language:Language",
+    "encoding_repair": "drover.pipeline.data.filters.encoding_repair:EncodingRepair",
+    "normalization": "drover.pipeline.data.filters.normalization:Normalization",
+    "decontamination": "drover.pipeline.data.filters.decontamination:Decontamination"})
 
-SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "pipeline.training.sinks.base:SinkSettings", {
-    "tensorboard": "pipeline.training.sinks.base:TensorBoard",
-    "wandb": "pipeline.training.sinks.network:WeightsAndBiases",
-    "mlflow": "pipeline.training.sinks.network:MLflow"})
+SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks.base:SinkSettings", {
+    "tensorboard": "drover.pipeline.training.sinks.base:TensorBoard",
+    "wandb": "drover.pipeline.training.sinks.network:WeightsAndBiases",
+    "mlflow": "drover.pipeline.training.sinks.network:MLflow"})
 
-HOOKS: Kinds[Any] = Kinds("train.hooks", "hook", "pipeline.training.hooks:HookSettings", {})
+HOOKS: Kinds[Any] = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
 
 
 def name_of(item: Kind) -> str:

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from pipeline.config.guarding import GuardConfig
-from pipeline.config.kinds import Kind
-from pipeline.config.mixture import Mixture
-from pipeline.config.optimizers import Setting
-from pipeline.config.phases import PhaseConfig, PhasePlan
-from pipeline.config.section import Section, added, execution
-from pipeline.config.shipped import HOOKS, SINKS
+from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.config.kinds import Kind
+from drover.pipeline.config.mixture import Mixture
+from drover.pipeline.config.optimizers import Setting
+from drover.pipeline.config.phases import PhaseConfig, PhasePlan
+from drover.pipeline.config.section import Section, added, execution
+from drover.pipeline.config.shipped import HOOKS, SINKS
 
 LogSink = Annotated[SerializeAsAny[Kind], PlainValidator(SINKS.read)]
 TrainingHook = Annotated[SerializeAsAny[Kind], PlainValidator(HOOKS.read)]
@@ -195,8 +195,8 @@ class TrainConfig(Section):
     job without a warning signal; null: never."""
     tokens_from: str | None = execution(None)
     """URL of an object store (s3://bucket/prefix, gs://, az://, file://) that token shards are read from, as
-    `encode.copy_to` or tools.copy_tokens put them there; those in the encode stage's folder are then not needed. Keys
-    and addresses come from the environment. null: that folder."""
+    `encode.copy_to` or drover.tools.copy_tokens put them there; those in the encode stage's folder are then not needed.
+    Keys and addresses come from the environment. null: that folder."""
     cache: TokenCacheConfig = execution({}, validate_default=True)
     """For `tokens_from`: what is kept on each node."""
     loader_threads: int = execution(1, gt=0)

@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-from model.config import ModelConfig
-from pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
-from pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
-from pipeline.config.launching import LaunchConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.section import Section, execution
-from pipeline.config.training import TrainConfig
+from drover.model.config import ModelConfig
+from drover.pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
+from drover.pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
+from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.section import Section, execution
+from drover.pipeline.config.training import TrainConfig
 
 
 class Config(Section):

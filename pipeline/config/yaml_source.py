@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 import yaml
 
-from pipeline.errors import UserError
-from pipeline.files import typed
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import typed
 
 Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""

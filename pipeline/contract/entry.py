@@ -11,24 +11,24 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import NoReturn
 
-from pipeline.config.loading import load_config
-from pipeline.config.places import blocked, make_folder
-from pipeline.console import say
-from pipeline.contract.locks import NETWORK_S, StageLock, lock
-from pipeline.contract.manifest import MANIFEST, read_manifest
-from pipeline.contract.orphans import end_with_parent
-from pipeline.contract.parts import Part, ShareDone
-from pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
-from pipeline.contract.run import Run
-from pipeline.contract.scratch import SCRATCH, remove_scratch
-from pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
-from pipeline.contract.stages import STAGES, before
-from pipeline.contract.start_record import begun_by
-from pipeline.contract.state import STATE, read_state, write_state
-from pipeline.contract.stopping import Stopped, StopRequest
-from pipeline.contract.telling import Channel, Ended, asked
-from pipeline.contract.workers import Workers
-from pipeline.errors import UserError, is_full_disk
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.places import blocked, make_folder
+from drover.pipeline.console import say
+from drover.pipeline.contract.locks import NETWORK_S, StageLock, lock
+from drover.pipeline.contract.manifest import MANIFEST, read_manifest
+from drover.pipeline.contract.orphans import end_with_parent
+from drover.pipeline.contract.parts import Part, ShareDone
+from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.scratch import SCRATCH, remove_scratch
+from drover.pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
+from drover.pipeline.contract.stages import STAGES, before
+from drover.pipeline.contract.start_record import begun_by
+from drover.pipeline.contract.state import STATE, read_state, write_state
+from drover.pipeline.contract.stopping import Stopped, StopRequest
+from drover.pipeline.contract.telling import Channel, Ended, asked
+from drover.pipeline.contract.workers import Workers
+from drover.pipeline.errors import UserError, is_full_disk
 
 INTERRUPTED = 130
 SILENCE_S = 3.0
@@ -76,7 +76,8 @@ def end_process(status: int) -> NoReturn:
 
 def parser(name: str) -> argparse.ArgumentParser:
     """The command line that all stages share."""
-    result = argparse.ArgumentParser(prog=f"python -m pipeline.{name}", description=f"Run the stage {name} of a run.")
+    result = argparse.ArgumentParser(prog=f"python -m drover.pipeline.{name}",
+                                     description=f"Run the stage {name} of a run.")
     result.add_argument("--config", required=True, help="YAML file of the run")
     forcing = result.add_mutually_exclusive_group()
     forcing.add_argument("--force", action="store_true",

@@ -18,18 +18,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.config.places import OUTSIDE
-from pipeline.config.section import flatten
-from pipeline.config.tree import Config
-from pipeline.console import say
-from pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
-from pipeline.contract.manifest import Difference
-from pipeline.contract.stages import Stage
-from pipeline.contract.threads import in_threads
-from pipeline.errors import AbsentInputError, UserError
-from pipeline.files import changed_ns, read_sealed, write_sealed
-from pipeline.stores.object_files import InputFile, ObjectStat
-from pipeline.stores.store import is_url
+from drover.pipeline.config.places import OUTSIDE
+from drover.pipeline.config.section import flatten
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import say
+from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
+from drover.pipeline.contract.manifest import Difference
+from drover.pipeline.contract.stages import Stage
+from drover.pipeline.contract.threads import in_threads
+from drover.pipeline.errors import AbsentInputError, UserError
+from drover.pipeline.files import changed_ns, read_sealed, write_sealed
+from drover.pipeline.stores.object_files import InputFile, ObjectStat
+from drover.pipeline.stores.store import is_url
 
 HASHES = ".hashes.json"
 """In a run folder: hashes of files whose size or time is not what a manifest says."""
@@ -136,7 +136,7 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
             `digests`; otherwise `start` of its range, and `digests` of the blocks that begin in it.
 
     Returns:
-        name, path, bytes, mtime_ns and sha256 (`pipeline.contract.content_hash`) of each file, sorted by name.
+        name, path, bytes, mtime_ns and sha256 (`drover.pipeline.contract.content_hash`) of each file, sorted by name.
 
     Raises:
         UserError: units saw another size, time or content of one file.

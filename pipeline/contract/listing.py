@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.threads import in_threads
-from pipeline.errors import UserError
-from pipeline.files import atomic_file, changed_ns, sha256_file, sha256_json
-from pipeline.stores.object_files import InputFile
+from drover.pipeline.contract.threads import in_threads
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file, changed_ns, sha256_file, sha256_json
+from drover.pipeline.stores.object_files import InputFile
 
 LISTING = "listing.jsonl"
 """In the folder of a stage that is begun: a line [name, bytes, mtime_ns] for each file that its units read."""

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from pipeline.console import say
-from pipeline.contract.parts import Part
-from pipeline.errors import UserError
+from drover.pipeline.console import say
+from drover.pipeline.contract.parts import Part
+from drover.pipeline.errors import UserError
 
 LOCKS = ".locks"
 EARLIER_S = 180.0

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from pipeline.errors import UserError
-from pipeline.files import Count, Outputs, like, read_record, sha256_json, typed, write_sealed
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Count, Outputs, like, read_record, sha256_json, typed, write_sealed
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -155,7 +155,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
 
 def _fields(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """One level: `config.train.lr`, `inputs.shard`, `files.stdlib/os.py`."""
-    from pipeline.config.section import flatten
+    from drover.pipeline.config.section import flatten
 
     fields = flatten(fingerprint.get("config", {}), "config")
     for group in ("inputs", "files"):

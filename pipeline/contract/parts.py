@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.errors import UserError
-from pipeline.files import read_record, sha256_json
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_record, sha256_json
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def word(self) -> str:
-        """Name of the file, beside the marker, with the last word of this share (`pipeline.contract.state`)."""
+        """Name of the file, beside the marker, with the last word of this share (`drover.pipeline.contract.state`)."""
         return last_word_file(self.phase, self.index, self.count)
 
     def marker(self, folder: Path) -> Path:

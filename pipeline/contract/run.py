@@ -8,19 +8,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.loading import read_without_plugins
-from pipeline.config.plugins import imported, left_out, loaded_plugins, warn
-from pipeline.config.section import identity
-from pipeline.config.tree import Config
-from pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
-from pipeline.contract.listing import changed_files, listed_files, listing_digest
-from pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
-from pipeline.contract.parts import identity_key, marked_parts
-from pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
-from pipeline.contract.start_record import STARTED, read_start
-from pipeline.contract.units import finished_units
-from pipeline.errors import UserError, all_told, listed
-from pipeline.files import sha256_file
+from drover.pipeline.config.loading import read_without_plugins
+from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, warn
+from drover.pipeline.config.section import identity
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
+from drover.pipeline.contract.listing import changed_files, listed_files, listing_digest
+from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
+from drover.pipeline.contract.parts import identity_key, marked_parts
+from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
+from drover.pipeline.contract.start_record import STARTED, read_start
+from drover.pipeline.contract.units import finished_units
+from drover.pipeline.errors import UserError, all_told, listed
+from drover.pipeline.files import sha256_file
 
 KEEPS = "will be made as asked now; what still fits of its results is kept"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.files import read_json, write_json
+from drover.pipeline.files import read_json, write_json
 
 SCRATCH = "scratch.json"
 

@@ -15,25 +15,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.config.loading import config_hash, save_config
-from pipeline.config.tree import Config
-from pipeline.console import ProgressBar, duration, say
-from pipeline.contract.external_inputs import places
-from pipeline.contract.input_check import Expected, InputCheck, committed, outside
-from pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
-from pipeline.contract.locks import NETWORK_S, take_turn
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
-from pipeline.contract.run import Run, code_hashes
-from pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
-from pipeline.contract.stages import REPOSITORY, SNAPSHOT, STAGES, before
-from pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
-from pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
-from pipeline.contract.stopping import Stopped, StopRequest
-from pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
-from pipeline.contract.workers import Workers
-from pipeline.errors import UnusableInputError, UserError
-from pipeline.files import read_json, remove_temporary, sha256_file, write_sealed
+from drover.pipeline.config.loading import config_hash, save_config
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import ProgressBar, duration, say
+from drover.pipeline.contract.external_inputs import places
+from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
+from drover.pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
+from drover.pipeline.contract.locks import NETWORK_S, take_turn
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
+from drover.pipeline.contract.run import Run, code_hashes
+from drover.pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
+from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
+from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
+from drover.pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
+from drover.pipeline.contract.stopping import Stopped, StopRequest
+from drover.pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
+from drover.pipeline.contract.workers import Workers
+from drover.pipeline.errors import UnusableInputError, UserError
+from drover.pipeline.files import read_json, remove_temporary, sha256_file, write_sealed
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -367,8 +367,8 @@ def software_versions() -> dict[str, str]:
 
 def git_state() -> dict[str, Any]:
     """Commit of the checkout, or of the one this is a copy of, and whether it has changes; empty outside of git."""
-    if (REPOSITORY / SNAPSHOT).is_file():  # under runs/ it may lie inside of a checkout that has gone on since
-        snapshot = read_json(REPOSITORY / SNAPSHOT)
+    if (IMPORTED_FROM / SNAPSHOT).is_file():  # under runs/ it may lie inside of a checkout that has gone on since
+        snapshot = read_json(IMPORTED_FROM / SNAPSHOT)
         return {"commit": snapshot["commit"], "changed": snapshot["changed"]}
 
     def git(*arguments: str) -> str:

@@ -12,13 +12,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.stores.object_files import InputFile
+import drover
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.stores.object_files import InputFile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+"""The folder with `pipeline`, `model` and the others."""
+IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
+"""The folder on Python's path that holds `drover`: the repository, or where an installed package or a copy lies."""
 SNAPSHOT = "snapshot.json"
-"""In REPOSITORY, where that is the copy that a submission made: which commit it is of."""
+"""In IMPORTED_FROM, where that is the copy that a submission made: which commit it is of."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,14 @@ class Stage:
         reads: parts of the configuration that decide its outputs (execution fields in them do not count).
         ranks: whether it runs as ranks of torch.distributed.
         told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
-            of the outputs of the stages before (`pipeline.contract.telling`).
+            of the outputs of the stages before (`drover.pipeline.contract.telling`).
         workers: whether its units are done by worker processes (`launch.cpus`), and whether it hears requests to stop
             between them. A plugin's stage has worker processes also without it.
         unit_modules: modules of its units' functions that the stage's own file does not import: they are imported once,
             before workers are forked.
         phases: the phases of its work, in their order, whose units may be shared out among several jobs (`--part`), as
             `Work.do_units` is called for them; one more call then finishes it. One that has no units is done at once.
+        phases_with: (setting, phases) that have no units where the setting is null.
         checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
             goes on from the newest, and may do so under other settings.
         goal: (setting, count of its manifest) of how far it goes: a finished stage that is asked for more goes on.
@@ -48,7 +53,7 @@ class Stage:
         files: "module:function" giving its input files that no stage made, as (name, path) pairs. They are hashed
             before it begins.
         unit_files: the same of those that its units hash while they read them; before, they are only listed. The body
-            commits with records of them (`pipeline.contract.external_inputs.gathered`).
+            commits with records of them (`drover.pipeline.contract.external_inputs.gathered`).
         renews: "module:function" that says of two fingerprints whether a finished stage may go from one to the other
             without being forced. Its body keeps each of its results under an identity of its own.
         due: "module:function" that says, of a configuration, the stage's folder and its manifest, what is still to be
@@ -64,6 +69,7 @@ class Stage:
     workers: bool = False
     unit_modules: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
+    phases_with: tuple[str, tuple[str, ...]] = ("name", ())
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
     reusable: bool = False
@@ -77,7 +83,7 @@ class Stage:
     @property
     def module(self) -> str:
         """The module to run with `python -m`."""
-        return self.own_module or f"pipeline.{self.name}"
+        return self.own_module or f"drover.pipeline.{self.name}"
 
     def input_files(self, config: Config) -> list[tuple[str, InputFile]]:
         """Files from outside the run that are hashed before the stage begins, as (name, path), sorted by name."""
@@ -94,6 +100,12 @@ class Stage:
     def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
         """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
         return self.renews is not None and bool(_named(self.renews)(old, new))
+
+    def phases_of(self, config: Config) -> list[str]:
+        """The phases that may have units under a configuration."""
+        setting, phases = self.phases_with
+        return [phase for phase in self.phases
+                if phase not in phases or operator.attrgetter(setting)(config) is not None]
 
     def goes_on(self, config: Config, counts: dict[str, Any]) -> bool:
         """Whether the finished stage that counted `counts` is asked for more than that."""
@@ -132,10 +144,12 @@ def _named(text: str) -> Any:
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
-          unit_modules=("pipeline.data.reading", "pipeline.data.planning.passes"),
+          unit_modules=("drover.pipeline.data.reading", "drover.pipeline.data.planning.passes"),
           phases=("read", "sort", "match", "components", "compare", "resolve", "decide", "write"),
-          outside_code="pipeline.data.filters.base:outside_code", files="pipeline.data.filters.files:input_files",
-          unit_files="pipeline.data.sources:input_files",
+          phases_with=("shard.near_duplicates", ("components", "compare", "resolve")),
+          outside_code="drover.pipeline.data.filters.base:outside_code",
+          files="drover.pipeline.data.filters.files:input_files",
+          unit_files="drover.pipeline.data.sources:input_files",
           code=("pipeline/data/sources.py", "pipeline/data/reading.py", "pipeline/data/readers.py",
                 "pipeline/data/columnar.py", "pipeline/data/framing.py", "pipeline/data/records.py",
                 "pipeline/data/hub.py", "pipeline/data/file_kinds.py", "pipeline/data/streams.py",
@@ -143,26 +157,29 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/documents.py", "pipeline/data/comparable_words.py", "pipeline/data/data_card.py",
                 "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
-          files="pipeline.tokenization.kinds:input_files",
+          files="drover.pipeline.tokenization.kinds:input_files",
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
     Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, phases=("encode",),
           reusable=True,
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True, told=True,
-          checkpoints=True, goal=("train.steps", "steps"), files="pipeline.records.weight_files:input_files",
-          renews="pipeline.config.phases:only_phases_differ", outside_code="pipeline.config.outside:training_code",
+          checkpoints=True, goal=("train.steps", "steps"), files="drover.pipeline.records.weight_files:input_files",
+          renews="drover.pipeline.config.phases:only_phases_differ",
+          outside_code="drover.pipeline.config.outside:training_code",
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
                 "pipeline/data/sampling", "pipeline/data/exclusion.py",
                 "pipeline/data/token_shards.py", "pipeline/data/shard_table.py", "pipeline/data/chosen_documents.py",
                 "pipeline/data/stored", "pipeline/evaluation/bits_per_byte.py", "pipeline/evaluation/measurement.py",
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
-    Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",), due="pipeline.copies.export:due",
+    Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
+          due="drover.pipeline.copies.export:due",
           code=("model", "pipeline/formats", "pipeline/records/checkpoints.py",
                 "pipeline/records/generation_settings.py", "pipeline/tokenization/export.py")),
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
-          files="pipeline.evaluation.tasks:input_files", renews="pipeline.evaluation.tasks:only_kept_differs",
+          files="drover.pipeline.evaluation.tasks:input_files",
+          renews="drover.pipeline.evaluation.tasks:only_kept_differs",
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
                 "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
                 "pipeline/data/text_shards.py", "pipeline/data/token_shards.py", "pipeline/data/shard_table.py",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.contract.manifest import Drifts, Identity, OutsideFiles
-from pipeline.errors import UserError
-from pipeline.files import read_record
+from drover.pipeline.contract.manifest import Drifts, Identity, OutsideFiles
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_record
 
 STARTED = "started.json"
 

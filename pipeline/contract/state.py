@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from pipeline.errors import UserError, is_full_disk
-from pipeline.files import append_line, atomic_file, read_lines, read_record, write_note, write_sealed
+from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.files import append_line, atomic_file, read_lines, read_record, write_note, write_sealed
 
 STATE = "STATE.json"
 RESERVE = "STATE.reserve"

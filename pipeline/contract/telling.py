@@ -20,14 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import Run
-from pipeline.contract.signed import sign, verified
-from pipeline.contract.stage_work import Work
-from pipeline.contract.stages import STAGES
-from pipeline.errors import UserError
-from pipeline.files import sha256_json
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.signed import sign, verified
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_json
 
 CONNECT = timedelta(minutes=30)
 """How long a rank looks for rank 0's store: ranks of one start come minutes apart."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.parts import PARTS, UNITS
-from pipeline.contract.threads import in_threads
-from pipeline.files import SEAL, LineSeal, atomic_file, sha256_json, write_sealed
+from drover.pipeline.contract.parts import PARTS, UNITS
+from drover.pipeline.contract.threads import in_threads
+from drover.pipeline.files import SEAL, LineSeal, atomic_file, sha256_json, write_sealed
 
 NUMBERED = re.compile(r"[0-9]{5,}$")
 MANY = 1000

@@ -1,6 +1,6 @@
 """Fetch an export or a checkpoint that was copied to an object store, each file compared with its hash.
 
-    python -m pipeline.copies s3://bucket/models/mine models/mine
+    python -m drover.pipeline.copies s3://bucket/models/mine models/mine
 
 Where it was killed it leaves a hidden folder `.mine-...` beside, which may be removed.
 """
@@ -11,13 +11,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeline.copies.export import fetch_copy
-from pipeline.errors import UserError, is_full_disk
+from drover.pipeline.copies.export import fetch_copy
+from drover.pipeline.errors import UserError, is_full_disk
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.copies", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.pipeline.copies", description=__doc__.splitlines()[0])
     parser.add_argument("url", help="where convert.copy_to or train.checkpoint.copy_to (and /step-...) put it")
     parser.add_argument("folder", type=Path, help="a new folder")
     options = parser.parse_args(arguments)

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from pipeline.copies.transfer import DamagedCopyError
-from pipeline.files import Count, Outputs, parsed_json, typed
-from pipeline.records.checkpoints import checkpoint_name
-from pipeline.stores.store import Missing, Store
+from drover.pipeline.copies.transfer import DamagedCopyError
+from drover.pipeline.files import Count, Outputs, parsed_json, typed
+from drover.pipeline.records.checkpoints import checkpoint_name
+from drover.pipeline.stores.store import Missing, Store
 
 COPY = "copy.json"
 RECORDS = "records/"

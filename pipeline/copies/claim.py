@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypedDict
 from uuid import uuid4
 
-from pipeline.contract.manifest import Drifts, Identity
-from pipeline.errors import UserError
-from pipeline.files import parsed_json, typed
-from pipeline.stores.store import Changed, Entry, Exists, Missing, Store
+from drover.pipeline.contract.manifest import Drifts, Identity
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import parsed_json, typed
+from drover.pipeline.stores.store import Changed, Entry, Exists, Missing, Store
 
 RUN = "run.json"
 LOCK = "lock.json"

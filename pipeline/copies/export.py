@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest
-from pipeline.copies.checkpoints import COPY, FORMAT, ExportRecord
-from pipeline.copies.claim import put_if
-from pipeline.copies.transfer import fetch, send
-from pipeline.errors import UserError
-from pipeline.files import parsed_json, read_record, typed, write_sealed
-from pipeline.stores.store import CHECKED, Changed, Exists, Missing, Store
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.copies.checkpoints import COPY, FORMAT, ExportRecord
+from drover.pipeline.copies.claim import put_if
+from drover.pipeline.copies.transfer import fetch, send
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import parsed_json, read_record, typed, write_sealed
+from drover.pipeline.stores.store import CHECKED, Changed, Exists, Missing, Store
 
 COPIED = "copied.json"
 """In the stage's folder: where its outputs have been copied to, and which."""

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import sha256_file
-from pipeline.stores.store import Missing, Store
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_file
+from drover.pipeline.stores.store import Missing, Store
 
 AT_ONCE = 4
 """Files that a process sends or fetches at the same time; a large one is sent in several parts at once anyway."""

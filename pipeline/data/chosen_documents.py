@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.token_shards import TokenShard
 
 _CANDIDATE = np.dtype([("key", "u8", 2), ("shard", "i8"), ("place", "i8"), ("length", "i8")])
 """A document that may be measured: its key as two numbers, where it is, its tokens."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data import FilesSource
-from pipeline.data.records import (
+from drover.pipeline.config.data import FilesSource
+from drover.pipeline.data.records import (
     Limit,
     Records,
     Unreadable,
@@ -21,7 +21,7 @@ from pipeline.data.records import (
     damage,
     raise_unless_damage,
 )
-from pipeline.data.streams import COMPRESSIONS, Input, map_file
+from drover.pipeline.data.streams import COMPRESSIONS, Input, map_file
 
 ROWS = 256
 """Rows taken into memory at a time, where they are not large."""

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline.data.documents import Document
-from pipeline.data.filters.chain import Dropped, total
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.chain import Dropped, total
 
 EXAMPLE_UNITS = 1000
 """So many units of a source, from the first on, keep examples: those of a million units would fill the memory."""

@@ -7,8 +7,8 @@ import io
 import zlib
 from pathlib import Path, PurePath
 
-from pipeline.data.streams import COMPRESSIONS, unpacked
-from pipeline.stores.object_files import ObjectReader
+from drover.pipeline.data.streams import COMPRESSIONS, unpacked
+from drover.pipeline.stores.object_files import ObjectReader
 
 HEAD = 4096
 """Bytes that are looked at."""

@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.data import HubSource
-from pipeline.errors import UnusableInputError, UserError
+from drover.pipeline.config.data import HubSource
+from drover.pipeline.errors import UnusableInputError, UserError
 
 
 def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:

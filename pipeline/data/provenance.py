@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.exclusion import sample_numbers
-from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.order import ANEW
-from pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.exclusion import sample_numbers
+from drover.pipeline.data.sampling.loader import TrainingData
+from drover.pipeline.data.sampling.order import ANEW
+from drover.pipeline.data.token_shards import TokenShard
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from typing import Any
 
 import orjson
 
-from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
-from pipeline.data.file_kinds import mistaken
-from pipeline.data.framing import reach, separated
-from pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
-from pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
-from pipeline.stores.object_files import InputFile
+from drover.pipeline.config.data import FilesSource, ShardConfig
+from drover.pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
+from drover.pipeline.data.file_kinds import mistaken
+from drover.pipeline.data.framing import reach, separated
+from drover.pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
+from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
+from drover.pipeline.stores.object_files import InputFile
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""
@@ -43,13 +43,17 @@ LONGEST_TOKEN = 100
 """Characters before the end of what was read in which an error may come of that end alone."""
 
 
+TEXT = ("md", "rst", "tex", "py", "html")
+"""Endings that mean txt too."""
+
+
 def file_format(path: PurePath, asked: str = "auto") -> str | None:
     """The format to read `path` as, by its ending unless asked for another; None if the ending says nothing."""
     if asked != "auto":
         return asked
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     ending = inner.suffix.lower().lstrip(".")
-    return ending if ending in FORMATS else None
+    return ending if ending in FORMATS else "txt" if ending in TEXT else None
 
 
 def divisible(path: PurePath, source: FilesSource) -> bool:
@@ -161,7 +165,10 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             yield limit.exceeded(place)
             continue
         try:
-            yield place, orjson.loads(line)
+            record = orjson.loads(line)
+            if source.id_field and isinstance(record, dict) and isinstance(record.get(source.id_field), float):
+                record = json.loads(line)  # a whole number beyond 64 bits, which orjson makes a float
+            yield place, record
             continue
         except orjson.JSONDecodeError:  # also for NaN, broken UTF-8 and half of a surrogate pair
             text = line.decode("utf-8", "surrogateescape")

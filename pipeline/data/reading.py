@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
-from pipeline.data.data_card import DataCard
-from pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
-from pipeline.data.filters.chain import Chain, Dropped
-from pipeline.data.hub import hub_rows
-from pipeline.data.planning.origins import PLACES, write_places
-from pipeline.data.planning.signatures import Signer
-from pipeline.data.readers import file_records, python_records
-from pipeline.data.records import (
+from drover.pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
+from drover.pipeline.data.data_card import DataCard
+from drover.pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
+from drover.pipeline.data.filters.chain import Chain, Dropped
+from drover.pipeline.data.hub import hub_rows
+from drover.pipeline.data.planning.origins import PLACES, write_places
+from drover.pipeline.data.planning.signatures import Signer
+from drover.pipeline.data.readers import file_records, python_records
+from drover.pipeline.data.records import (
     Limit,
     Place,
     PlainText,
@@ -36,10 +36,10 @@ from pipeline.data.records import (
     is_shortage,
     raise_unless_damage,
 )
-from pipeline.data.streams import Input, Piece
-from pipeline.errors import UserError
-from pipeline.files import atomic_file, output_record
-from pipeline.stores.store import Changed, Missing
+from drover.pipeline.data.streams import Input, Piece
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file, output_record
+from drover.pipeline.stores.store import Changed, Missing
 
 STAGING = "staging"
 DROPPED = "dropped"
@@ -67,9 +67,9 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
     Returns the counts `read`, `documents` (staged), `empty`, `rejected` and `lost` (files that break off), those of
     `filters` (see `Chain`), its `card` (see `DataCard`), `inputs` (of each file or part: path, name, bytes, mtime_ns,
-    whether it was read whole, the first byte, and the digests, see `pipeline.contract.content_hash`), the files as
-    `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta field
-    is that the source names.
+    whether it was read whole, the first byte, and the digests, see `drover.pipeline.contract.content_hash`), the files
+    as `outputs`, the staged documents first, and `fields`: in how many of the documents that could be read each meta
+    field is that the source names.
 
     Raises:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pipeline.errors import is_full_disk
+from drover.pipeline.errors import is_full_disk
 
 Place = int | str | None
 """1-based line or record number; in a part of a file what stands after the `@` of an id; None for a file as a whole."""

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, TypedDict, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.contract.manifest import check_record
-from pipeline.data.token_shards import KEY_BYTES, TokenShard
-from pipeline.errors import UserError
-from pipeline.files import Count
+from drover.pipeline.contract.manifest import check_record
+from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Count
 
 NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_offset", "keys_offset")
 """Fields of an output record that are whole numbers, in the order of the columns."""

@@ -14,17 +14,17 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
-from pipeline.contract.content_hash import BLOCK_BYTES
-from pipeline.data.readers import FORMATS, divisible, file_format
-from pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
-from pipeline.errors import AbsentInputError, UserError, listed
-from pipeline.files import changed_ns
-from pipeline.stores.object_files import InputFile, ObjectFile, find
-from pipeline.stores.store import is_url
+from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
+from drover.pipeline.contract.content_hash import BLOCK_BYTES
+from drover.pipeline.data.readers import FORMATS, divisible, file_format
+from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
+from drover.pipeline.errors import AbsentInputError, UserError, listed
+from drover.pipeline.files import changed_ns
+from drover.pipeline.stores.object_files import InputFile, ObjectFile, find
+from drover.pipeline.stores.store import is_url
 
 if TYPE_CHECKING:
-    from pipeline.config.tree import Config
+    from drover.pipeline.config.tree import Config
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -61,7 +61,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
 
 def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
                   ) -> list[tuple[str, dict[str, Any]]]:
-    """The corpus cut into pieces of work, in order, as (name, payload for `pipeline.data.reading.stage_unit`).
+    """The corpus cut into pieces of work, in order, as (name, payload for `drover.pipeline.data.reading.stage_unit`).
 
     A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
     `LEAST_PART`) of a file that is more than twice as large, or a dataset of `kind: hf`. The cut depends on the files'

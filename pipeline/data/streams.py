@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from pipeline.contract.content_hash import BLOCK_BYTES
-from pipeline.errors import UserError
-from pipeline.files import changed_ns
-from pipeline.stores.object_files import ObjectReader, content_number
-from pipeline.stores.store import Changed, is_url
+from drover.pipeline.contract.content_hash import BLOCK_BYTES
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import changed_ns
+from drover.pipeline.stores.object_files import ObjectReader, content_number
+from drover.pipeline.stores.store import Changed, is_url
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20
@@ -36,7 +36,7 @@ class Piece:
         name: `<source>/<path below the source's common folder>`.
         path: where the file lies; the URL of an object.
         bytes: the file's size.
-        mtime_ns: when it changed last (`pipeline.files.changed_ns`); of an object, the number of its content.
+        mtime_ns: when it changed last (`drover.pipeline.files.changed_ns`); of an object, the number of its content.
         start: first byte of the part.
         stop: the byte behind it; 0 and `bytes` for a whole file.
         etag: of an object, what the store calls its content.

@@ -16,14 +16,14 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import orjson
 
-from pipeline.contract.input_check import committed, refuse_changed, wrong
-from pipeline.contract.manifest import check_record
-from pipeline.data.documents import Document, from_json, key_fits
-from pipeline.errors import UserError
-from pipeline.files import Count, atomic_file
+from drover.pipeline.contract.input_check import committed, refuse_changed, wrong
+from drover.pipeline.contract.manifest import check_record
+from drover.pipeline.data.documents import Document, from_json, key_fits
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Count, atomic_file
 
 if TYPE_CHECKING:
-    from pipeline.contract.manifest import Manifest
+    from drover.pipeline.contract.manifest import Manifest
 
 SUFFIX = ".json"
 SPLITS = ("train", "heldout")

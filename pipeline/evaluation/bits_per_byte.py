@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.evaluation.measurement import Measurement
+from drover.pipeline.evaluation.measurement import Measurement
 
 IGNORED = -100
 """Label of a place that has no target."""
@@ -175,7 +175,7 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
     """Nats, targets and bytes of each source, the same on every rank.
 
     Called by all ranks together when there are several; `copies` of them (a tensor-parallel group) hold equal
-    batches and nats. `forward` gets tensors on `device`. For a `model.llama.Llama` it is
+    batches and nats. `forward` gets tensors on `device`. For a `drover.model.llama.Llama` it is
     `model(tokens, labels, documents=documents, positions=positions, reduction="none")`, the model being in evaluation
     mode.
 

@@ -9,17 +9,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contract.run import run_in
-from pipeline.errors import UserError
-from pipeline.evaluation.items import ANSWER_BITS, BITS
-from pipeline.evaluation.paired import difference, score
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
+from drover.pipeline.evaluation.paired import difference, score
 
 if TYPE_CHECKING:
-    from pipeline.contract.run import Run
-    from pipeline.evaluation.harness import HarnessModel
-    from pipeline.evaluation.kept import KeptParts
-    from pipeline.evaluation.tasks import TaskFile
-    from pipeline.parallel.ranks import Ranks
+    from drover.pipeline.contract.run import Run
+    from drover.pipeline.evaluation.harness import HarnessModel
+    from drover.pipeline.evaluation.kept import KeptParts
+    from drover.pipeline.evaluation.tasks import TaskFile
+    from drover.pipeline.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Conditions:
     @cached_property
     def heldout_texts(self) -> dict[str, str]:
         """The held-out documents by source and key; UserError where there are none."""
-        from pipeline.data.text_shards import read_shard, shard_records
+        from drover.pipeline.data.text_shards import read_shard, shard_records
 
         assert self.heldout is not None
         folder, manifest = self.heldout.stage_folder("shard"), self.heldout.finished("shard")
@@ -95,8 +95,8 @@ class Measuring:
         """The opened model; UserError for windows that it cannot take."""
         import torch
 
-        from pipeline.evaluation.harness import HarnessModel
-        from pipeline.evaluation.open_model import open_model
+        from drover.pipeline.evaluation.harness import HarnessModel
+        from drover.pipeline.evaluation.open_model import open_model
 
         opened = open_model(self.candidate.path, self.ranks.device, getattr(torch, self.conditions.dtype))
         if self.conditions.length is not None and self.conditions.length > opened.config.context_length:
@@ -127,7 +127,7 @@ class Measuring:
         return f"held-out text of {self.conditions.heldout.config.name}"
 
     def _task(self, task: TaskFile) -> dict[str, Any]:
-        from pipeline.evaluation.running import TaskRunner
+        from drover.pipeline.evaluation.running import TaskRunner
 
         with TaskRunner(self.harness, self.conditions.places, self.conditions.limit, self.conditions.bootstrap_iters,
                         self.log if self.ranks.leads else None) as runner:
@@ -156,7 +156,7 @@ def deliverable(path: Path) -> Path:
 
 def weights_identity(path: Path) -> list[list[Any]]:
     """Names, sizes and times of the files of a model, at any depth: another of them is measured again."""
-    from pipeline.formats.weights import open_weights
+    from drover.pipeline.formats.weights import open_weights
 
     with open_weights(path) as weights:
         folder = weights.path
@@ -166,7 +166,7 @@ def weights_identity(path: Path) -> list[list[Any]]:
 
 def task_identity(task: TaskFile) -> list[list[str]]:
     """Names and hashes of all files that decide a task."""
-    from pipeline.files import sha256_file
+    from drover.pipeline.files import sha256_file
 
     return [[name, sha256_file(path)] for name, path in task.inputs()]
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.orphans import end_with_parent
-from pipeline.errors import UserError
-from pipeline.evaluation.baselines import baselines, byte_counts
-from pipeline.evaluation.heldout import TextWanted, read_texts, training_byte_counts
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.orphans import end_with_parent
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.baselines import baselines, byte_counts
+from drover.pipeline.evaluation.heldout import TextWanted, read_texts, training_byte_counts
 
 if TYPE_CHECKING:
-    from pipeline.parallel.ranks import Ranks
+    from drover.pipeline.parallel.ranks import Ranks
 
 ASKED_EVERY = 5.0
 """Seconds between two times that the ranks ask whether it is done."""

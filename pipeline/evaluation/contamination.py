@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.manifest import Manifest
-from pipeline.data.comparable_words import comparable_words
-from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.evaluation.paired import score
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.data.comparable_words import comparable_words
+from drover.pipeline.data.text_shards import read_shard, shard_records
+from drover.pipeline.evaluation.paired import score
+from drover.pipeline.parallel.ranks import Ranks
 
 N = 13
 LEAST = 5

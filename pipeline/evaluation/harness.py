@@ -15,13 +15,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from model.generation.sampling import Sampling
-from model.generation.writer import stream
-from model.llama import Llama
-from pipeline.errors import UserError
-from pipeline.evaluation.placing import Placed
-from pipeline.parallel.ranks import gathered
-from pipeline.tokenization.base import Tokenizer
+from drover.model.generation.sampling import Sampling
+from drover.model.generation.writer import stream
+from drover.model.llama import Llama
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.placing import Placed
+from drover.pipeline.parallel.ranks import gathered
+from drover.pipeline.tokenization.base import Tokenizer
 
 LOGITS_IN_MEMORY = 2**27
 """Most logits of one forward pass (0.5 GB in float32); batches are made smaller to stay below."""

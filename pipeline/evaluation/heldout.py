@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.stage_work import Work
-from pipeline.data.chosen_documents import Chosen
-from pipeline.data.shard_table import Shards, ShardTable, open_by_source
-from pipeline.data.stored.opening import opener_of
-from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.data.token_shards import TokenShard
-from pipeline.errors import UserError
-from pipeline.evaluation.baselines import byte_counts
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.chosen_documents import Chosen
+from drover.pipeline.data.shard_table import Shards, ShardTable, open_by_source
+from drover.pipeline.data.stored.opening import opener_of
+from drover.pipeline.data.text_shards import read_shard, shard_records
+from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.baselines import byte_counts
 
 
 def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.evaluation.paired import Form, score
+from drover.pipeline.evaluation.paired import Form, score
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""

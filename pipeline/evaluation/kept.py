@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from pipeline.config.section import identity
-from pipeline.contract.parts import UNITS
-from pipeline.contract.run import code_hashes
-from pipeline.contract.stage_work import Work
-from pipeline.contract.stages import STAGES
-from pipeline.files import read_sealed, sha256_json, write_sealed
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.config.section import identity
+from drover.pipeline.contract.parts import UNITS
+from drover.pipeline.contract.run import code_hashes
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.files import read_sealed, sha256_json, write_sealed
+from drover.pipeline.parallel.ranks import Ranks
 
 LIBRARIES = ("torch", "lm_eval", "datasets")
 

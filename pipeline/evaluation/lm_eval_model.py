@@ -1,9 +1,10 @@
 """The name `drover` among lm-evaluation-harness's models: importing this module registers it.
 
-    python -m tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line --include_path configs/tasks
+    python -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line \\
+        --include_path configs/tasks
 
 The harness (0.4) knows its own models and those that somebody registered in the same process: it looks at no entry
-points. So its command line is started by `tools.lm_eval`, which imports this first.
+points. So its command line is started by `drover.tools.lm_eval`, which imports this first.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lm_eval.api.registry import register_model
 
-from pipeline.errors import UserError
-from pipeline.evaluation.comparing import deliverable
-from pipeline.evaluation.harness import HarnessModel
-from pipeline.evaluation.open_model import open_model, run_of
-from pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.comparing import deliverable
+from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.open_model import open_model, run_of
+from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name
 
 if TYPE_CHECKING:
-    from pipeline.contract.run import Run
+    from drover.pipeline.contract.run import Run
 
 BATCH = 16
 """Sequences per forward pass where neither the arguments nor a run says."""
@@ -112,7 +113,7 @@ def _weights(run: Run, checkpoint: str | int | None) -> Path:
 def _place(device: str | None) -> tuple[torch.device, int, int]:
     """Device, rank and number of ranks; joins the others that torchrun started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from pipeline.parallel.ranks import start_ranks
+        from drover.pipeline.parallel.ranks import start_ranks
         ranks = start_ranks()
         return ranks.device, ranks.rank, ranks.world
     if not torch.cuda.is_available() and (device is None or device.startswith("cuda")):

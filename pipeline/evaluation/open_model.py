@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import UserError
-from pipeline.records.checkpoints import CHECKPOINTS
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.checkpoints import CHECKPOINTS
 
 if TYPE_CHECKING:
     import torch
 
-    from model.config import ModelConfig
-    from model.llama import Llama
-    from pipeline.contract.run import Run
-    from pipeline.formats.base import Weights
-    from pipeline.tokenization.base import Tokenizer
+    from drover.model.config import ModelConfig
+    from drover.model.llama import Llama
+    from drover.pipeline.contract.run import Run
+    from drover.pipeline.formats.base import Weights
+    from drover.pipeline.tokenization.base import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedMo
     Raises:
         UserError: there are no weights or no tokenizer there, or they are damaged or do not belong together.
     """
-    from model.attention.backend import Where
-    from model.attention.choosing import choose
-    from pipeline.formats.weights import load_model, open_weights
+    from drover.model.attention.backend import Where
+    from drover.model.attention.choosing import choose
+    from drover.pipeline.formats.weights import load_model, open_weights
 
     with open_weights(path) as weights:
         tokenizer = _tokenizer(path, weights)
@@ -65,7 +65,7 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedMo
 
 def run_of(path: Path) -> Run | None:
     """The run in a folder, or the one that a checkpoint's folder lies in; None of anything else."""
-    from pipeline.contract.run import run_in
+    from drover.pipeline.contract.run import run_in
 
     for place in (path.absolute(), path.resolve()):
         inside = place.parent.name == CHECKPOINTS and len(place.parents) > 2
@@ -76,7 +76,7 @@ def run_of(path: Path) -> Run | None:
 
 
 def _tokenizer(path: Path, weights: Weights) -> Tokenizer:
-    from pipeline.tokenization.kinds import load_tokenizer, open_tokenizer
+    from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer
 
     if weights.form == "hf":
         file = weights.path / "tokenizer.json"

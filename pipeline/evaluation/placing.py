@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from model.attention.backend import Where
-from model.attention.choosing import choose
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.config.parallel import ParallelConfig
-from pipeline.formats.base import Weights
-from pipeline.formats.huggingface import parameter_shapes
-from pipeline.formats.weights import load_model
-from pipeline.parallel.free_memory import free_memory
-from pipeline.parallel.host_memory import return_freed_memory
-from pipeline.parallel.ranks import Ranks
+from drover.model.attention.backend import Where
+from drover.model.attention.choosing import choose
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.formats.base import Weights
+from drover.pipeline.formats.huggingface import parameter_shapes
+from drover.pipeline.formats.weights import load_model
+from drover.pipeline.parallel.free_memory import free_memory
+from drover.pipeline.parallel.host_memory import return_freed_memory
+from drover.pipeline.parallel.ranks import Ranks
 
 SHARE = 0.6
 """Of the free memory, what weights may take: activations, logits and caches need the rest."""
@@ -71,8 +71,8 @@ def place(weights: Weights, ranks: Ranks, dtype: torch.dtype, *, dp_shard: int |
         model = load_model(weights, ranks.device, dtype)
         model.backend = attention.backend
         return Placed(model)
-    from pipeline.parallel.forward_only import InStep, sharded
-    from pipeline.parallel.grid import Grid
+    from drover.pipeline.parallel.forward_only import InStep, sharded
+    from drover.pipeline.parallel.grid import Grid
 
     if ranks.device.type == "cpu":
         return_freed_memory()

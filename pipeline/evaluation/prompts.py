@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.evaluation.open_model import OpenedModel, run_of
-from pipeline.files import read_record
-from pipeline.records.generation_settings import read_settings, settings_file
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.open_model import OpenedModel, run_of
+from drover.pipeline.files import read_record
+from drover.pipeline.records.generation_settings import read_settings, settings_file
 
 END_OF_TURN = "<|eot_id|>"
 """What ends a turn of a conversation in Llama 3's tokenizers."""

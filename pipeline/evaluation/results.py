@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from model.config import ModelConfig
-from pipeline.config.tree import Config
-from pipeline.evaluation.baselines import MEANING
-from pipeline.evaluation.compressing import OVERALL
-from pipeline.evaluation.measurement import Measurement, overall
+from drover.model.config import ModelConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.evaluation.baselines import MEANING
+from drover.pipeline.evaluation.compressing import OVERALL
+from drover.pipeline.evaluation.measurement import Measurement, overall
 
 if TYPE_CHECKING:
-    from pipeline.data.chosen_documents import Chosen
+    from drover.pipeline.data.chosen_documents import Chosen
 
 FORMAT = 1
 DIGITS = 6

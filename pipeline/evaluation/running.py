@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import UserError
-from pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
-from pipeline.evaluation.tasks import TaskFile, go_offline
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
+from drover.pipeline.evaluation.tasks import TaskFile, go_offline
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.harness import HarnessModel
+    from drover.pipeline.evaluation.harness import HarnessModel
 
 FEW_SHOT_SEED = 1234
 TALKATIVE = ("lm_eval", "datasets", "evaluate")

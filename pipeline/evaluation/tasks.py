@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.tree import Config
-from pipeline.config.yaml_source import read_task
-from pipeline.contract.stages import REPOSITORY
-from pipeline.errors import UserError
+from drover.pipeline.config.tree import Config
+from drover.pipeline.config.yaml_source import read_task
+from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):

@@ -11,10 +11,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from pipeline.errors import UserError
-from pipeline.formats.huggingface import Read, parameter_shapes
-from pipeline.formats.tensor_file import rectangle_in
+from drover.model.config import ModelConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.huggingface import Read, parameter_shapes
+from drover.pipeline.formats.tensor_file import rectangle_in
 
 
 class Weights(ABC):

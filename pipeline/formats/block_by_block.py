@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.llama import Llama, Part
-from model.rope import RotaryTable
-from pipeline.console import quiet_imports
-from pipeline.formats.huggingface import parameter_shapes
-from pipeline.formats.weights import HuggingFaceWeights
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, Part
+from drover.model.rope import RotaryTable
+from drover.pipeline.console import quiet_imports
+from drover.pipeline.formats.huggingface import parameter_shapes
+from drover.pipeline.formats.weights import HuggingFaceWeights
 
 Read = Callable[[str], Tensor]
 """One of the checkpoint's weights by our name, rounded to the type of the export."""

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.rope import RotaryTable, Rotation, amplitude, rotary_frequencies
-from pipeline.config.shapes import read_shape
-from pipeline.errors import UserError, listed
-from pipeline.formats.base import Weights, same_bits
-from pipeline.formats.block_by_block import Read, our_part, read_part, transformers_pass
-from pipeline.formats.weights import HuggingFaceWeights
+from drover.model.config import ModelConfig
+from drover.model.rope import RotaryTable, Rotation, amplitude, rotary_frequencies
+from drover.pipeline.config.shapes import read_shape
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.formats.base import Weights, same_bits
+from drover.pipeline.formats.block_by_block import Read, our_part, read_part, transformers_pass
+from drover.pipeline.formats.weights import HuggingFaceWeights
 
 FACTOR = 10.0
 """How many times single precision's own error either side may be off. Correct programs that add in another order stay

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.formats.huggingface_config import config_to_json
-from pipeline.formats.tensor_file import Layout, write_tensors
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.tensor_file import Layout, write_tensors
 
 
 class Module(NamedTuple):

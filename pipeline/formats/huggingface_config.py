@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from model.config import ModelConfig, YarnScaling
-from pipeline.config.shapes import CLASSES, FULL, SLIDING, export_problem
+from drover.model.config import ModelConfig, YarnScaling
+from drover.pipeline.config.shapes import CLASSES, FULL, SLIDING, export_problem
 
 
 def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from pipeline.errors import UserError
-from pipeline.formats.base import Weights, same_bits
-from pipeline.formats.huggingface import OutputFile, Source, module_of, parameter_shapes, text_file
-from pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params
-from pipeline.formats.record import recorded_config
-from pipeline.formats.tensor_file import DamagedFileError, PickleFile
+from drover.model.config import ModelConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.base import Weights, same_bits
+from drover.pipeline.formats.huggingface import OutputFile, Source, module_of, parameter_shapes, text_file
+from drover.pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params
+from drover.pipeline.formats.record import recorded_config
+from drover.pipeline.formats.tensor_file import DamagedFileError, PickleFile
 
 _PART = re.compile(r"consolidated\.(\d\d)\.pth")
 _EMBEDDING, _OUTPUT = "tok_embeddings.weight", "output.weight"

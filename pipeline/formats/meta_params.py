@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.config import ModelConfig, RopeScaling
-from pipeline.errors import UserError
+from drover.model.config import ModelConfig, RopeScaling
+from drover.pipeline.errors import UserError
 
 PARAMS = "params.json"
 PARTS = (1, 2, 4, 8, 16)
@@ -98,7 +98,7 @@ def _width_rule(config: ModelConfig) -> tuple[float | None, int]:
     """ffn_dim_multiplier and multiple_of by which Llama's rule gives the feed-forward width."""
     if config.ffn_dim is None:
         return config.ffn_dim_multiplier, config.multiple_of
-    from model.presets import PRESETS
+    from drover.model.presets import PRESETS
 
     for known in sorted(PRESETS.values(), key=lambda shape: shape.dim != config.dim):  # of its own width first
         rule = {"ffn_dim_multiplier": known.ffn_dim_multiplier, "multiple_of": known.multiple_of}
@@ -109,7 +109,7 @@ def _width_rule(config: ModelConfig) -> tuple[float | None, int]:
 
 def _published(config: ModelConfig, scaled: bool) -> ModelConfig | None:
     """The published model of this shape and generation."""
-    from model.presets import PRESETS
+    from drover.model.presets import PRESETS
 
     def shape(of: ModelConfig) -> tuple[float, ...]:
         return of.dim, of.layers, of.heads, of.kv_heads, of.hidden, of.rope_theta

@@ -14,9 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from model.config import ModelConfig
-from pipeline.config.shapes import shape_from
-from pipeline.files import Outputs, read_record
+from drover.model.config import ModelConfig
+from drover.pipeline.config.shapes import shape_from
+from drover.pipeline.files import Outputs, read_record
 
 RECORD = "weights.json"
 FORMAT = 1

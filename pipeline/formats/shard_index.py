@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from pipeline.files import Count
-from pipeline.formats.tensor_file import DTYPES
+from drover.pipeline.files import Count
+from drover.pipeline.formats.tensor_file import DTYPES
 
 MOST_PIECES = 1 << 24
 """Of a tensor in one run."""

@@ -25,10 +25,10 @@ from typing import Annotated, Any, TypedDict
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
-from pipeline.files import Inside, atomic_file, parsed_json, typed
-from pipeline.formats.shard_index import Entry, Index, Rectangle, check_cover, check_entry, overlapping, run_of
-from pipeline.formats.tensor_file import (
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Inside, atomic_file, parsed_json, typed
+from drover.pipeline.formats.shard_index import Entry, Index, Rectangle, check_cover, check_entry, overlapping, run_of
+from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
     DamagedFileError,

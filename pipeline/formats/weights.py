@@ -19,13 +19,13 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.config.shapes import read_shape, shape_from
-from pipeline.errors import UserError
-from pipeline.files import Inside, read_record
-from pipeline.formats.base import Weights
-from pipeline.formats.huggingface import (
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.config.shapes import read_shape, shape_from
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Inside, read_record
+from drover.pipeline.formats.base import Weights
+from drover.pipeline.formats.huggingface import (
     OutputFile,
     Source,
     pair_rows,
@@ -34,14 +34,21 @@ from pipeline.formats.huggingface import (
     their_name,
     zero_biases,
 )
-from pipeline.formats.meta import MetaWeights
-from pipeline.formats.meta_params import PARAMS
-from pipeline.formats.record import RECORD, recorded_config
-from pipeline.formats.shard_index import Entry, Index, run_of
-from pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
-from pipeline.formats.tensor_file import DTYPE_NAMES, DamagedFileError, Layout, PickleFile, TensorFile, write_tensors
-from pipeline.records.checkpoints import read_marker
-from pipeline.records.weight_files import weights_folder
+from drover.pipeline.formats.meta import MetaWeights
+from drover.pipeline.formats.meta_params import PARAMS
+from drover.pipeline.formats.record import RECORD, recorded_config
+from drover.pipeline.formats.shard_index import Entry, Index, run_of
+from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
+from drover.pipeline.formats.tensor_file import (
+    DTYPE_NAMES,
+    DamagedFileError,
+    Layout,
+    PickleFile,
+    TensorFile,
+    write_tensors,
+)
+from drover.pipeline.records.checkpoints import read_marker
+from drover.pipeline.records.weight_files import weights_folder
 
 MODEL = "model."
 """Before the names of weights in a training checkpoint; other states of the optimizer have other words."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from model.attention.layout import PLAIN
-from model.llama import Llama
-from pipeline.config.training import Activation, TrainConfig
+from drover.model.attention.layout import PLAIN
+from drover.model.llama import Llama
+from drover.pipeline.config.training import Activation, TrainConfig
 
 PRODUCT = "product"
 """Under which torch's notes hold a product's name: the last part of the name of the layer that makes it. torch keeps a
@@ -23,7 +23,7 @@ note while the layer runs, and with its operators through torch.compile, where w
 # What is in fp8 is `mm` of tensors of torchao's in eager blocks, and in a graph, what these become.
 # With a bias, a product is one `addmm`.
 PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
-if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how model.kernels asks oneDNN for a product
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how drover.model.kernels asks oneDNN for a product
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
 SUM_OPERATORS = {torch.ops._c10d_functional.reduce_scatter_tensor.default}
 """The operator that adds up the partial sums of a product whose weight is split by rows over ranks."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.attention
 
-from model.attention.backend import Where
-from model.attention.choosing import Choice, choose
-from model.config import ModelConfig
-from pipeline.errors import UserError
+from drover.model.attention.backend import Where
+from drover.model.attention.choosing import Choice, choose
+from drover.model.config import ModelConfig
+from drover.pipeline.errors import UserError
 
 OWN = "fa2"
 """The flash kernels that torch has itself."""

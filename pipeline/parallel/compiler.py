@@ -7,9 +7,9 @@ import shutil
 
 import torch
 
-from pipeline.config.training import TrainConfig
-from pipeline.errors import UserError
-from pipeline.parallel.compiling import compiles
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.compiling import compiles
 
 
 def refuse_without_compiler(train: TrainConfig, device: torch.device) -> None:

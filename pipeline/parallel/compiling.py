@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from model.llama import Llama
-from model.loss import Passes
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
+from drover.model.llama import Llama
+from drover.model.loss import Passes
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
 
 GRAPHS = 32
 """How many graphs the blocks of one kind may have in one phase. Training and validation have graphs of their own, and

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from model.attention.backend import Backend, Documents, Keys, Where, moved
-from pipeline.data.sampling.batch import Batch
-from pipeline.parallel.context_plan import plan
+from drover.model.attention.backend import Backend, Documents, Keys, Where, moved
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.parallel.context_plan import plan
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor
 SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor

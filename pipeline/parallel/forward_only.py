@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from model.attention.backend import Backend
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.parallel.fsdp import fill
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.initial_values import InitialValues
+from drover.model.attention.backend import Backend
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.parallel.fsdp import fill
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.initial_values import InitialValues
 
 
 def sharded(config: ModelConfig, values: InitialValues, grid: Grid, dtype: torch.dtype, attention: Backend) -> Llama:

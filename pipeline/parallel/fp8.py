@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.config.outside import absent_torchao
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.console import quiet_imports
-from pipeline.errors import UserError
-from pipeline.parallel.compiling import compiles
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.config.outside import absent_torchao
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import quiet_imports
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.compiling import compiles
 
 MULTIPLE = 16
 """The hardware's products want both dimensions of a weight, and the tokens of a pass, to be multiples of this."""

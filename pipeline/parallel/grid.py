@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 
-from pipeline.config.checks import grid_problems
-from pipeline.config.parallel import GridSizes, ParallelConfig
-from pipeline.errors import UserError, listed
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.config.checks import grid_problems
+from drover.pipeline.config.parallel import GridSizes, ParallelConfig
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.parallel.ranks import Ranks
 
 AXES = GridSizes._fields
 WEIGHTS = "weights"

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from pipeline.contract.signed import sign, verified
-from pipeline.parallel.messages import decode, encode
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.contract.signed import sign, verified
+from drover.pipeline.parallel.messages import decode, encode
+from drover.pipeline.parallel.ranks import Ranks
 
 T = TypeVar("T")
 ARITY = 8

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.llama import initial_value
+from drover.model.config import ModelConfig
+from drover.model.llama import initial_value
 
 InitialValues = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
 """(name of a parameter, its shape, offset, size) -> that rectangle of its first value, on the host."""
 
 
 def drawn(config: ModelConfig, seed: int) -> InitialValues:
-    """`model.llama.initial_value`: each rank draws only the rows that it needs, and all layouts give the same.
+    """`drover.model.llama.initial_value`: each rank draws only the rows that it needs, and all layouts give the same.
 
     With as many threads as torch may use on this rank (OMP_NUM_THREADS, which launches set to its share of the cores).
     """

@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.signed import MessageError
-from pipeline.errors import UserError
+from drover.pipeline.contract.signed import MessageError
+from drover.pipeline.errors import UserError
 
-MADE = {"Index": "pipeline.formats.shard_index", "Entry": "pipeline.formats.shard_index",
-        "Run": "pipeline.formats.shard_index",
-        "Rollback": "pipeline.records.rollbacks", "Damage": "pipeline.data.sampling.shard_checks",
-        "ShardTable": "pipeline.data.shard_table", "Chosen": "pipeline.data.chosen_documents",
-        "HeldoutText": "pipeline.evaluation.bits_per_byte", "DamagedCopyError": "pipeline.copies.transfer",
-        "UserError": "pipeline.errors", "OSError": "builtins", "RuntimeError": "builtins"}
+MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
+        "Run": "drover.pipeline.formats.shard_index",
+        "Rollback": "drover.pipeline.records.rollbacks", "Damage": "drover.pipeline.data.sampling.shard_checks",
+        "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
+        "HeldoutText": "drover.pipeline.evaluation.bits_per_byte",
+        "DamagedCopyError": "drover.pipeline.copies.transfer",
+        "UserError": "drover.pipeline.errors", "OSError": "builtins", "RuntimeError": "builtins"}
 """The classes of records and errors that ranks tell each other, and the module of each."""
 _LENGTH, _NUMBERS = struct.Struct("<Q"), "biuf"
 

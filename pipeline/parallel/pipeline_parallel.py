@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model.llama import Llama
-from pipeline.config.parallel import ParallelConfig
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.ranks import gathered
+from drover.model.llama import Llama
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.ranks import gathered
 
 
 class Stage(Llama):
@@ -135,7 +135,7 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
     # Slow to import, for those who want no pipeline.
     from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
-    from pipeline.parallel.reducing_stage import ReducingStage
+    from drover.pipeline.parallel.reducing_stage import ReducingStage
 
     grid, parallel, device = model.grid, model.parallel, model.grid.ranks.device
     rows, length = shape

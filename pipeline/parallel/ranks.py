@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import UserError
-from pipeline.parallel.host_memory import keep_freed_memory
-from pipeline.parallel.messages import decode, encode
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.host_memory import keep_freed_memory
+from drover.pipeline.parallel.messages import decode, encode
 
 PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""

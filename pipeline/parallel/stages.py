@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from model.config import ModelConfig
-from pipeline.config.parallel import ParallelConfig
+from drover.model.config import ModelConfig
+from drover.pipeline.config.parallel import ParallelConfig
 
 UNKNOWN_WEIGHT = 1.0
 """What embedding and output matrix count, in layers, while the vocabulary is not known."""

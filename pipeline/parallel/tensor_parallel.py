@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from model.llama import Llama
-from model.loss import Losses, VocabularyPartition, cross_entropy_sum, token_losses
-from pipeline.parallel.activation_checkpointing import noting_product
+from drover.model.llama import Llama
+from drover.model.loss import Losses, VocabularyPartition, cross_entropy_sum, token_losses
+from drover.pipeline.parallel.activation_checkpointing import noting_product
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The name that torch 2.13 has for it; with the older one it warns on every rank."""

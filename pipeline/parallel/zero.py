@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from model.attention.backend import Backend
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.errors import UserError
-from pipeline.parallel.activation_checkpointing import checkpoint_activations
-from pipeline.parallel.compiling import compile_blocks, compiles
-from pipeline.parallel.ranks import Ranks
+from drover.model.attention.backend import Backend
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
+from drover.pipeline.parallel.compiling import compile_blocks, compiles
+from drover.pipeline.parallel.ranks import Ranks
 
 
 def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.dtype, accumulation: int,

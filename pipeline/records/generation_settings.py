@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import read_record, write_json
-from pipeline.records.checkpoints import CHECKPOINTS
-from pipeline.records.weight_files import HUGGING_FACE, RUN, weights_folder
+from drover.pipeline.files import read_record, write_json
+from drover.pipeline.records.checkpoints import CHECKPOINTS
+from drover.pipeline.records.weight_files import HUGGING_FACE, RUN, weights_folder
 
 FILE = "generation_config.json"
 MEND = "Fetch or export the folder again."

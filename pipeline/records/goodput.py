@@ -18,10 +18,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.state import read_attempts
-from pipeline.files import read_lines
-from pipeline.records.hangs import HANGS, read_hang
-from pipeline.records.metrics import Event, Line
+from drover.pipeline.contract.state import read_attempts
+from drover.pipeline.files import read_lines
+from drover.pipeline.records.hangs import HANGS, read_hang
+from drover.pipeline.records.metrics import Event, Line
 
 QUEUE, PREFLIGHT, STARTUP, STALL = "queue", "preflight", "start-up", "checkpoint stall"
 RECOMPUTED, HANG, LOOKING, STOPPED, OTHER = "recomputed steps", "hang", "looking", "stopped", "other"

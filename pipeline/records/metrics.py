@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from pipeline.contract.state import Time
-from pipeline.files import Count, read_lines
+from drover.pipeline.contract.state import Time
+from drover.pipeline.files import Count, read_lines
 
 PLAN_CHANGED = "plan_changed"
 """The event of a start that goes on along another plan. Its `number` counts such starts; each line of metrics.jsonl

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import MANIFEST
-from pipeline.records.checkpoints import checkpoint_name
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import MANIFEST
+from drover.pipeline.records.checkpoints import checkpoint_name
 
 EVALUATIONS = Path("evaluations")
 """In a run folder: a run folder of its own for each checkpoint that is evaluated beside training."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.records.checkpoints import MARKER, complete_checkpoints
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
 
 RUN = "config.yaml"
 """In the folder of a run."""

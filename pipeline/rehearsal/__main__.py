@@ -11,11 +11,11 @@ import json
 import sys
 from typing import Any
 
-from pipeline.config.loading import load_config
-from pipeline.errors import NotRehearsedError, UserError
-from pipeline.rehearsal.apart import rehearse_apart
-from pipeline.rehearsal.fitting import verdict
-from pipeline.rehearsal.report import brief, ends_and_middle, fullest
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.errors import NotRehearsedError, UserError
+from drover.pipeline.rehearsal.apart import rehearse_apart
+from drover.pipeline.rehearsal.fitting import verdict
+from drover.pipeline.rehearsal.report import brief, ends_and_middle, fullest
 
 
 def answered(request: dict[str, Any]) -> dict[str, Any]:

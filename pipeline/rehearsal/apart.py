@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from pipeline.config.checks import rank_problems, vocabulary_size
-from pipeline.config.tree import Config
-from pipeline.errors import NotRehearsedError, UserError, listed
-from pipeline.rehearsal.report import Rehearsal
+from drover.pipeline.config.checks import rank_problems, vocabulary_size
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import NotRehearsedError, UserError, listed
+from drover.pipeline.rehearsal.report import Rehearsal
 
 
 def refuse(config: Config, ranks: int, numbers: Sequence[int]) -> None:
@@ -29,14 +29,14 @@ def refuse(config: Config, ranks: int, numbers: Sequence[int]) -> None:
 
 def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: bool = True,
                    all_micro_batches: bool = False) -> list[Rehearsal]:
-    """`pipeline.rehearsal.step.rehearse` of each of these ranks, as many at once as there are cores.
+    """`drover.pipeline.rehearsal.step.rehearse` of each of these ranks, as many at once as there are cores.
 
     Raises:
         UserError: see `refuse`; NotRehearsedError where a process was ended, for want of memory as a rule.
     """
     refuse(config, ranks, numbers)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.rehearsal.step"])  # imported once for all
+    context.set_forkserver_preload(["drover.pipeline.rehearsal.step"])  # imported once for all
 
     def in_a_process(rank: int) -> Rehearsal:
         with ProcessPoolExecutor(1, mp_context=context) as pool:  # max_tasks_per_child is suspected of hangs
@@ -55,7 +55,7 @@ def _rehearse(config: Config, ranks: int, rank: int, gpu: bool, all_micro_batche
 
     import torch
 
-    from pipeline.rehearsal.step import rehearse
+    from drover.pipeline.rehearsal.step import rehearse
 
     warnings.filterwarnings("ignore", module="torch")
     warnings.filterwarnings("ignore", message="Set timeout is now only supported")

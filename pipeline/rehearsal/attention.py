@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from model.attention.backend import Where
-from model.attention.choosing import load
-from model.attention.varlen import Varlen
-from pipeline.errors import UserError
+from drover.model.attention.backend import Where
+from drover.model.attention.choosing import load
+from drover.model.attention.varlen import Varlen
+from drover.pipeline.errors import UserError
 
 
 class FlashKernel(Varlen):
@@ -28,8 +28,8 @@ NAME = f"{FlashKernel.__module__}:{FlashKernel.__name__}"
 
 
 def on_gpus(name: str, where: Where) -> tuple[str, str]:
-    """What stands for `train.attention` in a rehearsal of GPUs, and what to say of it; as model.attention.choosing
-    decides on a GPU that is new enough (compute capability 8.0).
+    """What stands for `train.attention` in a rehearsal of GPUs, and what to say of it; as
+    drover.model.attention.choosing decides on a GPU that is new enough (compute capability 8.0).
 
     Raises:
         UserError: it could not run there either.

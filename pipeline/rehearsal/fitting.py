@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from pipeline.config.batch import BatchPlan, with_largest
-from pipeline.config.checks import problems, rank_problems
-from pipeline.config.partial import UnknownSettingError
-from pipeline.config.tree import Config
-from pipeline.console import readable
-from pipeline.rehearsal.apart import rehearse_apart
-from pipeline.rehearsal.lost_time import GAIN, lost
-from pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
+from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.checks import problems, rank_problems
+from drover.pipeline.config.partial import UnknownSettingError
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import readable
+from drover.pipeline.rehearsal.apart import rehearse_apart
+from drover.pipeline.rehearsal.lost_time import GAIN, lost
+from drover.pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 TIGHT = 0.9
 """Of a GPU's memory: beyond it, what is not rehearsed may be too much."""

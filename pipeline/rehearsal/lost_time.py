@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan, with_largest
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.parallel.stages import bubble
-from pipeline.rehearsal.report import Rehearsal, network
+from drover.model.config import ModelConfig
+from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.parallel.stages import bubble
+from drover.pipeline.rehearsal.report import Rehearsal, network
 
 FLOPS = 0.5 * 989e12
 """FLOP/s of products: half of an H100's dense bf16 peak."""

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan, with_largest
-from pipeline.config.checks import vocabulary_size
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.tree import Config
-from pipeline.console import readable
-from pipeline.parallel.stages import bubble, stage_layers
-from pipeline.rehearsal.memory import KINDS, Peak
+from drover.model.config import ModelConfig
+from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.checks import vocabulary_size
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import readable
+from drover.pipeline.parallel.stages import bubble, stage_layers
+from drover.pipeline.rehearsal.memory import KINDS, Peak
 
 if TYPE_CHECKING:
-    from pipeline.rehearsal.traffic import Channel, Traffic
+    from drover.pipeline.rehearsal.traffic import Channel, Traffic
 
 RESULT = "pipeline/training/engines/fsdp.py"
 """Where every step reads its loss, norm and whether it was applied, in one transfer after its last operation."""

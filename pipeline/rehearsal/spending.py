@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pipeline.config.batch import BatchPlan
-from pipeline.config.training import KEPT_ACTIVATIONS
-from pipeline.config.tree import Config
-from pipeline.console import readable
-from pipeline.errors import NotRehearsedError, UserError
-from pipeline.rehearsal.apart import rehearse_apart
-from pipeline.rehearsal.fitting import TIGHT, changed, named, possible
-from pipeline.rehearsal.lost_time import GAIN, Lost, lost
-from pipeline.rehearsal.report import ends_and_middle, fullest
+from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.training import KEPT_ACTIVATIONS
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import readable
+from drover.pipeline.errors import NotRehearsedError, UserError
+from drover.pipeline.rehearsal.apart import rehearse_apart
+from drover.pipeline.rehearsal.fitting import TIGHT, changed, named, possible
+from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost
+from drover.pipeline.rehearsal.report import ends_and_middle, fullest
 
 KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
 """`train.kept_activations` that are kept together."""

@@ -8,25 +8,25 @@ from unittest import mock
 
 import torch
 
-import model.loss
-from model.attention.backend import Where
-from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan, largest_phase, with_largest
-from pipeline.config.tree import Config
-from pipeline.data.sampling.batch import Batch
-from pipeline.parallel.grid import Grid, own
-from pipeline.parallel.ranks import Ranks
-from pipeline.rehearsal import attention
-from pipeline.rehearsal.apart import refuse
-from pipeline.rehearsal.report import RESULT, Rehearsal, layers_of, network
-from pipeline.rehearsal.traffic import Traffic
-from pipeline.rehearsal.watch import Watch
-from pipeline.rehearsal.world import fake_world
-from pipeline.training.engines.build import build_engine
-from pipeline.training.engines.engine import Engine
-from pipeline.training.guards import StepLimits
-from pipeline.training.optimizers import muon
-from pipeline.training.precision import DTYPES, choose_precision
+import drover.model.loss
+from drover.model.attention.backend import Where
+from drover.model.config import ModelConfig
+from drover.pipeline.config.batch import BatchPlan, largest_phase, with_largest
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.parallel.grid import Grid, own
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.rehearsal import attention
+from drover.pipeline.rehearsal.apart import refuse
+from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of, network
+from drover.pipeline.rehearsal.traffic import Traffic
+from drover.pipeline.rehearsal.watch import Watch
+from drover.pipeline.rehearsal.world import fake_world
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.engines.engine import Engine
+from drover.pipeline.training.guards import StepLimits
+from drover.pipeline.training.optimizers import muon
+from drover.pipeline.training.precision import DTYPES, choose_precision
 
 ENOUGH = 3
 """Micro-batches that are computed of a step without a pipeline: the first, one between, and the last. All between are
@@ -86,7 +86,7 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
     """Sizes and types that are chosen by the device, as on GPUs."""
-    with (mock.patch.object(model.loss, "CHUNK_TOKENS_CPU", model.loss.CHUNK_TOKENS_ACCELERATOR),
+    with (mock.patch.object(drover.model.loss, "CHUNK_TOKENS_CPU", drover.model.loss.CHUNK_TOKENS_ACCELERATOR),
           mock.patch.dict(muon.COMPUTED_IN, {"cpu": muon.COMPUTED_IN["cuda"]})):
         yield
 

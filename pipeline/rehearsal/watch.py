@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import NotRehearsedError
-from pipeline.rehearsal.memory import Memory
-from pipeline.rehearsal.traffic import NAMESPACES, Traffic
+from drover.pipeline.errors import NotRehearsedError
+from drover.pipeline.rehearsal.memory import Memory
+from drover.pipeline.rehearsal.traffic import NAMESPACES, Traffic
 
 HERE = Path(__file__).resolve().parent
 HOUSE = HERE.parents[1]
@@ -143,11 +144,15 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+_file = cache(lambda name: Path(name).resolve())
+"""The file of a frame: imported as `drover.*`, ours are named by links."""
+
+
 def place() -> str:
     """The innermost line of ours, outside of this package, as "file:line (function)"."""
     for frame in frames():
-        file = Path(frame.f_code.co_filename)
-        if HOUSE in file.parents and file.parent != HERE and "site-packages" not in file.parts:
+        file = _file(frame.f_code.co_filename)
+        if HOUSE in file.parents and file.parent != HERE and "site-packages" not in file.relative_to(HOUSE).parts:
             return f"{file.relative_to(HOUSE)}:{frame.f_lineno} ({frame.f_code.co_name})"
     return "outside of Drover"
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.parallel.ranks import Ranks
 
 
 @contextmanager

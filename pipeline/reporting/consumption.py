@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.config.phases import PhasePlan
-from pipeline.data.sampling.consumption import Consumption, planned, train_tokens
-from pipeline.errors import UserError
-from pipeline.reporting.document import Table, shown
-from pipeline.reporting.facts import Facts
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.data.sampling.consumption import Consumption, planned, train_tokens
+from drover.pipeline.errors import UserError
+from drover.pipeline.reporting.document import Table, shown
+from drover.pipeline.reporting.facts import Facts
 
 
 def consumption_tables(facts: Facts) -> list[Table]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline.data.filters.chain import total
-from pipeline.data.filters.decontamination import OUTPUT
-from pipeline.reporting.consumption import consumption_tables
-from pipeline.reporting.document import Fold, Section, Table, count_tables, percent, shown, size
-from pipeline.reporting.facts import Facts
-from pipeline.tokenization.rare_ids import BEYOND, KINDS, TIMES
+from drover.pipeline.data.filters.chain import total
+from drover.pipeline.data.filters.decontamination import OUTPUT
+from drover.pipeline.reporting.consumption import consumption_tables
+from drover.pipeline.reporting.document import Fold, Section, Table, count_tables, percent, shown, size
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.tokenization.rare_ids import BEYOND, KINDS, TIMES
 
 SPLITS = {"train": "training", "heldout": "held out"}
 RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}

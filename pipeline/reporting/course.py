@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from pipeline.config.phases import PhasePlan
-from pipeline.console import duration
-from pipeline.reporting.document import Figure, Section, Table, percent, shown, words
-from pipeline.reporting.facts import Facts
-from pipeline.reporting.plots import Series, line_chart, smoothed
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.console import duration
+from drover.pipeline.reporting.document import Figure, Section, Table, percent, shown, words
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.reporting.plots import Series, line_chart, smoothed
 
 MOST_POINTS = 1500
 """Points of a curve; longer ones are thinned."""

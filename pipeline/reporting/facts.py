@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.loading import dump_config
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import Run
-from pipeline.contract.stages import STAGES
-from pipeline.files import read_lines, read_record
-from pipeline.records.checkpoints import named_after_steps, step_of
-from pipeline.records.goodput import Goodput, goodput
-from pipeline.records.metrics import Event, Line, read_metrics
+from drover.pipeline.config.loading import dump_config
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.files import read_lines, read_record
+from drover.pipeline.records.checkpoints import named_after_steps, step_of
+from drover.pipeline.records.goodput import Goodput, goodput
+from drover.pipeline.records.metrics import Event, Line, read_metrics
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.console import duration
-from pipeline.reporting.document import Notice, Tile, percent, shown, size
-from pipeline.reporting.facts import Facts
-from pipeline.reporting.plots import compact
+from drover.pipeline.console import duration
+from drover.pipeline.reporting.document import Notice, Tile, percent, shown, size
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.reporting.plots import compact
 
 NAMES = {"unigram": "a unigram byte model"}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.evaluation.results import CONTAMINATION, contamination_rows
-from pipeline.reporting.document import Figure, Passage, Section, Table
-from pipeline.reporting.facts import Facts
-from pipeline.reporting.plots import bar_chart
+from drover.pipeline.evaluation.results import CONTAMINATION, contamination_rows
+from drover.pipeline.reporting.document import Figure, Passage, Section, Table
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.reporting.plots import bar_chart
 
 MOST_SAMPLES = 4
 """Moments of training whose sample texts are shown."""

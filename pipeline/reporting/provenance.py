@@ -6,10 +6,10 @@ import json
 import os
 from typing import Any
 
-from pipeline.console import duration
-from pipeline.reporting.document import Figure, Fold, Section, Table, count_tables, percent, shown, size
-from pipeline.reporting.facts import Facts
-from pipeline.reporting.plots import bar_chart
+from drover.pipeline.console import duration
+from drover.pipeline.reporting.document import Figure, Fold, Section, Table, count_tables, percent, shown, size
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.reporting.plots import bar_chart
 
 TOKENIZER_COLUMNS = (("bytes_per_token", "bytes per token"), ("characters_per_token", "characters per token"),
                      ("tokens_per_word", "tokens per word"), ("fallback_share", "spelled in bytes"),

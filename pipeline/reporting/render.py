@@ -6,15 +6,15 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.evaluation.results import fenced
-from pipeline.reporting.corpus import data_section
-from pipeline.reporting.course import training_section
-from pipeline.reporting.document import Document
-from pipeline.reporting.facts import Facts
-from pipeline.reporting.headline import notices, tiles, verdict
-from pipeline.reporting.measured import heldout_section, tasks_section, texts_section
-from pipeline.reporting.provenance import export_section, provenance_section, time_section, tokenizer_section
-from pipeline.reporting.spent import checkpoints_section, goodput_section
+from drover.pipeline.evaluation.results import fenced
+from drover.pipeline.reporting.corpus import data_section
+from drover.pipeline.reporting.course import training_section
+from drover.pipeline.reporting.document import Document
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.reporting.headline import notices, tiles, verdict
+from drover.pipeline.reporting.measured import heldout_section, tasks_section, texts_section
+from drover.pipeline.reporting.provenance import export_section, provenance_section, time_section, tokenizer_section
+from drover.pipeline.reporting.spent import checkpoints_section, goodput_section
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 CHAPTERS = (heldout_section, training_section, tasks_section, checkpoints_section, texts_section, data_section,

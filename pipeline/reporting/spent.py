@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.console import duration
-from pipeline.records.goodput import CAUSES, Start
-from pipeline.reporting.document import Figure, Section, Table, percent
-from pipeline.reporting.facts import Facts
-from pipeline.reporting.plots import Series, bar_chart, line_chart
+from drover.pipeline.console import duration
+from drover.pipeline.records.goodput import CAUSES, Start
+from drover.pipeline.reporting.document import Figure, Section, Table, percent
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.reporting.plots import Series, bar_chart, line_chart
 
 SHOWN_STARTS = 50
 """Rows of the table of starts."""

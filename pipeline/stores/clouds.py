@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.console import say
-from pipeline.errors import UserError
-from pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+from drover.pipeline.console import say
+from drover.pipeline.errors import UserError
+from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
 
 RETRIES = 8
 """A request is sent so many times more, waiting FIRST_WAIT_S, about twice that ..., at most LONGEST_WAIT_S."""
@@ -54,7 +54,7 @@ _MACHINES_OWN = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/"
 
 
 class Cloud:
-    """A bucket (or container), as `pipeline.stores.store.Store` uses a store: keys are the objects' full names."""
+    """A bucket (or container), as `drover.pipeline.stores.store.Store` uses a store: keys are full names."""
 
     def __init__(self, root: str) -> None:
         self._root, self._client = root, client(root)

@@ -2,7 +2,7 @@
 
 Keys and addresses come from the environment, as each cloud's own tools have it, never from a configuration. A store can
 be sent to other processes: it is its URL, and every process opens its own connections. They do not survive a fork:
-fork before one is opened, as `pipeline.contract.workers` does, or spawn.
+fork before one is opened, as `drover.pipeline.contract.workers` does, or spawn.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
 
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
-from pipeline.stores.clouds import Cloud
-from pipeline.stores.folders import Folder
-from pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file
+from drover.pipeline.stores.clouds import Cloud
+from drover.pipeline.stores.folders import Folder
+from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
 
 __all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url", "preflight"]
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
-from pipeline.tokenization.base import SIZE_MULTIPLE, SPECIAL_TOKENS
-from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
-from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file
+from drover.pipeline.tokenization.base import SIZE_MULTIPLE, SPECIAL_TOKENS
+from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 
 if TYPE_CHECKING:
-    from pipeline.config.data import TokenizerConfig
+    from drover.pipeline.config.data import TokenizerConfig
 
 MOST_COUNTED = 2**31 - 1
 """The library counts pairs in 32 bits with a sign; beyond that it goes on with wrong counts, and says nothing."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.documents import Document
-from pipeline.data.text_shards import read_shard, refuse_changed_shard
-from pipeline.errors import UnusableInputError
-from pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
-from pipeline.tokenization.kinds import load_tokenizer, placed
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.text_shards import read_shard, refuse_changed_shard
+from drover.pipeline.errors import UnusableInputError
+from drover.pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
+from drover.pipeline.tokenization.kinds import load_tokenizer, placed
 
 BEGINNING = 1000
 """Characters of a document that show whether the exported tokenizer puts BOS before it."""

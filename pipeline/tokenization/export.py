@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import copy_file, read_record, write_json, write_text
-from pipeline.tokenization.base import PAD, Tokenizer
-from pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
+from drover.pipeline.files import copy_file, read_record, write_json, write_text
+from drover.pipeline.tokenization.base import PAD, Tokenizer
+from drover.pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
 
 SETTINGS = "tokenizer_config.json"
 CODE = "auto_map"

@@ -1,7 +1,7 @@
 """A faster encoder of the same ids: fastokens (optional extra `fast`) over a finished tokenizer's files.
 
 It never decides what the ids are. It is taken where a gate found it to give the ids of the reference
-(`pipeline.tokenization.gate`), and every shard is compared with the reference again (`pipeline.encode`).
+(`drover.pipeline.tokenization.gate`), and every shard is compared with the reference again (`drover.pipeline.encode`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.files import read_json
-from pipeline.tokenization.base import Flat, Tokenizer
+from drover.pipeline.files import read_json
+from drover.pipeline.tokenization.base import Flat, Tokenizer
 
 NAME = "fastokens"
 KINDS = ("sentencepiece", "tiktoken", "huggingface")
@@ -84,7 +84,7 @@ class FastEncoder:
 def _opened(path: Path, kind: str) -> Any:
     import fastokens
     if kind == "tiktoken":
-        from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+        from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
         return fastokens.Tokenizer.from_tiktoken(str(path), LLAMA3_PATTERN, {})
     return fastokens.Tokenizer.from_json_str(_without_specials(read_json(path)))
 

@@ -2,7 +2,7 @@
 
 That ids decode to the text proves little: other ids do so too. So the ids themselves are compared: on held-out
 documents, on odd strings and on fuzz once the tokenizer is made, and on some documents of every shard
-(`pipeline.encode`).
+(`drover.pipeline.encode`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.data.text_shards import read_shard
-from pipeline.errors import UserError
-from pipeline.tokenization.base import Tokenizer
-from pipeline.tokenization.fast import KINDS, NAME, EncoderError, FastEncoder, installed_version
-from pipeline.tokenization.kinds import load_tokenizer
+from drover.pipeline.data.text_shards import read_shard
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization.base import Tokenizer
+from drover.pipeline.tokenization.fast import KINDS, NAME, EncoderError, FastEncoder, installed_version
+from drover.pipeline.tokenization.kinds import load_tokenizer
 
 if TYPE_CHECKING:
-    from pipeline.contract.stage_work import Work
+    from drover.pipeline.contract.stage_work import Work
 
 COUNT = "fast_encoder"
 """Where the counts of the tokenizer stage have its verdict."""

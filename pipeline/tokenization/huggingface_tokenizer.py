@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.errors import UserError
-from pipeline.files import parsed_json, read_record, sha256_file
-from pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, joined
-from pipeline.tokenization.byte_level import byte_of_character
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import parsed_json, read_record, sha256_file
+from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, joined
+from drover.pipeline.tokenization.byte_level import byte_of_character
 
 TAKE_AGAIN = "Take it from the tokenizer's source again."
 BOS_NAMES = (BOS, "<s>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>", "<|endoftext|>")

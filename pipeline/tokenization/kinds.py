@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from pipeline.errors import UserError
-from pipeline.files import Count, Inside, read_record, sha256_file, write_json
-from pipeline.tokenization.hub import fetched, names_the_hub
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Count, Inside, read_record, sha256_file, write_json
+from drover.pipeline.tokenization.hub import fetched, names_the_hub
 
 if TYPE_CHECKING:
-    from pipeline.config.data import TokenizerConfig
-    from pipeline.config.tree import Config
-    from pipeline.tokenization.base import Tokenizer
+    from drover.pipeline.config.data import TokenizerConfig
+    from drover.pipeline.config.tree import Config
+    from drover.pipeline.tokenization.base import Tokenizer
 
 RECORD = "vocabulary.json"
 FORMAT = 1
@@ -64,7 +64,7 @@ def token_dtype(vocab_size: int) -> str:
 
 def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None = None) -> Tokenizer:
     """The tokenizer that a file defines (`byte` has none); `bounds` as for `HuggingFaceTokenizer`."""
-    from pipeline.tokenization import huggingface_tokenizer, sentencepiece_tokenizer, simple, tiktoken_tokenizer
+    from drover.pipeline.tokenization import huggingface_tokenizer, sentencepiece_tokenizer, simple, tiktoken_tokenizer
     if kind == "byte":
         return simple.ByteTokenizer()
     assert path is not None, f"a {kind} tokenizer is read from a file"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.errors import UserError
-from pipeline.files import sha256_file
-from pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, joined
-from pipeline.tokenization.byte_level import merges
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_file
+from drover.pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, joined
+from drover.pipeline.tokenization.byte_level import merges
 
 NEVER = -1e6
 """A score that keeps a piece out of every best path: in a unigram model of `tokenizers` any piece can match."""

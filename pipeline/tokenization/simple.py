@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.files import read_record, sha256_file, write_json
-from pipeline.tokenization.base import Flat, Tokenizer, byte_piece, joined
-from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_record, sha256_file, write_json
+from drover.pipeline.tokenization.base import Flat, Tokenizer, byte_piece, joined
+from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 
 MEND = "Run --stage tokenizer with --force."
 

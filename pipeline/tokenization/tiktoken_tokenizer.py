@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.errors import UserError
-from pipeline.files import sha256_file
-from pipeline.tokenization.base import Flat, Tokenizer, joined
-from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character, merges
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_file
+from drover.pipeline.tokenization.base import Flat, Tokenizer, joined
+from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character, merges
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
-from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file
+from drover.pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
-    from pipeline.config.data import TokenizerConfig
+    from drover.pipeline.config.data import TokenizerConfig
 
 CHUNK_CHARACTERS = 4096
 MAX_SENTENCE_BYTES = 65536

@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.config.training import CheckpointConfig
-from pipeline.contract.background import BackgroundWorker
-from pipeline.contract.signed import MessageError
-from pipeline.errors import UserError, is_full_disk
-from pipeline.formats.shard_index import Index
-from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
-from pipeline.parallel.host_channel import HostChannel
-from pipeline.parallel.messages import portable
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.config.training import CheckpointConfig
+from drover.pipeline.contract.background import BackgroundWorker
+from drover.pipeline.contract.signed import MessageError
+from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.formats.shard_index import Index
+from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
+from drover.pipeline.parallel.host_channel import HostChannel
+from drover.pipeline.parallel.messages import portable
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.training.checkpoint import Checkpoints
 
 T = TypeVar("T")
 SLAB_BYTES = 1 << 28

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files import sha256_file, sync, write_sealed
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import (
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_file, sync, write_sealed
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import (
     FORMAT,
     MARKER,
     TrainingProgress,

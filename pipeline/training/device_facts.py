@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.console import readable
-from pipeline.errors import UserError
+from drover.pipeline.console import readable
+from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.parallel.ranks import Ranks
-    from pipeline.training.engines.engine import Engine
+    from drover.pipeline.parallel.ranks import Ranks
+    from drover.pipeline.training.engines.engine import Engine
 
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800": 989.5, "L40S": 362.0,
                "GB200": 2500.0, "GB300": 2500.0, "B200": 2250.0, "B300": 2250.0, "V100": 125.0, "RTX 4090": 165.2,
@@ -78,7 +78,8 @@ def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[st
 def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int, run: str) -> str:
     """What this rank's memory held, and how to find settings that need less.
 
-    engine: None while it was built. step: that was not finished. run: arguments of tools.rehearse that tell of the run.
+    engine: None while it was built. step: that was not finished. run: arguments of drover.tools.rehearse that tell of
+    the run.
     """
     has, gpu, tensors = "", "<GB of a GPU>", None
     if ranks.device.type == "cuda":
@@ -98,7 +99,8 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: 
     reason = (str(error).splitlines() or ["out of memory"])[0]
     when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"
     return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For memory by "
-            f"kind and settings that fit, the fastest first: python -m tools.rehearse {run} --ranks {ranks.world} "
+            f"kind and settings that fit, the fastest first: python -m drover.tools.rehearse {run} --ranks "
+            f"{ranks.world} "
             f"--memory {gpu}")
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.config.guarding import GuardConfig
-from pipeline.contract.stage_work import Work
-from pipeline.data.exclusion import Range
-from pipeline.data.provenance import documents_of, named
-from pipeline.data.sampling.loader import TrainingData
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
-from pipeline.training.engines.engine import StepResult
-from pipeline.training.guards import Guards, Verdict
+from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.exclusion import Range
+from drover.pipeline.data.provenance import documents_of, named
+from drover.pipeline.data.sampling.loader import TrainingData
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from drover.pipeline.training.engines.engine import StepResult
+from drover.pipeline.training.guards import Guards, Verdict
 
 Log = Callable[..., None]
 """(event, **details): to events.jsonl, from rank 0."""

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.config.guarding import GuardConfig
-from pipeline.data.exclusion import Range, spelled
-from pipeline.errors import UserError
+from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.data.exclusion import Range, spelled
+from drover.pipeline.errors import UserError
 
 PHASED = " (with train.phases: end the phase at this step by `until`, and add one with a lower `lr`)"
 
@@ -170,7 +170,8 @@ class Guards:
             return verdict
         mend = ("To take a higher level for normal, set train.guards.spike=log. To go on past bad data, raise "
                 "train.guards.max_skipped." if verdict.outcome == "spike_skipped" else
-                "Look at the text (python -m tools.where --run RUN --step N --text). If it is sound, lower train.lr or "
+                "Look at the text (python -m drover.tools.where --run RUN --step N --text). If it is sound, lower "
+                f"train.lr or "
                 f"lengthen train.warmup_steps, and go on with --accept-drift{PHASED}, or start again with --force.")
         raise UserError(
             f"Training stopped at step {verdict.step}: {self.consecutive_skipped} updates in a row were skipped, and "
@@ -183,9 +184,9 @@ class Guards:
             raise UserError(
                 f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
                 f"is {self.config.max_rollbacks}. The reason was {verdict.text}; {self._where(verdict.samples)}. This "
-                f"update was not applied, and the checkpoints are sound. Look at the text (python -m tools.where --run "
-                f"RUN --step N --text); lower train.lr and go on with --accept-drift{PHASED}, or set "
-                f"train.guards.spike=log to take such steps for normal.")
+                f"update was not applied, and the checkpoints are sound. Look at the text (python -m "
+                f"drover.tools.where --run RUN --step N --text); lower train.lr and go on with "
+                f"--accept-drift{PHASED}, or set train.guards.spike=log to take such steps for normal.")
         self.rollbacks_total += 1
         return verdict
 

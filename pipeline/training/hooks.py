@@ -12,11 +12,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.kinds import Kind
+from drover.pipeline.config.kinds import Kind
 
 if TYPE_CHECKING:
-    from pipeline.training.engines.engine import StepResult
-    from pipeline.training.loop import Loop
+    from drover.pipeline.training.engines.engine import StepResult
+    from drover.pipeline.training.loop import Loop
 
 
 class Hook:

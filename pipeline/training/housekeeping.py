@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.training.data.token_check import TokenCheck
-from pipeline.training.hooks import Hook
+from drover.pipeline.training.data.token_check import TokenCheck
+from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from pipeline.training.engines.engine import StepResult
-    from pipeline.training.loop import Loop
+    from drover.pipeline.training.engines.engine import StepResult
+    from drover.pipeline.training.loop import Loop
 
 EVERY, ALL_EVERY = 50, 1000
 """Steps between two collections of what is new, as in torchtitan, and between two of all that came since the start:

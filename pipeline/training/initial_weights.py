@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from model.config import ModelConfig
-from pipeline.config.shapes import POSITIONS
-from pipeline.contract.stage_work import Work
-from pipeline.errors import UserError, listed
-from pipeline.formats.weights import Weights, open_weights
-from pipeline.parallel.initial_values import InitialValues, drawn
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.generation_settings import keep_settings
-from pipeline.records.weight_files import RUN
+from drover.model.config import ModelConfig
+from drover.pipeline.config.shapes import POSITIONS
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.formats.weights import Weights, open_weights
+from drover.pipeline.parallel.initial_values import InitialValues, drawn
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.generation_settings import keep_settings
+from drover.pipeline.records.weight_files import RUN
 
 DEPARTURES = ("qkv_bias", "qk_norm", "sliding_window", "full_attention_interval", "no_rope_layer_interval")
 """Where Llama's descendants differ."""

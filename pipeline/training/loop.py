@@ -8,59 +8,60 @@ import os
 import shlex
 import time
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from pipeline.config.batch import BatchPlan
-from pipeline.config.checks import rank_problems
-from pipeline.config.phases import PhasePlan
-from pipeline.config.shipped import HOOKS
-from pipeline.contract.run import code_hashes
-from pipeline.contract.stage_work import Work, git_state, software_versions
-from pipeline.contract.stages import STAGES
-from pipeline.contract.state import write_state
-from pipeline.data.sampling.batch import Batch
-from pipeline.errors import UserError, listed
-from pipeline.files import output_record
-from pipeline.parallel.compiling import compiles
-from pipeline.parallel.fp8 import fp8_lines
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.ranks import start_ranks, stop_ranks
-from pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
-from pipeline.records.generation_settings import FILE
-from pipeline.records.hangs import write_places
-from pipeline.records.metrics import read_metrics
-from pipeline.records.pending_evaluations import PendingEvaluations
-from pipeline.records.rollbacks import ROLLBACKS, excluded_by, no_longer_left_out, read_rollbacks
-from pipeline.training.async_saver import AsyncSaver
-from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.data.opening import refuse_beyond
-from pipeline.training.data.step_batches import StepBatches
-from pipeline.training.data.token_check import TokenCheck
-from pipeline.training.determinism import is_deterministic, make_deterministic
-from pipeline.training.device_facts import memory_explained
-from pipeline.training.engines.build import build_engine
-from pipeline.training.engines.engine import StepResult
-from pipeline.training.guard_runner import GuardRunner
-from pipeline.training.guards import Verdict
-from pipeline.training.hooks import Hook
-from pipeline.training.housekeeping import Garbage, Saving, TokenChecking
-from pipeline.training.initial_weights import initial_values
-from pipeline.training.monitor import Monitor
-from pipeline.training.optimizers.schedule import planned_rate
-from pipeline.training.precision import DTYPES
-from pipeline.training.profiling import Profiling
-from pipeline.training.rank_agreement import RankAgreement
-from pipeline.training.recorder import Recorder, train_s
-from pipeline.training.replicas import ReplicaCheck
-from pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
-from pipeline.training.stop_agreement import Stop, StopAgreement
-from pipeline.training.summary import kernel_lines, packing_facts, summary_lines
-from pipeline.training.uploads import Uploads
-from pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
+from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.checks import rank_problems
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.shipped import HOOKS
+from drover.pipeline.contract.run import code_hashes
+from drover.pipeline.contract.stage_work import Work, git_state, software_versions
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import write_state
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.files import output_record
+from drover.pipeline.parallel.compiling import compiles
+from drover.pipeline.parallel.fp8 import fp8_lines
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, read_marker
+from drover.pipeline.records.generation_settings import FILE
+from drover.pipeline.records.hangs import write_places
+from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.records.pending_evaluations import PendingEvaluations
+from drover.pipeline.records.rollbacks import ROLLBACKS, excluded_by, no_longer_left_out, read_rollbacks
+from drover.pipeline.training.async_saver import AsyncSaver
+from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.data.opening import refuse_beyond
+from drover.pipeline.training.data.step_batches import StepBatches
+from drover.pipeline.training.data.token_check import TokenCheck
+from drover.pipeline.training.determinism import is_deterministic, make_deterministic
+from drover.pipeline.training.device_facts import memory_explained
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.engines.engine import StepResult
+from drover.pipeline.training.guard_runner import GuardRunner
+from drover.pipeline.training.guards import Verdict
+from drover.pipeline.training.hooks import Hook
+from drover.pipeline.training.housekeeping import Garbage, Saving, TokenChecking
+from drover.pipeline.training.initial_weights import initial_values
+from drover.pipeline.training.monitor import Monitor
+from drover.pipeline.training.optimizers.schedule import planned_rate
+from drover.pipeline.training.precision import DTYPES
+from drover.pipeline.training.profiling import Profiling
+from drover.pipeline.training.rank_agreement import RankAgreement
+from drover.pipeline.training.recorder import Recorder, train_s
+from drover.pipeline.training.replicas import ReplicaCheck
+from drover.pipeline.training.resume import agreed_precision, changed_code, changed_future, continued, load
+from drover.pipeline.training.stop_agreement import Stop, StopAgreement
+from drover.pipeline.training.summary import kernel_lines, packing_facts, summary_lines
+from drover.pipeline.training.uploads import Uploads
+from drover.pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
 
 
 class Loop:
@@ -454,20 +455,21 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.watchdog.pause()
-        for hook in self.hooks:
-            hook.on_end(self)
-        self.stop.__exit__()
-        self.batches.close()
-        if isinstance(error, (UserError, OSError)):
-            # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished is
-            # removed, which makes room to say so.
-            self.saver.settle()
-            self.uploads.close()
-        self.log_events()
-        self.recorder.close()
-        if error is None:  # after a failure the other ranks are not here to take leave of
-            stop_ranks()
+        with ExitStack() as ends:  # from the last one on, each of them, also where a hook's raises
+            if error is None:  # after a failure the other ranks are not here to take leave of
+                ends.callback(stop_ranks)
+            ends.callback(self.recorder.close)
+            ends.callback(self.log_events)
+            if isinstance(error, (UserError, OSError)):
+                # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished
+                # is removed, which makes room to say so.
+                ends.callback(self.uploads.close)
+                ends.callback(self.saver.settle)
+            ends.callback(self.batches.close)
+            ends.callback(self.stop.__exit__)
+            for hook in reversed(self.hooks):
+                ends.callback(hook.on_end, self)
+            ends.callback(self.watchdog.pause)
 
     # ---- what is said and recorded
 

@@ -18,29 +18,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from model.generate import generate
-from pipeline.config.batch import BatchPlan
-from pipeline.config.phases import PhasePlan
-from pipeline.contract.stage_work import Work
-from pipeline.data.chosen_documents import ChosenDocuments, choose
-from pipeline.data.sampling.batch import Batch
-from pipeline.data.shard_table import Opener, ShardTable, open_shards
-from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-from pipeline.parallel.compiling import compiles, uncompiled
-from pipeline.parallel.context_parallel import whole_losses
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.pipeline_parallel import PipelinedModel
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.records.metrics import read_metrics
-from pipeline.training.engines.engine import Engine
-from pipeline.training.engines.norms import layer_norms, measured
-from pipeline.training.guards import json_number
-from pipeline.training.hooks import Hook
-from pipeline.training.recorder import Recorder
-from pipeline.training.watchdog import Watchdog
+from drover.model.generate import generate
+from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.data.shard_table import Opener, ShardTable, open_shards
+from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
+from drover.pipeline.parallel.compiling import compiles, uncompiled
+from drover.pipeline.parallel.context_parallel import whole_losses
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.training.engines.engine import Engine
+from drover.pipeline.training.engines.norms import layer_norms, measured
+from drover.pipeline.training.guards import json_number
+from drover.pipeline.training.hooks import Hook
+from drover.pipeline.training.recorder import Recorder
+from drover.pipeline.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from pipeline.training.loop import Loop
+    from drover.pipeline.training.loop import Loop
 
 Fp8Layers = dict[str, dict[str, tuple[float | str, float]]]
 """By layer and factor: the largest absolute value ("nan" and "inf" as text), and the share that becomes zero."""
@@ -204,7 +204,7 @@ class Samples:
         """The prompts and their ids; none where what the vocabulary needs is missing. For one rank, which also puts
         what is drawn into words."""
         try:
-            from pipeline.tokenization.kinds import load_tokenizer
+            from drover.pipeline.tokenization.kinds import load_tokenizer
             self.tokenizer = load_tokenizer(work.input("tokenizer")[0])
         except ImportError as error:
             work.say(f"no sample texts while training: rank 0 lacks {error.name}, which the vocabulary needs")

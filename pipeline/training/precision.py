@@ -6,7 +6,7 @@ import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64,
           "fp8": torch.bfloat16}
-"""What a precision computes in; `fp8` is bfloat16 but for the products that pipeline.parallel.fp8 converts."""
+"""What a precision computes in; `fp8` is bfloat16 but for the products that drover.pipeline.parallel.fp8 converts."""
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:

@@ -17,12 +17,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from pipeline.config.training import ProfileConfig
-from pipeline.files import copy_file, write_text
-from pipeline.training.hooks import Hook
+from drover.pipeline.config.training import ProfileConfig
+from drover.pipeline.files import copy_file, write_text
+from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from pipeline.training.loop import Loop
+    from drover.pipeline.training.loop import Loop
 
 PROFILE = "profile"
 ROWS, TOLD = 40, 5

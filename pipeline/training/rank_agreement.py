@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
-from pipeline.config.loading import config_hash
-from pipeline.console import first, spelled
-from pipeline.contract.run import code_hashes
-from pipeline.contract.stage_work import Work
-from pipeline.contract.stages import REPOSITORY, STAGES
-from pipeline.errors import UserError
-from pipeline.files import sha256_json
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.config.loading import config_hash
+from drover.pipeline.console import first, spelled
+from drover.pipeline.contract.run import code_hashes
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_json
+from drover.pipeline.parallel.ranks import Ranks
 
 SHOWN_NODES = 4
 """Nodes that a line names; of the others it tells the number."""

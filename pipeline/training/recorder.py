@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline.config.phases import PhasePlan
-from pipeline.contract.stage_work import Work
-from pipeline.contract.state import Progress, ProgressRecord
-from pipeline.parallel.compiling import compiled_share
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.records.goodput import first_start
-from pipeline.records.metrics import PLAN_CHANGED, plan_changes
-from pipeline.training.device_facts import allocator_facts, compiled_graphs, memory_mb, peak_flops
-from pipeline.training.engines.engine import StepResult
-from pipeline.training.guards import json_number
-from pipeline.training.progress_line import ProgressLine
-from pipeline.training.sinks.base import open_log
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.state import Progress, ProgressRecord
+from drover.pipeline.parallel.compiling import compiled_share
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.records.goodput import first_start
+from drover.pipeline.records.metrics import PLAN_CHANGED, plan_changes
+from drover.pipeline.training.device_facts import allocator_facts, compiled_graphs, memory_mb, peak_flops
+from drover.pipeline.training.engines.engine import StepResult
+from drover.pipeline.training.guards import json_number
+from drover.pipeline.training.progress_line import ProgressLine
+from drover.pipeline.training.sinks.base import open_log
 
 
 class Recorder:

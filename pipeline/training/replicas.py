@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError, listed
-from pipeline.parallel.grid import own
-from pipeline.parallel.ranks import Ranks
-from pipeline.training.engines.engine import Engine, LocalWeights
-from pipeline.training.hooks import Hook
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.parallel.grid import own
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.training.engines.engine import Engine, LocalWeights
+from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from pipeline.training.loop import Loop
+    from drover.pipeline.training.loop import Loop
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of the same size, by bytes, as which weights are seen bit by bit."""

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from pipeline.config.phases import Phase, PhasePlan, tokens_text
-from pipeline.config.training import TrainConfig
-from pipeline.console import first
-from pipeline.errors import UserError, listed
-from pipeline.formats.sharded_tensors import CheckpointReader, read_index
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import TrainingProgress, read_marker
-from pipeline.training.engines.engine import Engine
-from pipeline.training.optimizers.schedule import planned_rate
-from pipeline.training.precision import choose_precision
+from drover.pipeline.config.phases import Phase, PhasePlan, tokens_text
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.console import first
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, read_index
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import TrainingProgress, read_marker
+from drover.pipeline.training.engines.engine import Engine
+from drover.pipeline.training.optimizers.schedule import planned_rate
+from drover.pipeline.training.precision import choose_precision
 
 FIXED = ("sequence_length", "batch_tokens", "mixture")
 CURVE = ("lr", "lr_end", "schedule", "warmup_steps")

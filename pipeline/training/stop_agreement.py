@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.contract.state import STOP
-from pipeline.contract.stopping import StopRequest
-from pipeline.parallel.ranks import Ranks
-from pipeline.training.hooks import Hook
+from drover.pipeline.contract.state import STOP
+from drover.pipeline.contract.stopping import StopRequest
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from pipeline.training.loop import Loop
+    from drover.pipeline.training.loop import Loop
 
 CAUSES = {"SIGINT": False, "SIGTERM": False, "SIGUSR1": True, "SIGUSR2": True, "file": False, "time": True}
 """Why training may be stopped, and whether to go on with it at once makes sense: it does after a time limit, of which

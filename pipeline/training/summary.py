@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from model.config import ModelConfig
-from model.kernels import chosen
-from pipeline.config.batch import BatchPlan
-from pipeline.config.phases import PhasePlan
-from pipeline.config.tree import Config
-from pipeline.data.sampling.consumption import planned_by
-from pipeline.data.sampling.loader import TrainingData
-from pipeline.parallel.grid import Grid
-from pipeline.training.engines.engine import Engine
+from drover.model.config import ModelConfig
+from drover.model.kernels import chosen
+from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.sampling.consumption import planned_by
+from drover.pipeline.data.sampling.loader import TrainingData
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.training.engines.engine import Engine
 
 
 def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:

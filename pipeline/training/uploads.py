@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -25,19 +26,19 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from pipeline.contract.background import BackgroundWorker
-from pipeline.contract.manifest import differences
-from pipeline.contract.stage_work import Work
-from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED, read_start
-from pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
-from pipeline.copies.claim import RUN, Lock, RunRecord
-from pipeline.copies.transfer import DamagedCopyError, fetch, send
-from pipeline.errors import UserError, is_full_disk, listed
-from pipeline.files import atomic_file, output_record, read_record, write_sealed
-from pipeline.parallel.host_channel import HostChannel
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import (
+from drover.pipeline.contract.background import BackgroundWorker
+from drover.pipeline.contract.manifest import differences
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.start_record import STARTED, read_start
+from drover.pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
+from drover.pipeline.copies.claim import RUN, Lock, RunRecord
+from drover.pipeline.copies.transfer import DamagedCopyError, fetch, send
+from drover.pipeline.errors import UserError, is_full_disk, listed
+from drover.pipeline.files import atomic_file, output_record, read_record, sha256_file, write_sealed
+from drover.pipeline.parallel.host_channel import HostChannel
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,
     TrainingProgress,
@@ -46,12 +47,12 @@ from pipeline.records.checkpoints import (
     read_marker,
     step_of,
 )
-from pipeline.records.generation_settings import FILE
-from pipeline.records.rollbacks import ROLLBACKS
-from pipeline.stores.store import Store, preflight
-from pipeline.training.async_saver import Event, tried
-from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.data.token_check import COMPARED, SET_ASIDE
+from drover.pipeline.records.generation_settings import FILE
+from drover.pipeline.records.rollbacks import ROLLBACKS
+from drover.pipeline.stores.store import Store, preflight
+from drover.pipeline.training.async_saver import Event, tried
+from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
 OWNER = "copying.json"
 """In the train folder: `Owner`."""
@@ -73,10 +74,12 @@ PATIENCE = timedelta(days=365)
 
 @dataclass(frozen=True)
 class Owner:
-    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it."""
+    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it. holder: under which
+    name this folder alone locks the store."""
 
     id: str
     folder: str
+    holder: str
 
 
 class Uploads:
@@ -96,7 +99,8 @@ class Uploads:
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
         self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
-        self._copied, self._stopped, self._problem, self._left_out = list[int](), False, "", list[int]()
+        self._copied, self._stopped, self._problem = list[int](), False, ""
+        self._left_out = deque[int]()  # of two threads
         self._final = threading.Lock()  # held while a copy becomes complete or is removed
         self._release = ExitStack()
         self._lock: Lock | None = None
@@ -159,7 +163,7 @@ class Uploads:
         """The checkpoint after `step` is complete. Nothing is read here, where a failure would be the save's."""
         if self._worker is None or not self.ranks.leads:
             return
-        self._left_out += [left_out for left_out, _ in self._worker.put((step, time.monotonic()))]
+        self._left_out.extend(left_out for left_out, _ in self._worker.put((step, time.monotonic())))
         if self._worker.error is not None:
             self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}, since copying has ended "
                      f"({self._worker.error}). Training goes on; the next start copies the newest")
@@ -238,13 +242,13 @@ class Uploads:
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing was started: other settings may be tried
             raise UserError(problem)
-        lock = Lock(store, mark, self.say)
+        known = mine if mine is not None and mine.folder == mark else Owner(uuid4().hex, mark, uuid4().hex)
+        lock = Lock(store, known.holder, self.say)
         lock.take()
         self._lock = lock
         self._release.callback(lock.release)
         theirs = record.content
-        known = mine.id if mine is not None and mine.folder == mark else uuid4().hex
-        owner = Owner(theirs["id"] if theirs else known, mark)
+        owner = dataclasses.replace(known, id=theirs["id"] if theirs else known.id)
         write_sealed(folder / OWNER, asdict(owner))
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
                  *self.work.drift]
@@ -262,9 +266,18 @@ class Uploads:
             store.delete(path for paths in found.unfinished.values() for path in paths)
         # Set aside here since they may be made of damaged tokens, while the store did not answer.
         self._remove(aside := [step for step in found.whole
-                               if step > (step_of(complete[-1]) if complete else -1)
-                               and any((folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))])
+                               if step > (step_of(complete[-1]) if complete else -1) and self._is_set_aside(step)])
         return [step for step in found.whole if step not in aside], drift
+
+    def _is_set_aside(self, step: int) -> bool:
+        """Whether the copy is of a checkpoint that was set aside here, by its marker: the step may be another's."""
+        folders = list((self.work.folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))
+        try:
+            files = self._copies.read(step) if folders else []
+        except DamagedCopyError:
+            return False
+        markers = [record["sha256"] for record in files if record["path"] == MARKER]
+        return any((folder / MARKER).is_file() and sha256_file(folder / MARKER) in markers for folder in folders)
 
     def _conflict(self, theirs: dict[str, Any] | None, mine: Owner | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
@@ -312,11 +325,16 @@ class Uploads:
 
         def ready() -> list[dict[str, Any]]:
             files = self._copies.read(step)
+            needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
+            if free < needed:
+                raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
+                                f"free where {self.work.folder} is: the disk is too full to fetch it. Free some space, "
+                                f"and run the same command again.")
             shutil.rmtree(records, ignore_errors=True)
             (records / RECORDS).mkdir(parents=True)
             self.checkpoints.make_room(temporary)
             self.say(f"fetching {final.name} from {store.url} "
-                     f"({sum(record['bytes'] for record in files) / 1e6:,.1f} MB in {len(files)} files)")
+                     f"({needed / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
         def fetch_share(files: Sequence[dict[str, Any]]) -> None:
@@ -373,6 +391,7 @@ class Uploads:
             problem = self._attempt(step)
             seconds = round(time.monotonic() - began, 3)
             if problem is None:
+                self._problem = ""
                 break
             self._problem = f"{str(problem).rstrip('.')}."
             self.event("checkpoint_copy_failed", step=step, error=self._problem, seconds=seconds)
@@ -390,7 +409,7 @@ class Uploads:
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
             self.say(f"warning: old copies in {url} could not be removed ({problem}); tried again after the next copy")
-        left_out, self._left_out = self._left_out, []
+        left_out = [self._left_out.popleft() for _ in range(len(self._left_out))]
         self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
                    behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
         if left_out:

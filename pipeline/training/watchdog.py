@@ -20,13 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.config.guarding import FIRST
-from pipeline.config.tree import Config
-from pipeline.console import duration
-from pipeline.contract.stage_work import Work
-from pipeline.parallel.ranks import PATIENCE
-from pipeline.records.hangs import HUNG_STATUS, IN_FULL, HungRank, hang_folder, write_record
-from pipeline.training.rank_agreement import node_name
+from drover.pipeline.config.guarding import FIRST
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import duration
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.parallel.ranks import PATIENCE
+from drover.pipeline.records.hangs import HUNG_STATUS, IN_FULL, HungRank, hang_folder, write_record
+from drover.pipeline.training.rank_agreement import node_name
 
 SLACK = timedelta(minutes=10)
 """So much longer than the watchdog a collective waits: the watchdog knows more of what hangs."""

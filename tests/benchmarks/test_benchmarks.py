@@ -8,8 +8,8 @@ from benchmarks import data, train
 from benchmarks.__main__ import main
 from benchmarks.cases import exposed
 from benchmarks.suite import cases_of, config_of, derived
-from model.presets import preset
-from pipeline.config.checks import problems, rank_problems
+from drover.model.presets import preset
+from drover.pipeline.config.checks import problems, rank_problems
 from tests.conftest import run_python
 
 
@@ -65,7 +65,8 @@ def test_the_same_ids_as_datatrove(tmp_path):
 @pytest.mark.slow
 def test_the_starts_of_stages_and_tools_are_measured(tmp_path):
     rows = measured(tmp_path, "start", "--rounds", "1")["rows"]
-    assert {"import pipeline.train", "tools.audit --help"} <= {row["name"] for row in rows if row["cpu_s"] > 0}
+    assert {"import drover.pipeline.train", "drover.tools.audit --help"} <= {
+        row["name"] for row in rows if row["cpu_s"] > 0}
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from pipeline.config.loading import load_config
-from pipeline.errors import UserError
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.errors import UserError
 
 
 def write(path, content):

@@ -6,22 +6,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launch.describe import training_facts
-from launch.forecast import shape_of, state_bytes_per_rank
-from model.config import ModelConfig
-from pipeline.config.batch import BatchPlan, with_largest
-from pipeline.config.checks import rank_problems
-from pipeline.config.loading import load_config
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.phases import in_phases
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.data.exclusion import Excluded
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.ranks import Ranks
-from pipeline.training.data.step_batches import StepBatches
-from pipeline.training.loop import Loop
-from pipeline.training.summary import summary_lines
+from drover.launch.describe import training_facts
+from drover.launch.forecast import shape_of, state_bytes_per_rank
+from drover.model.config import ModelConfig
+from drover.pipeline.config.batch import BatchPlan, with_largest
+from drover.pipeline.config.checks import rank_problems
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.phases import in_phases
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.training.data.step_batches import StepBatches
+from drover.pipeline.training.loop import Loop
+from drover.pipeline.training.summary import summary_lines
 from tests.conftest import REPOSITORY
 
 MODEL = ModelConfig(dim=64, layers=2, heads=8, kv_heads=8, vocab_size=512, context_length=64)

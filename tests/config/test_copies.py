@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from launch.checks import refuse_unusable_stores
-from launch.submit import main
-from pipeline.config.checks import problems
-from pipeline.config.tree import Config
+from drover.launch.checks import refuse_unusable_stores
+from drover.launch.submit import main
+from drover.pipeline.config.checks import problems
+from drover.pipeline.config.tree import Config
 from tests.object_store import SECRET
 
 
@@ -57,7 +57,7 @@ def test_addresses_that_cannot_be_written_to_are_refused_together_before_anythin
 def test_a_store_is_not_tried_from_where_there_are_no_keys_for_it(scheme, monkeypatch, capsys):
     """Other variables of a cloud's tools are none."""
     tried, url = [], f"{scheme}://bucket/a"
-    monkeypatch.setattr("launch.checks.preflight", tried.append)
+    monkeypatch.setattr("drover.launch.checks.preflight", tried.append)
     config, jobs = Config.model_validate({"convert": {"copy_to": url}}), [SimpleNamespace(stage="convert", to_run=True)]
     without = {"AWS_PAGER": "", "GOOGLE_CLOUD_PROJECT": "mine", "AZURE_STORAGE_ACCOUNT_NAME": "b"}
     refuse_unusable_stores(config, jobs, without, here=False)

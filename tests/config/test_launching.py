@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from launch.plan import asked_of
-from pipeline.config.launching import minutes
-from pipeline.config.loading import load_config, save_config
+from drover.launch.plan import asked_of
+from drover.pipeline.config.launching import minutes
+from drover.pipeline.config.loading import load_config, save_config
 from tests.config.files import refusal, write
 from tests.conftest import REPOSITORY
 

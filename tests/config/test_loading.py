@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.explaining import field_texts
-from pipeline.config.loading import config_hash, load_config, save_config
-from pipeline.config.section import flatten, identity
-from pipeline.config.tree import Config
+from drover.pipeline.config.explaining import field_texts
+from drover.pipeline.config.loading import config_hash, load_config, save_config
+from drover.pipeline.config.section import flatten, identity
+from drover.pipeline.config.tree import Config
 from tests.config.files import refusal, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.describe import training_facts
-from pipeline.config.loading import load_config
+from drover.launch.describe import training_facts
+from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "configs/llama3_8b_128k.yaml"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from pipeline.config.checks import problems
-from pipeline.config.loading import dump_config, load_config
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.section import identity
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import differences
+from drover.pipeline.config.checks import problems
+from drover.pipeline.config.loading import dump_config, load_config
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.section import identity
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import differences
 from tests.config.files import refusal, write
 
 

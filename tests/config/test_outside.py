@@ -1,15 +1,15 @@
 """Attention and optimizers from outside: their files are recorded as code of training, and absent ones refused."""
 
-from pipeline.config.loading import load_config
-from pipeline.config.outside import absent_attention, training_code
-from pipeline.contract.run import code_hashes
-from pipeline.contract.stages import STAGES
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.outside import absent_attention, training_code
+from drover.pipeline.contract.run import code_hashes
+from drover.pipeline.contract.stages import STAGES
 
 
 def loaded(tmp_path, monkeypatch, train):
     for name, text in (("outside_attention", "raise ImportError('imported')"),
                        ("outside_steps", "import nothing_like_it"),
-                       ("outside_kind", "from pipeline.config.optimizers import OptimizerKind\n"
+                       ("outside_kind", "from drover.pipeline.config.optimizers import OptimizerKind\n"
                         "LION = OptimizerKind('outside_steps:Lion', matrix_bytes=4, other_bytes=4)\n")):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.checks import configuration_problems
-from model.attention import BACKENDS
-from model.config import ModelConfig
-from pipeline.config import outside
-from pipeline.config.checks import problems, rank_problems
-from pipeline.config.data import TokenizerConfig
-from pipeline.config.evaluation import ConvertConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from drover.launch.checks import configuration_problems
+from drover.model.attention import BACKENDS
+from drover.model.config import ModelConfig
+from drover.pipeline.config import outside
+from drover.pipeline.config.checks import problems, rank_problems
+from drover.pipeline.config.data import TokenizerConfig
+from drover.pipeline.config.evaluation import ConvertConfig
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
 
 MODEL = ModelConfig(dim=64, layers=4, heads=4, kv_heads=2, context_length=256)
 

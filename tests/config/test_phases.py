@@ -2,17 +2,17 @@
 
 import pytest
 
-from pipeline.config.batch import with_largest
-from pipeline.config.checks import problems, rank_problems
-from pipeline.config.loading import dump_config, load_config
-from pipeline.config.mixture import read_tokens, tokens_text
-from pipeline.config.phases import PhasePlan, in_phases, only_phases_differ
-from pipeline.config.section import identity
-from pipeline.config.training import TrainConfig
-from pipeline.contract.run import Run
-from pipeline.contract.stages import STAGES
-from pipeline.training.optimizers.schedule import learning_rate, planned_rate
-from pipeline.training.resume import plan_changes
+from drover.pipeline.config.batch import with_largest
+from drover.pipeline.config.checks import problems, rank_problems
+from drover.pipeline.config.loading import dump_config, load_config
+from drover.pipeline.config.mixture import read_tokens, tokens_text
+from drover.pipeline.config.phases import PhasePlan, in_phases, only_phases_differ
+from drover.pipeline.config.section import identity
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.training.optimizers.schedule import learning_rate, planned_rate
+from drover.pipeline.training.resume import plan_changes
 from tests.config.files import refusal, write
 
 SOURCES = {"sources": [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]}

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.submit import main as submit
-from pipeline.config.places import blocked, make_folder, unwritable
-from pipeline.contract.entry import stage_main
-from pipeline.errors import UserError
+from drover.launch.submit import main as submit
+from drover.pipeline.config.places import blocked, make_folder, unwritable
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.errors import UserError
 from tests.stand_ins import never
 
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 import yaml
 
-from pipeline.config.loading import dump_config, load_config
-from pipeline.config.plugins import loaded_plugins, plugin_folders
-from pipeline.contract.run import code_hashes
-from pipeline.contract.stages import STAGES, Stage, register_stage
-from pipeline.errors import UserError
+from drover.pipeline.config.loading import dump_config, load_config
+from drover.pipeline.config.plugins import loaded_plugins, plugin_folders
+from drover.pipeline.contract.run import code_hashes
+from drover.pipeline.contract.stages import STAGES, Stage, register_stage
+from drover.pipeline.errors import UserError
 
 
 @pytest.fixture

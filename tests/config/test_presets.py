@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-from model.config import YarnScaling
-from model.presets import PRESETS
-from pipeline.config.loading import dump_config, load_config
-from pipeline.formats.huggingface_config import config_to_json
+from drover.model.config import YarnScaling
+from drover.model.presets import PRESETS
+from drover.pipeline.config.loading import dump_config, load_config
+from drover.pipeline.formats.huggingface_config import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config.loading import load_config
+from drover.pipeline.config.loading import load_config
 from tests.config.files import refusal, write
 
 

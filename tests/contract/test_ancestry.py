@@ -2,14 +2,14 @@
 
 import pytest
 
-from launch.checks import refuse_unsound, say_absent
-from launch.plan import Options, plan
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.contract.stages import parse_stages
-from pipeline.errors import UserError
+from drover.launch.checks import refuse_unsound, say_absent
+from drover.launch.plan import Options, plan
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import parse_stages
+from drover.pipeline.errors import UserError
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 

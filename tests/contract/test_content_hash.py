@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from pipeline.contract.content_hash import content_hash
-from pipeline.contract.external_inputs import gathered
+from drover.pipeline.contract.content_hash import content_hash
+from drover.pipeline.contract.external_inputs import gathered
 from tests.block_digests import block_digests
 
 
@@ -14,7 +14,7 @@ from tests.block_digests import block_digests
 @pytest.mark.parametrize("cuts", [[], [1], [64], [63, 64, 65], [100, 128, 500]])
 def test_any_cut_gives_the_hash_of_the_whole(tmp_path, size, cuts, monkeypatch):
     for name in ("content_hash", "external_inputs"):
-        monkeypatch.setattr(f"pipeline.contract.{name}.BLOCK_BYTES", 64)
+        monkeypatch.setattr(f"drover.pipeline.contract.{name}.BLOCK_BYTES", 64)
     path, data = tmp_path / "file", bytes(index * 7 % 251 for index in range(size))
     path.write_bytes(data)
     edges = [0, *(cut for cut in cuts if cut < size), size]

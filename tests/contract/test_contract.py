@@ -7,15 +7,15 @@ import json
 
 import pytest
 
-import pipeline.contract.run
-import pipeline.contract.stage_work
-from pipeline.config.loading import load_config
-from pipeline.contract.locks import lock
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.contract.stage_work import git_state
-from pipeline.errors import UserError
-from pipeline.files import atomic_file, output_record, write_text
+import drover.pipeline.contract.run
+import drover.pipeline.contract.stage_work
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stage_work import git_state
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file, output_record, write_text
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 
@@ -89,7 +89,7 @@ def test_what_only_one_rank_knows_is_heard(refusal, monkeypatch):
     def fail(work):
         raise UserError("the cable is loose")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("pipeline.contract.entry.SILENCE_S", 0)
+    monkeypatch.setattr("drover.pipeline.contract.entry.SILENCE_S", 0)
     assert "shard stops here on rank 1: the cable is loose" in refusal("shard", body=fail)
 
 
@@ -132,7 +132,7 @@ def test_why_and_changed_code(place):
 
 
 def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline.contract.stage_work, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(drover.pipeline.contract.stage_work, "IMPORTED_FROM", tmp_path)
     write_text(tmp_path / "snapshot.json", json.dumps({"commit": "abc", "changed": True, "made": "2026-01-01"}))
     assert git_state() == {"commit": "abc", "changed": True}
 

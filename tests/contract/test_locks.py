@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.locks import lock
-from pipeline.errors import UserError
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.errors import UserError
 from tests.conftest import REPOSITORY, environment
 from tests.waiting import wait_for
 
 HOLD = """
 import os, sys
 from pathlib import Path
-from pipeline.contract.locks import lock
+from drover.pipeline.contract.locks import lock
 held = lock(Path(sys.argv[1]), "train")
 if os.fork() == 0:  # as a thread of a killed process that has not gone yet
     os.read(0, 1)
@@ -30,7 +30,7 @@ def test_a_process_on_its_end_is_waited_for(tmp_path, capsys, monkeypatch):
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == "held\n"  # and it is not waited for: a zombie
     wait_for(lambda: Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
-    monkeypatch.setattr("pipeline.contract.locks.time.sleep", lambda seconds: holder.stdin.close())
+    monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", lambda seconds: holder.stdin.close())
     with lock(tmp_path, "train"):
         assert "train     waits for the end of process" in capsys.readouterr().out
     holder.wait()

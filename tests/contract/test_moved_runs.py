@@ -6,17 +6,17 @@ import shutil
 import pytest
 import yaml
 
-from launch.run_status.run_files import read_run
-from launch.status import find_run
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.run import Run, run_in
-from pipeline.encode import encode
-from pipeline.errors import UserError
-from pipeline.records.metrics import plan_changes, read_metrics
+from drover.launch.run_status.run_files import read_run
+from drover.launch.status import find_run
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.run import Run, run_in
+from drover.pipeline.encode import encode
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.metrics import plan_changes, read_metrics
+from drover.tools.audit import main as audit
 from tests.stand_ins import call, copy_corpus, count_bytes, never
 from tests.tools.recorded import Recorded
-from tools.audit import main as audit
 
 
 @pytest.fixture

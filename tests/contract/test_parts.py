@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from pipeline.config.loading import load_config
-from pipeline.contract import locks
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run, done_parts
-from pipeline.contract.state import read_state
-from pipeline.files import read_json
-from pipeline.shard import shard
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract import locks
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run, done_parts
+from drover.pipeline.contract.state import read_state
+from drover.pipeline.files import read_json
+from drover.pipeline.shard import shard
 from tests.contract.conftest import ended
 from tests.waiting import wait_for
 

@@ -9,16 +9,16 @@ from collections import Counter
 
 import pytest
 
-from pipeline.config.loading import load_config
-from pipeline.contract import stage_work
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run, done_parts
-from pipeline.contract.stage_work import Unit
-from pipeline.contract.stages import STAGES, Stage
-from pipeline.contract.units import UnitRecords, unit_keys
-from pipeline.errors import UnusableInputError, UserError
-from pipeline.files import output_record, read_json, write_text
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract import stage_work
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run, done_parts
+from drover.pipeline.contract.stage_work import Unit
+from drover.pipeline.contract.stages import STAGES, Stage
+from drover.pipeline.contract.units import UnitRecords, unit_keys
+from drover.pipeline.errors import UnusableInputError, UserError
+from drover.pipeline.files import output_record, read_json, write_text
 from tests.cut_off import cut_off
 from tests.stages.test_shard import files_source, write_config
 
@@ -175,7 +175,7 @@ LASTING = {"units", "units/sum", "units/sum.jsonl"}
 @pytest.mark.slow
 def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypatch, capsys):
     """No unit that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
-    monkeypatch.setattr("pipeline.contract.units.MANY", 1)
+    monkeypatch.setattr("drover.pipeline.contract.units.MANY", 1)
     monkeypatch.setattr(stage_work, "git_state", dict)
     count.units = {phase: [f"{phase}-{number}" for number in range(2)] for phase in PHASES}
     count.scratch = "staging", "never-made"
@@ -213,9 +213,9 @@ def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
 
 
 def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.contract.units.MANY", 30)
+    monkeypatch.setattr("drover.pipeline.contract.units.MANY", 30)
     monkeypatch.setattr(stage_work, "MANY", 30)
-    monkeypatch.setattr("pipeline.contract.threads.AT_ONCE", 7)  # several batches
+    monkeypatch.setattr("drover.pipeline.contract.threads.AT_ONCE", 7)  # several batches
     whole = folder(count) / "units/read.jsonl"
     for index in range(2):
         assert count("--part", f"{index}/2") == 0 and not whole.exists()
@@ -241,7 +241,7 @@ def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
 
 
 def test_records_that_one_parser_reads_otherwise_are_not_gathered(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.contract.units.MANY", 2)
+    monkeypatch.setattr("drover.pipeline.contract.units.MANY", 2)
     units = [Unit("one", 1), Unit("two", {"large": 2 ** 70, "name": "\udce9"})]
     keys, store = unit_keys({"config": {}}, "read", units), UnitRecords(tmp_path, "read", print)
     assert keys == unit_keys({"config": {}}, "read", units) and len(set(keys.values())) == 2

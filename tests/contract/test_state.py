@@ -2,13 +2,13 @@
 
 import pytest
 
-from pipeline.contract import state as state_module
-from pipeline.contract.locks import lock
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.stage_work import set_aside
-from pipeline.contract.state import PROGRESS, Progress, ProgressRecord, read_state, write_state
-from pipeline.errors import UserError
-from pipeline.files import read_json, write_json, write_text
+from drover.pipeline.contract import state as state_module
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.stage_work import set_aside
+from drover.pipeline.contract.state import PROGRESS, Progress, ProgressRecord, read_state, write_state
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json, write_json, write_text
 from tests.stand_ins import call, copy_corpus, count_bytes, never, state
 
 
@@ -61,7 +61,7 @@ def test_the_state_of_a_finished_stage_is_made_right(place):
 def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
     assert call(place, "tokenizer", never) == 2 and not (place / "runs/a/tokenizer").exists()
     monkeypatch.setenv("DROVER_CHAIN", "c1")
-    monkeypatch.setattr("pipeline.contract.entry.NETWORK_S", 1.0)
+    monkeypatch.setattr("drover.pipeline.contract.entry.NETWORK_S", 1.0)
     assert call(place, "tokenizer", never) == 2 and state(place, "tokenizer") == ("failed", None)
     assert "The stage shard of" in read_state(place / "runs/a/tokenizer").reason
     call(place, "shard", copy_corpus)

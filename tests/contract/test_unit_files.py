@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-import pipeline.contract.external_inputs
-from pipeline.config.loading import load_config
-from pipeline.contract.content_hash import BLOCK_BYTES, content_hash
-from pipeline.contract.entry import stage_main
-from pipeline.contract.external_inputs import HASHES, gathered
-from pipeline.contract.listing import LISTING
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.contract.stage_work import Unit
-from pipeline.contract.stages import STAGES, Stage
-from pipeline.errors import UserError
-from pipeline.files import output_record, read_json, write_json, write_text
+import drover.pipeline.contract.external_inputs
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.content_hash import BLOCK_BYTES, content_hash
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.external_inputs import HASHES, gathered
+from drover.pipeline.contract.listing import LISTING
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stage_work import Unit
+from drover.pipeline.contract.stages import STAGES, Stage
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record, read_json, write_json, write_text
 from tests.block_digests import block_digests
 from tests.stages.test_shard import files_source, write_config
 
@@ -76,10 +76,10 @@ def upper(tmp_path, monkeypatch):
     (tmp_path / "in/large.txt").write_bytes(b"a" * LARGE)
     write_config(tmp_path, [files_source("t", tmp_path / "in" / "*.txt")])
     monkeypatch.setitem(STAGES, "upper", Stage("upper", needs=(), reads=("shard",), code=(), phases=("read",),
-                                               unit_files="pipeline.data.sources:input_files", own_module="x"))
-    made, hashing = Upper(tmp_path), pipeline.contract.external_inputs.content_hash
+                                               unit_files="drover.pipeline.data.sources:input_files", own_module="x"))
+    made, hashing = Upper(tmp_path), drover.pipeline.contract.external_inputs.content_hash
     made.hashed = []
-    monkeypatch.setattr(pipeline.contract.external_inputs, "content_hash",
+    monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
                         lambda path, like: made.hashed.append(path.name) or hashing(path, like))
     return made
 
@@ -89,7 +89,7 @@ def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
     def killed(folder):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.contract.stage_work.remove_scratch", killed)
+        patch.setattr("drover.pipeline.contract.stage_work.remove_scratch", killed)
         assert upper() == 130
     assert upper.state.kind == "done" and (upper.folder / LISTING).is_file()
     assert upper() == 0 and upper.hashed == []

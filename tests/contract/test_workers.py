@@ -8,11 +8,11 @@ from contextlib import closing, suppress
 
 import pytest
 
-from pipeline.contract import workers as module
-from pipeline.contract.stopping import StopRequest
-from pipeline.contract.units import Unit
-from pipeline.contract.workers import Workers
-from pipeline.errors import UserError
+from drover.pipeline.contract import workers as module
+from drover.pipeline.contract.stopping import StopRequest
+from drover.pipeline.contract.units import Unit
+from drover.pipeline.contract.workers import Workers
+from drover.pipeline.errors import UserError
 from tests.waiting import HANG_S, wait_for
 
 PHASES, UNITS, AT = 3, 40, 3

@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.contract import stopping
-from pipeline.contract.entry import stage_main
-from pipeline.contract.stage_work import Unit
-from pipeline.errors import UserError
-from pipeline.files import append_line, atomic_file, output_record
+from drover.pipeline.contract import stopping
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.stage_work import Unit
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import append_line, atomic_file, output_record
 
 
 def make(folder, number):

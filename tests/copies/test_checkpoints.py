@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from pipeline.copies.checkpoints import COPY, CopiedCheckpoints
-from pipeline.copies.transfer import DamagedCopyError, fetch, send
-from pipeline.errors import UserError
-from pipeline.files import output_record
-from pipeline.stores.store import Store
+from drover.pipeline.copies.checkpoints import COPY, CopiedCheckpoints
+from drover.pipeline.copies.transfer import DamagedCopyError, fetch, send
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record
+from drover.pipeline.stores.store import Store
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.copies import claim
-from pipeline.copies.claim import LOCK, RUN, Lock, RunRecord, put_if
-from pipeline.errors import UserError
-from pipeline.stores.store import Changed, Store
+from drover.pipeline.copies import claim
+from drover.pipeline.copies.claim import LOCK, RUN, Lock, RunRecord, put_if
+from drover.pipeline.errors import UserError
+from drover.pipeline.stores.store import Changed, Store
 from tests.waiting import wait_for
 
 

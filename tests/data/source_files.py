@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.config.tree import Config
-from pipeline.data.documents import Rejection
-from pipeline.data.reading import unit_documents
-from pipeline.data.sources import input_files, reading_units
-from pipeline.files import changed_ns
+from drover.pipeline.config.data import FilesSource, ShardConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.documents import Rejection
+from drover.pipeline.data.reading import unit_documents
+from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.files import changed_ns
 
 RECORDS = [{"text": "one\ntwo", "name": "a", "stars": 1},
            {"text": 'comma, "quote", ü €  \u2028', "name": "b", "stars": 2},

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.data.data_card import (
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.data.data_card import (
     EXAMPLE_CHARACTERS,
     EXAMPLE_UNITS,
     MOST_LANGUAGES,
@@ -18,8 +18,8 @@ from pipeline.data.data_card import (
     keeps_examples,
     source_card,
 )
-from pipeline.data.documents import Document
-from pipeline.data.filters.chain import Dropped
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.chain import Dropped
 from tests.data.source_files import write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 

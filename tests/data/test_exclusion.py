@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.exclusion import Excluded, ranges_of, sample_numbers, spelled
+from drover.pipeline.data.exclusion import Excluded, ranges_of, sample_numbers, spelled
 
 RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda item: (item[0], item[0] + item[1])),
                   max_size=6)

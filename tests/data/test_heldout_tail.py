@@ -5,7 +5,7 @@ Which documents and parts of documents make the splits, test_passes.py compares 
 
 import random
 
-from pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.manifest import read_manifest
 from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from launch.submit import main
-from pipeline.contract.manifest import read_manifest
+from drover.launch.submit import main
+from drover.pipeline.contract.manifest import read_manifest
 from tests.data.source_files import batch, write_batches, write_jsonl
 from tests.stages.test_shard import files_source, folder_of, run, write_config
 

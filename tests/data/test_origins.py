@@ -9,14 +9,14 @@ import random
 import numpy as np
 import pytest
 
-from pipeline.config.loading import load_config
-from pipeline.contract.run import Run
-from pipeline.data import sources
-from pipeline.data.planning.origins import read_places
-from pipeline.data.text_shards import SPLITS, read_documents
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.run import Run
+from drover.pipeline.data import sources
+from drover.pipeline.data.planning.origins import read_places
+from drover.pipeline.data.text_shards import SPLITS, read_documents
+from drover.tools.where.origin import Corpus
 from tests.data.source_files import lines
 from tests.stages.test_shard import files_source, run, write_config
-from tools.where.origin import Corpus
 
 WORDS = ["river", "bank", "stone", "grass", "cloud", "bird", "light", "rain"]
 

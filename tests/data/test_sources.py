@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.data import HubSource, ShardConfig, StdlibSource
-from pipeline.data.reading import unit_documents
-from pipeline.data.sources import input_files, reading_units
-from pipeline.errors import UserError
+from drover.pipeline.config.data import HubSource, ShardConfig, StdlibSource
+from drover.pipeline.data.reading import unit_documents
+from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.errors import UserError
 from tests.data.source_files import RECORDS, config_of, files_source, lost, payload_of, read, texts, write_jsonl
 
 
@@ -66,11 +66,11 @@ def test_stdlib_sources_are_read_in_the_encoding_they_declare(tmp_path, monkeypa
 
 def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.md").write_text("x")
-    second = files_source(tmp_path / "*.md").model_copy(update={"name": "second"})
+    (tmp_path / "notes.doc").write_text("x")
+    second = files_source(tmp_path / "*.doc").model_copy(update={"name": "second"})
     with pytest.raises(UserError) as caught:
         input_files(config_of(files_source(tmp_path / "*.txt", tmp_path / "gone.jsonl"), second))
-    for told in ("no file matches", "*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.md",
+    for told in ("no file matches", "*.txt", f"{tmp_path / 'gone.jsonl'} does not exist", "second", "notes.doc",
                  ".parquet"):
         assert told in str(caught.value)
     assert read(second.model_copy(update={"format": "txt"}))[0][0].text == "x"

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.documents import Document, from_json, to_json
-from pipeline.data.text_shards import read_documents, read_shard, write_members
-from pipeline.errors import UserError
-from pipeline.files import output_record
+from drover.pipeline.data.documents import Document, from_json, to_json
+from drover.pipeline.data.text_shards import read_documents, read_shard, write_members
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record
 
 DOCUMENTS = [Document(text, "web", f"page.{number}", {"stars": number, "tags": ["a.b", None]})
              for number, text in enumerate(["short", "ü € 漢字 \u2028 \0", "x" * 5000, "dots. in. text."])]

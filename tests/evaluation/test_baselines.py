@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.evaluation.baselines import baselines, byte_counts, entropy_bits, unigram_bits
+from drover.pipeline.evaluation.baselines import baselines, byte_counts, entropy_bits, unigram_bits
 
 TEXT = b"def main():\n    return 0\n" * 40 + "größer\n".encode()
 

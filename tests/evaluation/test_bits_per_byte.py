@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
-from pipeline.evaluation.measurement import Measurement, overall
+from drover.pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
+from drover.pipeline.evaluation.measurement import Measurement, overall
 
 VOCABULARY = 50
 

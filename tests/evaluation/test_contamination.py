@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipeline.contract.manifest import Manifest
-from pipeline.data.comparable_words import comparable_words
-from pipeline.data.documents import Document, digest, document_key, to_json
-from pipeline.data.text_shards import write_members
-from pipeline.evaluation.contamination import (
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.data.comparable_words import comparable_words
+from drover.pipeline.data.documents import Document, digest, document_key, to_json
+from drover.pipeline.data.text_shards import write_members
+from drover.pipeline.evaluation.contamination import (
     DIRTY,
     LEAST,
     ItemIndex,
     clean_and_dirty,
     shares_in_training_text,
 )
-from pipeline.files import output_record
+from drover.pipeline.files import output_record
 
 ALPHABET = [f"{letter}{number}" for letter in "abcdefgh" for number in range(60)]
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.llama import Llama, initialise
-from pipeline.evaluation.harness import HarnessModel
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
+from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.tokenization.simple import ByteTokenizer
 
 VOCABULARY = ByteTokenizer()
 

@@ -7,12 +7,12 @@ import threading
 import numpy as np
 import pytest
 
-from pipeline.data.chosen_documents import ChosenDocuments, choose
-from pipeline.data.token_shards import TokenShard
-from pipeline.errors import UserError
-from pipeline.evaluation import compressing
-from pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
-from pipeline.evaluation.compressing import Baselines
+from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
+from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation import compressing
+from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
+from drover.pipeline.evaluation.compressing import Baselines
 from tests.refusal import refused
 from tests.token_shards import write_documents
 

@@ -12,15 +12,15 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import handle_stop_sequences
 from lm_eval.tasks import TaskManager
 
-import pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
-from pipeline.errors import UserError
-from pipeline.evaluation.lm_eval_model import DroverModel
-from pipeline.evaluation.tasks import write_absolute
-from pipeline.tokenization.simple import ByteTokenizer
+import drover.pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.lm_eval_model import DroverModel
+from drover.pipeline.evaluation.tasks import write_absolute
+from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.tools.lm_eval import main
 from tests.evaluation.test_task_packs import FILES
 from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
-from tools.lm_eval import main
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None,
                                       reason="the harness's own `--model hf` needs accelerate: pip install -e '.[dev]'")

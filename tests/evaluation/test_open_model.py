@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-from pipeline.errors import UserError
-from pipeline.evaluation.open_model import open_model, run_of
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.open_model import open_model, run_of
+from drover.pipeline.tokenization.simple import ByteTokenizer
 from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy import stats
 
-from pipeline.evaluation.paired import difference, score, sign_test
+from drover.pipeline.evaluation.paired import difference, score, sign_test
 from tests.refusal import refused
 
 

@@ -9,14 +9,14 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from pipeline.config.evaluation import EvaluateConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.evaluation.harness import HarnessModel
-from pipeline.evaluation.items import right_choices
-from pipeline.evaluation.paired import score
-from pipeline.evaluation.running import TaskRunner
-from pipeline.evaluation.tasks import chosen_tasks
+from drover.pipeline.config.evaluation import EvaluateConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.items import right_choices
+from drover.pipeline.evaluation.paired import score
+from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.evaluation.tasks import chosen_tasks
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, small_model
 from tests.refusal import refused

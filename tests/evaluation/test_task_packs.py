@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from pipeline.contract.stages import REPOSITORY
-from pipeline.evaluation.harness import HarnessModel
-from pipeline.evaluation.running import TaskRunner
-from pipeline.evaluation.tasks import tasks_named
+from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.evaluation.tasks import tasks_named
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, requests, small_model
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.evaluation import EvaluateConfig
-from pipeline.config.tree import Config
-from pipeline.contract.stages import REPOSITORY
-from pipeline.errors import UserError
-from pipeline.evaluation.harness import HarnessModel
-from pipeline.evaluation.running import TaskRunner
-from pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
+from drover.pipeline.config.evaluation import EvaluateConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.stages import REPOSITORY
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, Uniform
 from tests.refusal import refused

@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from pipeline.formats.shard_index import Index
-from pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
+from drover.pipeline.formats.shard_index import Index
+from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 
 
 def cut(shape, cuts, chance):

@@ -2,8 +2,8 @@
 
 import torch
 
-from pipeline.formats.huggingface import Source, huggingface_files, write_folder
-from pipeline.formats.weights import open_weights
+from drover.pipeline.formats.huggingface import Source, huggingface_files, write_folder
+from drover.pipeline.formats.weights import open_weights
 
 
 def write_model(folder, model, **options):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import pipeline.formats.comparison as comparison
-import pipeline.formats.huggingface as huggingface
-import pipeline.formats.weights as reading
-from model.config import ModelConfig
-from model.llama import Llama, initialise
-from pipeline.errors import UserError
-from pipeline.formats.comparison import (
+import drover.pipeline.formats.comparison as comparison
+import drover.pipeline.formats.huggingface as huggingface
+import drover.pipeline.formats.weights as reading
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.comparison import (
     FACTOR,
     agreement,
     compare_folder,

@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelConfig, RopeScaling, YarnScaling
-from model.llama import Llama, initialise
-from pipeline.config.shapes import shape_of
-from pipeline.formats.huggingface_config import config_to_json
+from drover.model.config import ModelConfig, RopeScaling, YarnScaling
+from drover.model.llama import Llama, initialise
+from drover.pipeline.config.shapes import shape_of
+from drover.pipeline.formats.huggingface_config import config_to_json
 from tests.formats.exporting import state_in, write_state
 from tests.refusal import refused
 

@@ -9,18 +9,18 @@ import struct
 import pytest
 import torch
 
-from model.config import ModelConfig, RopeScaling
-from model.presets import PRESETS
-from pipeline.errors import UserError
-from pipeline.formats.comparison import SHAPE
-from pipeline.formats.meta_params import config_of, params_of, read_params
-from pipeline.formats.weights import open_weights
+from drover.model.config import ModelConfig, RopeScaling
+from drover.model.presets import PRESETS
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.comparison import SHAPE
+from drover.pipeline.formats.meta_params import config_of, params_of, read_params
+from drover.pipeline.formats.weights import open_weights
+from drover.tools.weights import convert
 from tests.formats import meta_reference
 from tests.formats.cutting import read_alike
 from tests.formats.meta_reference import parts_of, write_folder
 from tests.formats.test_huggingface import built, write
 from tests.refusal import refused
-from tools.weights import convert
 
 WIDE = ModelConfig(dim=64, layers=2, heads=16, kv_heads=4, ffn_dim=96, vocab_size=160, context_length=4096)
 EXTENDED = WIDE.model_copy(update={"context_length": 16384, "rope_scaling": RopeScaling(factor=8)})

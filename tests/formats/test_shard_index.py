@@ -3,7 +3,7 @@
 
 import pytest
 
-from pipeline.formats.shard_index import Entry, Index, check_cover, overlapping, rectangles, run_of
+from drover.pipeline.formats.shard_index import Entry, Index, check_cover, overlapping, rectangles, run_of
 
 SHAPE = (96, 40)
 

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import pipeline.formats.sharded_tensors as checkpoint
-import pipeline.formats.tensor_file as tensor_file
-from pipeline.errors import UserError, is_full_disk
-from pipeline.files import sha256_file
-from pipeline.formats.shard_index import Index, rectangles
-from pipeline.formats.sharded_tensors import INDEX, CheckpointReader, TensorShard, whole, write_index, write_part
+import drover.pipeline.formats.sharded_tensors as checkpoint
+import drover.pipeline.formats.tensor_file as tensor_file
+from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.files import sha256_file
+from drover.pipeline.formats.shard_index import Index, rectangles
+from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, TensorShard, whole, write_index, write_part
 from tests.formats.cutting import cut, part_of, piece, rectangle, write_checkpoint
 from tests.refusal import refused
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelConfig, RopeScaling
-from model.llama import Llama, initialise
-from pipeline.config.shapes import shape_of
-from pipeline.errors import UserError
-from pipeline.formats.huggingface import to_huggingface
-from pipeline.formats.huggingface_config import config_to_json
-from pipeline.formats.weights import MODEL, load_model, open_weights
+from drover.model.config import ModelConfig, RopeScaling
+from drover.model.llama import Llama, initialise
+from drover.pipeline.config.shapes import shape_of
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.huggingface import to_huggingface
+from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.weights import MODEL, load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
 from tests.formats.test_meta import Hostile

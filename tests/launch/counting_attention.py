@@ -1,6 +1,6 @@
 """An attention that no rehearsal can take: it waits for the device in every layer."""
 
-from model.attention.sdpa import Sdpa
+from drover.model.attention.sdpa import Sdpa
 
 
 class Counts(Sdpa):

@@ -9,17 +9,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from tests.waiting import HANG_S, wait_for
 
 FAKE_STAGE = '''
 """A stage for tests: FAKE_<name> says how it goes wrong."""
 import os, signal, sys, time
 from pathlib import Path
-from pipeline.config.section import identity
-from pipeline.contract.entry import stage_main
-from pipeline.errors import UserError
-from pipeline.files import output_record, sha256_json, write_text
+from drover.pipeline.config.section import identity
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record, sha256_json, write_text
 
 NAME = "{name}"
 RANK = os.environ.get("RANK", "0")
@@ -124,6 +124,7 @@ def build_house(folder: Path) -> House:
     root, work, pids = folder / "house", folder / "a folder", folder / "pids"
     for room in ("launch", "pipeline", "model"):
         shutil.copytree(REPOSITORY / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "drover", root / "drover", symlinks=True)
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
         for given in filter(None, (stage.files, stage.unit_files)):

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from launch.processes import stop_requests
-from launch.slurm.chain import Chain, ChainJob
-from launch.slurm.job import runner, slurm_host
-from launch.slurm.job.preflight import Found
-from launch.slurm.job.slurm_host import SlurmHost
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.scheduler import JobInfo
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.parts import PARTS, last_word_file
-from pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
-from pipeline.files import write_json, write_text
+from drover.launch.processes import stop_requests
+from drover.launch.slurm.chain import Chain, ChainJob
+from drover.launch.slurm.job import runner, slurm_host
+from drover.launch.slurm.job.preflight import Found
+from drover.launch.slurm.job.slurm_host import SlurmHost
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.scheduler import JobInfo
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.parts import PARTS, last_word_file
+from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
+from drover.pipeline.files import write_json, write_text
 
 KILLED = "srun: error: n2: task 1: Killed\n"
 NO_STEP = "srun: error: Unable to create step for job 12: Requested nodes are busy\n"
@@ -192,7 +192,7 @@ def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
     run = folder / "runs" / "trial"
     (run / "launch").mkdir(parents=True)
     spec = JobSpec(run=str(run), name=f"trial-{stage}", stage=stage, chain="c", ranks=2, nodes=2,
-                   command=("python", "-m", f"pipeline.{stage}"))
+                   command=("python", "-m", f"drover.pipeline.{stage}"))
     return Job(folder, replace(spec, **changes))
 
 

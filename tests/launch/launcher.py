@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.chain import Chain, read_chain
-from launch.slurm.submit import request
-from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from launch.submit import main
-from pipeline.config.loading import config_hash, load_config
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import Run, code_hashes
-from pipeline.contract.stages import REPOSITORY, STAGES
-from pipeline.contract.start_record import STARTED
-from pipeline.files import output_record, sha256_json, write_json, write_text
+from drover.launch.slurm.chain import Chain, read_chain
+from drover.launch.slurm.submit import request
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.submit import main
+from drover.pipeline.config.loading import config_hash, load_config
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.run import Run, code_hashes
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.start_record import STARTED
+from drover.pipeline.files import output_record, sha256_json, write_json, write_text
 
 SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
             "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")

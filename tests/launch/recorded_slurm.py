@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.scheduler import Scheduler
 
 WIDTHS = (40, 20, 60, 400, 20, 10, 200, 200)
 """Of the columns JobArrayID, State, Reason, NodeList, TimeUsed, RestartCnt, Name, Comment as they were recorded."""

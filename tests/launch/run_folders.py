@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from launch.slurm.chain import Chain, ChainJob
-from launch.slurm.jobspec import JobSpec
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED
-from pipeline.contract.state import PROGRESS, Progress
-from pipeline.files import append_line, write_json, write_text
+from drover.launch.slurm.chain import Chain, ChainJob
+from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.start_record import STARTED
+from drover.pipeline.contract.state import PROGRESS, Progress
+from drover.pipeline.files import append_line, write_json, write_text
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
 """When these runs are looked at."""

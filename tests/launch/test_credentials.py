@@ -8,11 +8,11 @@ import string
 
 import pytest
 
-from launch.credentials import credential_problems, is_secret, known_form
-from launch.slurm.submit.snapshot import take_snapshot
-from pipeline.config.launching import LaunchConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from drover.launch.credentials import credential_problems, is_secret, known_form
+from drover.launch.slurm.submit.snapshot import take_snapshot
+from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
 from tests.launch.launcher import git
 
 DRAW = random.Random(0)
@@ -98,6 +98,10 @@ def test_secrets_of_the_shell_are_recognised_by_their_values():
     problem, = found({"WANDB_API_KEY": WANDB}, {"name": f"run-{WANDB}"})
     assert problem.startswith("name holds the value of your shell's WANDB_API_KEY")
     assert not found({"HOME": "/home/me", "GPG_KEY": "short", "VAULT": word}, {"name": word})
+
+
+def test_a_key_that_is_known_by_its_variable_is_told():
+    assert found(environment_of_jobs={"AZURE_AccountKey": drawn(32)})
 
 
 def holding(folder, *secrets):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from launch import forecast
-from launch.forecast import EFFICIENCY, SLOWER, STAGE_S, estimate, matrix_rate, training_flops
-from launch.plan import Machine, Options, plan
-from pipeline.config.loading import load_config
-from pipeline.contract.run import Run
-from pipeline.contract.stages import STAGES
+from drover.launch import forecast
+from drover.launch.forecast import EFFICIENCY, SLOWER, STAGE_S, estimate, matrix_rate, training_flops
+from drover.launch.plan import Machine, Options, plan
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES
 from tests.conftest import REPOSITORY
 
 RATE = 1e11

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.describe import stages_text, training_facts
-from launch.forecast import kept_checkpoints
-from pipeline.config.loading import load_config
+from drover.launch.describe import stages_text, training_facts
+from drover.launch.forecast import kept_checkpoints
+from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.local import LocalHost, find_machine
-from launch.plan import Machine, local_ranks
-from launch.slurm.job import runner
-from launch.slurm.job.srun import StepEnd
-from pipeline.config.tree import Config
-from pipeline.contract.state import read_attempts, read_state, write_state
+from drover.launch.local import LocalHost, find_machine
+from drover.launch.plan import Machine, local_ranks
+from drover.launch.slurm.job import runner
+from drover.launch.slurm.job.srun import StepEnd
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.state import read_attempts, read_state, write_state
 from tests.waiting import wait_for
 
 

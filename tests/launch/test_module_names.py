@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
 
 STAGE_NAMES_THAT_ARE_LIBRARIES = {"evaluate"}
 """A library that lm_eval imports; the stage's name is fixed, and the start of every script keeps it safe."""
@@ -35,8 +35,8 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 def test_a_script_puts_the_repository_first_on_the_path(script):
     """Before it imports anything of ours. Python itself puts the script's own folder there."""
     before, start, after = (REPOSITORY / script).read_text().partition(START)
-    assert start and "\nfrom pipeline" in after
-    assert not [line for line in before.splitlines() if line.startswith(("from pipeline", "from launch"))]
+    assert start and "\nfrom drover" in after
+    assert not [line for line in before.splitlines() if line.startswith("from drover")]
 
 
 def test_evaluate_starts_beside_the_library_of_its_name(tmp_path):

@@ -7,14 +7,14 @@ import json
 import pytest
 import yaml
 
-from launch.checks import _refuse_plan
-from launch.describe import consumption_lines, training_facts
-from launch.forecast import shape_of, state_bytes_per_rank, training_flops
-from pipeline.config.loading import load_config
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import Run
-from pipeline.errors import UserError
-from pipeline.records.checkpoints import TrainingProgress
+from drover.launch.checks import _refuse_plan
+from drover.launch.describe import consumption_lines, training_facts
+from drover.launch.forecast import shape_of, state_bytes_per_rank, training_flops
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.checkpoints import TrainingProgress
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
                               "mixture": {"web": 1, "code": 1}}]

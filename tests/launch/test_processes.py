@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import processes
-from launch.processes import Processes, pass_on, stop_requests
-from pipeline.contract.stages import REPOSITORY
+from drover.launch import processes
+from drover.launch.processes import Processes, pass_on, stop_requests
+from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
 
@@ -83,7 +83,7 @@ def test_lines_keep_the_last_drawing_of_a_live_line():
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):
     note = tmp_path / "pid"
-    code = "import os; from launch.processes import Processes; " \
+    code = "import os; from drover.launch.processes import Processes; " \
            "Processes(['sh', '-c', 'echo $$ > pid; exec sleep 3600'], os.environ).run()"
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path,
                                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)})

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import checks, submit
-from launch.submit import parser
-from pipeline.contract.stages import STAGES
-from pipeline.errors import UserError
+from drover.launch import checks, submit
+from drover.launch.submit import parser
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.errors import UserError
 
 
 def rows(text):
@@ -31,7 +31,7 @@ def test_the_examples_can_be_typed():
 
 def test_planning_imports_nothing_heavy(launcher):
     (launcher.work / "text.txt").write_text("some text")
-    code = ("import sys; sys.argv[0] = 'submit'; from launch.submit import main; status = main(sys.argv[1:]);"
+    code = ("import sys; sys.argv[0] = 'submit'; from drover.launch.submit import main; status = main(sys.argv[1:]);"
             "heavy = {'torch', 'transformers', 'pyarrow'} & set(sys.modules); sys.exit(f'{status} {heavy}')")
     result = subprocess.run([sys.executable, "-c", code, "--config", "config.yaml", "--stage", "all", "--dry-run",
                              "shard.sources=[{kind: files, name: t, paths: [text.txt]}]"],
@@ -50,7 +50,7 @@ def test_plan_of_a_fresh_run(launcher):
     for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
-                  "# train, each of 2 ranks\n", "-m pipeline.train --config config.yaml"):
+                  "# train, each of 2 ranks\n", "-m drover.pipeline.train --config config.yaml"):
         assert words in shown
     assert max(map(len, shown.partition("# shard")[0].splitlines())) <= 100
     assert "\x1b" not in shown
@@ -173,7 +173,7 @@ def test_where_it_runs(launcher, monkeypatch):
     asked = ("--stage", "shard", "--dry-run")
     here = launcher.accepted(*asked)
     assert "local (no sbatch on PATH" in here and "#SBATCH" not in here
-    assert "-m pipeline.shard --config config.yaml" in here
+    assert "-m drover.pipeline.shard --config config.yaml" in here
     shown = launcher.accepted(*asked, "--nodes", "1")
     assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
     refused = launcher.refused("--stage", "shard", "--nodes", "1")

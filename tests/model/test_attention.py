@@ -3,9 +3,9 @@
 
 import torch
 
-from model.attention.layout import Layout
-from model.attention.module import KeyValueCache
-from model.config import ModelConfig
+from drover.model.attention.layout import Layout
+from drover.model.attention.module import KeyValueCache
+from drover.model.config import ModelConfig
 from tests.refusal import refused
 
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from model.attention import AUTOMATIC, BACKENDS
-from model.attention.backend import Backend, Documents, Where
-from model.attention.by_document import ByDocument
-from model.attention.choosing import choose, load
-from model.attention.flex import Flex, first_tokens, rule
-from model.attention.layout import Layout, attend
-from model.attention.sdpa import Sdpa
-from model.config import ModelConfig
-from model.llama import Llama, initialise
+from drover.model.attention import AUTOMATIC, BACKENDS
+from drover.model.attention.backend import Backend, Documents, Where
+from drover.model.attention.by_document import ByDocument
+from drover.model.attention.choosing import choose, load
+from drover.model.attention.flex import Flex, first_tokens, rule
+from drover.model.attention.layout import Layout, attend
+from drover.model.attention.sdpa import Sdpa
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
 from tests.model import varlen_on_cpu
 from tests.model.agreement import agree
 from tests.model.varlen_on_cpu import VarlenOnCpu
@@ -183,8 +183,8 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
     ("flex", "'flex' has no backward pass on a cpu device"),
     ("flash", r"'flash' is not known; there are auto, sdpa, by_document, varlen, flex, and classes elsewhere"),
     ("nowhere.to_be:Found", "cannot be loaded: No module named 'nowhere'"),
-    ("model.attention.sdpa:Sdpb", "has no attribute 'Sdpb'"),
-    ("model.attention.backend:Documents", "is no class derived from"),
+    ("drover.model.attention.sdpa:Sdpb", "has no attribute 'Sdpb'"),
+    ("drover.model.attention.backend:Documents", "is no class derived from"),
 ])
 def test_what_is_asked_for_by_name_and_cannot_be_had_is_an_error(name, says):
     refused(ValueError, says, choose, name, CPU)

@@ -4,12 +4,12 @@ from typing import ClassVar
 
 import torch
 
-from model.attention.backend import Backend, Where
-from model.attention.choosing import choose
-from model.attention.sdpa import Sdpa, dense_mask
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.training.engines.engine import without_gradient
+from drover.model.attention.backend import Backend, Where
+from drover.model.attention.choosing import choose
+from drover.model.attention.sdpa import Sdpa, dense_mask
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.training.engines.engine import without_gradient
 from tests.refusal import refused
 from tests.tiny_models import DESCENDANT
 

@@ -3,8 +3,8 @@ batch, with full passes and with transformers."""
 
 import pytest
 
-from model.config import ModelConfig
-from model.generate import generate
+from drover.model.config import ModelConfig
+from drover.model.generate import generate
 from tests.refusal import refused
 from tests.tiny_models import opinionated
 

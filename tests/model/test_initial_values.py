@@ -5,9 +5,9 @@ import hashlib
 import pytest
 import torch
 
-from model import llama
-from model.config import ModelConfig
-from model.llama import initial_value
+from drover.model import llama
+from drover.model.config import ModelConfig
+from drover.model.llama import initial_value
 from tests.refusal import refused
 
 CONFIG = ModelConfig(dim=128, layers=8, heads=4, kv_heads=2, vocab_size=500)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model import kernels
-from model.kernels import FASTER, ByOnednn, by_onednn, chosen, vendor
+from drover.model import kernels
+from drover.model.kernels import FASTER, ByOnednn, by_onednn, chosen, vendor
 
 
 def choose(monkeypatch, vendor: str, capability: str) -> ByOnednn:

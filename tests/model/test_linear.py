@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import model.linear
-from model.kernels import ByOnednn
-from model.linear import Linear, add_weight_gradient, product, weight_gradient
+import drover.model.linear
+from drover.model.kernels import ByOnednn
+from drover.model.linear import Linear, add_weight_gradient, product, weight_gradient
 from tests.model.agreement import operators
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is without oneDNN")
@@ -16,7 +16,7 @@ ONEDNN = "mkldnn::_linear_pointwise"
 @pytest.fixture(autouse=True, params=[ByOnednn(True, True), ByOnednn(True, False)], ids=["all", "with the weight"])
 def onednn(monkeypatch, request):
     """As on processors where it is the faster one: it gives right results on any."""
-    monkeypatch.setattr(model.linear, "by_onednn", lambda: request.param)
+    monkeypatch.setattr(drover.model.linear, "by_onednn", lambda: request.param)
     return request.param
 
 

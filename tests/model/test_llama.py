@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.attention.module import KeyValueCache
-from model.config import ModelConfig
-from model.llama import Llama, initialise
+from drover.model.attention.module import KeyValueCache
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
 from tests.model.agreement import agree
 from tests.refusal import refused
 

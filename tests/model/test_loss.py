@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import model.linear
-from model.kernels import ByOnednn
-from model.loss import Passes, cross_entropy_sum, into_gradient, log_sum_exp, token_losses
-from pipeline.training.device_facts import compiled_graphs
+import drover.model.linear
+from drover.model.kernels import ByOnednn
+from drover.model.loss import Passes, cross_entropy_sum, into_gradient, log_sum_exp, token_losses
+from drover.pipeline.training.device_facts import compiled_graphs
 from tests.model.agreement import Recorder, agree
 
 
@@ -45,7 +45,7 @@ def test_equals_torch(chunk, z_loss, passes):
 def test_float32_and_peaked_logits(by_onednn, scale, monkeypatch):
     if any(by_onednn) and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch is without oneDNN")
-    monkeypatch.setattr(model.linear, "by_onednn", lambda: by_onednn)
+    monkeypatch.setattr(drover.model.linear, "by_onednn", lambda: by_onednn)
     hidden, weight, labels = example(rows=70, dim=16, vocabulary=40, dtype=torch.float32)
     loss = cross_entropy_sum(hidden * scale, weight, labels, 32)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]

@@ -4,8 +4,8 @@
 import pydantic
 import pytest
 
-from model.config import ModelConfig, RopeScaling
-from model.presets import PRESETS
+from drover.model.config import ModelConfig, RopeScaling
+from drover.model.presets import PRESETS
 
 # Computed once from Meta's params.json files, independently of this code: parameters, bytes of the KV cache for each
 # token in 16 bits, width of the feed-forward layer, sequence length, training FLOPs per token with full attention.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.config import ModelConfig, RopeScaling
-from model.rope import RotaryTable, rotary_frequencies, rotate
+from drover.model.config import ModelConfig, RopeScaling
+from drover.model.rope import RotaryTable, rotary_frequencies, rotate
 from tests.model.agreement import agree
 
 TABLE = RotaryTable(ModelConfig(dim=32, heads=2, context_length=64))

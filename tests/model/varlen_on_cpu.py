@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch.nn.attention import varlen
 
-from model.attention.varlen import Varlen
+from drover.model.attention.varlen import Varlen
 
 NAME = "tests.model.varlen_on_cpu:VarlenOnCpu"
 CALLS = {"forward": 0, "backward": 0}

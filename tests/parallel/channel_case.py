@@ -12,12 +12,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pipeline.contract.signed import SECRET, MessageError, sign
-from pipeline.errors import UserError
-from pipeline.parallel import host_channel
-from pipeline.parallel.host_channel import HostChannel
-from pipeline.parallel.messages import encode
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.contract.signed import SECRET, MessageError, sign
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel import host_channel
+from drover.pipeline.parallel.host_channel import HostChannel
+from drover.pipeline.parallel.messages import encode
+from drover.pipeline.parallel.ranks import Ranks
 
 
 def sockets():
@@ -104,21 +104,21 @@ def counted():
 
 def collectives_of_a_step(ranks, parallel, folder):
     """What a step calls over all ranks, after the first of an attempt: by part of the loop."""
-    from pipeline.config.parallel import ParallelConfig
-    from pipeline.config.training import TrainConfig
-    from pipeline.config.tree import Config
-    from pipeline.data.exclusion import Excluded
-    from pipeline.data.sampling.batch import pack
-    from pipeline.parallel.grid import Grid
-    from pipeline.parallel.initial_values import drawn
-    from pipeline.records.checkpoints import TrainingProgress
-    from pipeline.training.engines.build import build_engine
-    from pipeline.training.guards import StepLimits
-    from pipeline.training.housekeeping import Saving, TokenChecking
-    from pipeline.training.loop import Loop
-    from pipeline.training.precision import DTYPES
-    from pipeline.training.replicas import ReplicaCheck
-    from pipeline.training.stop_agreement import StopAgreement
+    from drover.pipeline.config.parallel import ParallelConfig
+    from drover.pipeline.config.training import TrainConfig
+    from drover.pipeline.config.tree import Config
+    from drover.pipeline.data.exclusion import Excluded
+    from drover.pipeline.data.sampling.batch import pack
+    from drover.pipeline.parallel.grid import Grid
+    from drover.pipeline.parallel.initial_values import drawn
+    from drover.pipeline.records.checkpoints import TrainingProgress
+    from drover.pipeline.training.engines.build import build_engine
+    from drover.pipeline.training.guards import StepLimits
+    from drover.pipeline.training.housekeeping import Saving, TokenChecking
+    from drover.pipeline.training.loop import Loop
+    from drover.pipeline.training.precision import DTYPES
+    from drover.pipeline.training.replicas import ReplicaCheck
+    from drover.pipeline.training.stop_agreement import StopAgreement
     from tests.parallel.train_steps import model_of, windows
     session, found = Loop.__new__(Loop), {}
     session.config = config = Config(model=model_of(), parallel=ParallelConfig(**parallel),
@@ -151,11 +151,11 @@ def collectives_of_a_step(ranks, parallel, folder):
 
 def collectives_of_a_save(ranks, folder):
     """Which of torch's collectives the ranks call while a checkpoint is saved."""
-    from pipeline.config.training import CheckpointConfig
-    from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
-    from pipeline.records.checkpoints import TrainingProgress
-    from pipeline.training.async_saver import AsyncSaver
-    from pipeline.training.checkpoint import Checkpoints
+    from drover.pipeline.config.training import CheckpointConfig
+    from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+    from drover.pipeline.records.checkpoints import TrainingProgress
+    from drover.pipeline.training.async_saver import AsyncSaver
+    from drover.pipeline.training.checkpoint import Checkpoints
     checkpoints = Checkpoints(Path(folder), ranks, lambda text: None)
     with counted() as called:
         saver = AsyncSaver(checkpoints, ranks, CheckpointConfig(), {}, lambda text: None, lambda *_, **more: None)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from model.config import ModelConfig
-from model.generate import generate
-from pipeline.evaluation.placing import place
-from pipeline.formats.weights import load_model, open_weights
+from drover.model.config import ModelConfig
+from drover.model.generate import generate
+from drover.pipeline.evaluation.placing import place
+from drover.pipeline.formats.weights import load_model, open_weights
 
 
 def calls(ranks, folder, dp_shard, dtype):
@@ -62,7 +62,7 @@ def one_fails(ranks, folder):
 
 def write(folder, **changes):
     """A folder in Hugging Face's form with weights that make sharp choices."""
-    from model.llama import Llama, initialise
+    from drover.model.llama import Llama, initialise
     from tests.formats.exporting import write_model
 
     config = ModelConfig(**{"dim": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 56, "vocab_size": 160,

@@ -23,7 +23,7 @@ from tests.waiting import HANG_S
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                "TORCHINDUCTOR_COMPILE_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-PRELOADED = ["tests.parallel.train_steps", "pipeline.parallel.fsdp", "pipeline.training.engines.fsdp",
+PRELOADED = ["tests.parallel.train_steps", "drover.pipeline.parallel.fsdp", "drover.pipeline.training.engines.fsdp",
              "torch._inductor.compile_fx", "torch._dynamo.backends.distributed", "torch.export._trace",
              "torch.distributed.tensor.experimental"]
 """All that a case without DeepSpeed imports, also late."""
@@ -114,7 +114,7 @@ class Group:
 
 
 def _rank(rank: int, count: int, port: int, pipe: connection.Connection) -> None:
-    from pipeline.parallel.ranks import start_ranks
+    from drover.pipeline.parallel.ranks import start_ranks
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     ranks = start_ranks()

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import covering, every, pairwise
 from tests.parallel.groups import REPOSITORY, run_case

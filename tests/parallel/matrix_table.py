@@ -10,7 +10,7 @@ from textwrap import wrap
 
 import torch
 
-from model.kernels import vendor
+from drover.model.kernels import vendor
 from tests.parallel.groups import REPOSITORY, CaseError
 from tests.parallel.matrix import (
     ATTENTION,

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.formats.shard_index import Index
-from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
-from pipeline.parallel.grid import own
+from drover.pipeline.formats.shard_index import Index
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
+from drover.pipeline.parallel.grid import own
 from tests.faulty import Scale
 from tests.parallel.train_steps import each_engine, train_steps, whole
 

@@ -9,12 +9,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention.sdpa import Sdpa
-from model.config import ModelConfig
-from model.linear import Linear
-from model.llama import Llama, initialise
-from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
-from pipeline.parallel.activation_checkpointing import PRODUCT_OPERATORS, checkpoint_activations
+from drover.model.attention.sdpa import Sdpa
+from drover.model.config import ModelConfig
+from drover.model.linear import Linear
+from drover.model.llama import Llama, initialise
+from drover.pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
+from drover.pipeline.parallel.activation_checkpointing import PRODUCT_OPERATORS, checkpoint_activations
 from tests.model.test_backends import WAYS, names
 
 CONFIG = ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48, vocab_size=64, context_length=32)

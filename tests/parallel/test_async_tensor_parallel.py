@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import UserError
-from pipeline.parallel.async_tensor_parallel import overlapping
-from pipeline.parallel.ranks import start_ranks, stop_ranks
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.async_tensor_parallel import overlapping
+from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import Case, lacks
 from tests.refusal import refused

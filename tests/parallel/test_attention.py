@@ -8,11 +8,11 @@ import shutil
 import pytest
 import torch
 
-from model.attention.by_document import ByDocument
-from model.config import ModelConfig
-from pipeline.errors import UserError
-from pipeline.parallel import attention
-from pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
+from drover.model.attention.by_document import ByDocument
+from drover.model.config import ModelConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel import attention
+from drover.pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
 from tests.conftest import run_stage
 from tests.refusal import refused
 from tests.stages.training import train_folder

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch._dynamo
 
-from model.attention.sdpa import Sdpa
-from pipeline.config.loading import load_config
-from pipeline.config.training import TrainConfig
-from pipeline.parallel.compiling import compile_blocks, compiled_share, uncompiled
+from drover.model.attention.sdpa import Sdpa
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.parallel.compiling import compile_blocks, compiled_share, uncompiled
 from tests.conftest import REPOSITORY, slow
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import run_case

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention.backend import Documents, Where
-from model.attention.choosing import choose
-from model.attention.layout import Layout, attend
-from model.attention.sdpa import Sdpa
-from model.config import ModelConfig
-from pipeline.data.sampling.batch import pack
-from pipeline.errors import UserError
-from pipeline.parallel.attention import choose_attention
-from pipeline.parallel.context_parallel import _sum, gathered, part_of, places
+from drover.model.attention.backend import Documents, Where
+from drover.model.attention.choosing import choose
+from drover.model.attention.layout import Layout, attend
+from drover.model.attention.sdpa import Sdpa
+from drover.model.config import ModelConfig
+from drover.pipeline.data.sampling.batch import pack
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.attention import choose_attention
+from drover.pipeline.parallel.context_parallel import _sum, gathered, part_of, places
 from tests.model.agreement import agree
 from tests.model.test_backends import WAYS, inputs, names, numbered
 from tests.model.varlen_on_cpu import NAME

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.parallel.context_plan import plan
+from drover.pipeline.parallel.context_plan import plan
 from tests.refusal import refused
 
 

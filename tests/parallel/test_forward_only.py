@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from model.config import ModelConfig
-from pipeline.evaluation.placing import fewest, needed
+from drover.model.config import ModelConfig
+from drover.pipeline.evaluation.placing import fewest, needed
 from tests.parallel.forward_only_calls import write
 from tests.parallel.groups import run_case
 

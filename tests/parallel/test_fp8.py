@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.llama import Llama, initialise
-from model.presets import PRESETS
-from pipeline.config.outside import absent_torchao
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.parallel.activation_checkpointing import checkpoint_activations
-from pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
+from drover.model.presets import PRESETS
+from drover.pipeline.config.outside import absent_torchao
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
+from drover.pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
 from tests.conftest import slow
 from tests.parallel.groups import run_case
 from tests.parallel.train_steps import MODEL
@@ -224,7 +224,7 @@ def test_cards_of_amd_are_known_by_their_kind(monkeypatch, kind, sound):
 
 
 def test_without_torchao_it_is_refused_and_other_precisions_are_not(monkeypatch):
-    monkeypatch.setattr("pipeline.config.outside.find_spec", lambda name: None)
+    monkeypatch.setattr("drover.pipeline.config.outside.find_spec", lambda name: None)
     refused(UserError, r"torchao is not installed here: `pip install --editable '.\[fp8\]'", refuse_without_fp8,
             Config(train=settings()), CPU)
     refuse_without_fp8(Config(train=TrainConfig(precision="bf16")), CPU)

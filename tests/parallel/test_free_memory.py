@@ -5,8 +5,8 @@ import resource
 import pytest
 import torch
 
-from pipeline.parallel import free_memory as module
-from pipeline.parallel.free_memory import free_memory
+from drover.pipeline.parallel import free_memory as module
+from drover.pipeline.parallel.free_memory import free_memory
 from tests.conftest import run_python
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_the_least_of_all_counts(groups, monkeypatch):
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
 def test_a_limit_of_the_process_counts(kind):
-    code = ("import resource, torch; from pipeline.parallel import free_memory as module; "
+    code = ("import resource, torch; from drover.pipeline.parallel import free_memory as module; "
             "module._of_host, module._of_groups = lambda: 2**50, lambda: []; "
             f"resource.setrlimit({int(kind)}, (8 * 2**30,) * 2); print(module.free_memory(torch.device('cpu')))")
     assert 0 < int(run_python("-c", code).stdout) < 8 * 2**30

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipeline.config.parallel import ParallelConfig
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.ranks import Ranks
 
 LAYOUT = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
 

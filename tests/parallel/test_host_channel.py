@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeline.parallel.host_channel import HostChannel
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.parallel.host_channel import HostChannel
+from drover.pipeline.parallel.ranks import Ranks
 from tests.parallel.groups import run_case
 
 

@@ -3,13 +3,13 @@
 
 import pytest
 
-from pipeline.parallel import host_memory
+from drover.pipeline.parallel import host_memory
 from tests.conftest import run_python
 
 BLOCKS = """
 import resource, sys
 if sys.argv[1] == "keep":
-    from pipeline.parallel.host_memory import keep_freed_memory
+    from drover.pipeline.parallel.host_memory import keep_freed_memory
     keep_freed_memory()
 def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.llama import Llama, initialise
-from pipeline.data.sampling.batch import pack
+from drover.model.llama import Llama, initialise
+from drover.pipeline.data.sampling.batch import pack
 from tests.parallel.crossing import pairs
 from tests.parallel.groups import CaseError, run_case
 from tests.parallel.matrix import (

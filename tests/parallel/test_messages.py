@@ -15,16 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.contract.signed import MessageError
-from pipeline.copies.transfer import DamagedCopyError
-from pipeline.data.chosen_documents import Chosen
-from pipeline.data.sampling.shard_checks import Damage
-from pipeline.data.shard_table import ShardTable
-from pipeline.errors import UnusableInputError, UserError
-from pipeline.evaluation.bits_per_byte import HeldoutText
-from pipeline.formats.shard_index import Entry, Index, Run
-from pipeline.parallel.messages import MADE, decode, encode
-from pipeline.records.rollbacks import Rollback
+from drover.pipeline.contract.signed import MessageError
+from drover.pipeline.copies.transfer import DamagedCopyError
+from drover.pipeline.data.chosen_documents import Chosen
+from drover.pipeline.data.sampling.shard_checks import Damage
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.errors import UnusableInputError, UserError
+from drover.pipeline.evaluation.bits_per_byte import HeldoutText
+from drover.pipeline.formats.shard_index import Entry, Index, Run
+from drover.pipeline.parallel.messages import MADE, decode, encode
+from drover.pipeline.records.rollbacks import Rollback
 
 COUNTS = np.arange(6, dtype=np.int64)
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.parallel import ranks
-from pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments
-from pipeline.training.watchdog import longest_wait
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.parallel import ranks
+from drover.pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments
+from drover.pipeline.training.watchdog import longest_wait
 from tests.conftest import run_python
 from tests.parallel.groups import run_case
 
@@ -45,7 +45,7 @@ def test_ranks_on_gpus_let_segments_grow_before_they_touch_one(monkeypatch):
 def test_torch_reads_it_after_its_import():
     if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         pytest.skip("this torch does not tell its settings")
-    program = ("import torch; from pipeline.parallel.ranks import extend_segments; extend_segments(); "
+    program = ("import torch; from drover.pipeline.parallel.ranks import extend_segments; extend_segments(); "
                "print(torch._C._accelerator_getAllocatorSettings())")
     assert run_python("-c", program).stdout.strip() == "expandable_segments:True"
 

@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
-from model.config import ModelConfig
-from model.presets import PRESETS
-from pipeline.config.parallel import ParallelConfig
-from pipeline.parallel.stages import bubble, largest_share, stage_layers
+from drover.model.config import ModelConfig
+from drover.model.presets import PRESETS
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.parallel.stages import bubble, largest_share, stage_layers
 
 WIDE = ModelConfig(dim=64, layers=12, heads=4, kv_heads=4, ffn_dim=128, vocab_size=1024)
 """Whose embedding weighs as much as 1.6 layers."""

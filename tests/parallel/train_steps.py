@@ -15,21 +15,21 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
 
-from model.config import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.data.sampling.batch import pack
-from pipeline.parallel import compiling, reducing_stage
-from pipeline.parallel.compiling import CALLS
-from pipeline.parallel.context_parallel import part_of
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.initial_values import drawn
-from pipeline.training.engines.build import build_engine
-from pipeline.training.engines.norms import measured
-from pipeline.training.guards import StepLimits
-from pipeline.training.optimizers.schedule import learning_rate
-from pipeline.training.precision import DTYPES
+from drover.model.config import ModelConfig
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.sampling.batch import pack
+from drover.pipeline.parallel import compiling, reducing_stage
+from drover.pipeline.parallel.compiling import CALLS
+from drover.pipeline.parallel.context_parallel import part_of
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.engines.norms import measured
+from drover.pipeline.training.guards import StepLimits
+from drover.pipeline.training.optimizers.schedule import learning_rate
+from drover.pipeline.training.precision import DTYPES
 from tests.model.agreement import operators
 from tests.model.varlen_on_cpu import CALLS as KERNEL_CALLS
 from tests.model.varlen_on_cpu import NAME

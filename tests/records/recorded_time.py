@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.state import ATTEMPTS
-from pipeline.records.hangs import HungRank, hang_folder, write_record
+from drover.pipeline.contract.state import ATTEMPTS
+from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
 
 BEGIN = 1_800_000_000.0
 STEP_S = 10.0

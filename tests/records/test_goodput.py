@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pipeline.records.goodput import CAUSES, first_start, goodput
-from pipeline.records.metrics import read_metrics
+from drover.pipeline.records.goodput import CAUSES, first_start, goodput
+from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import run_stage
 from tests.records.recorded_time import BEGIN, Recorded
 from tests.stages.training import curve, train_and_kill, train_folder

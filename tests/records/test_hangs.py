@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from pipeline.files import append_line
-from pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
-from pipeline.training.watchdog import Watchdog
+from drover.pipeline.files import append_line
+from drover.pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
+from drover.pipeline.training.watchdog import Watchdog
 from tests.waiting import HANG_S, wait_for
 
 REDUCE = ["/x/pipeline/train.py:9 train", "/x/pipeline/training/loop.py:{line} agree",
@@ -84,7 +84,7 @@ def test_a_torn_record_counts_as_none(tmp_path):
 @pytest.mark.slow
 def test_a_rank_waits_before_it_ends_so_that_others_are_recorded_too(tmp_path, monkeypatch):
     """Beyond the first ones there is the record only."""
-    monkeypatch.setattr("pipeline.training.watchdog.TOGETHER_S", 6.0)
+    monkeypatch.setattr("drover.pipeline.training.watchdog.TOGETHER_S", 6.0)
     folder, context = tmp_path / "hangs" / attempt_key(), multiprocessing.get_context("fork")
     early, late, far = (context.Process(target=silent, args=(folder, *which)) for which in ((0, 3), (1, 3), (64, 3)))
     early.start()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.tree import Config
-from pipeline.files import write_json
-from pipeline.parallel.ranks import Ranks, start_ranks, stop_ranks
-from pipeline.records.checkpoints import MARKER
-from pipeline.records.pending_evaluations import PendingEvaluations
-from pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.config.tree import Config
+from drover.pipeline.files import write_json
+from drover.pipeline.parallel.ranks import Ranks, start_ranks, stop_ranks
+from drover.pipeline.records.checkpoints import MARKER
+from drover.pipeline.records.pending_evaluations import PendingEvaluations
+from drover.pipeline.training.checkpoint import Checkpoints
 
 STEPS = [10, 20, 30, 40, 50]
 

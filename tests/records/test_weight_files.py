@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.config.loading import load_config
-from pipeline.errors import UserError
-from pipeline.records.weight_files import input_files, weight_files, weights_folder
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.weight_files import input_files, weight_files, weights_folder
 
 FORMS = {
     "a training checkpoint": (["COMPLETE.json", "index.json", "rank-00000.safetensors"], ["COMPLETE.json"]),

@@ -7,8 +7,8 @@ from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.config.tree import Config
-from pipeline.rehearsal import attention, step
+from drover.pipeline.config.tree import Config
+from drover.pipeline.rehearsal import attention, step
 from tests.model.varlen_on_cpu import NAME
 
 MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}

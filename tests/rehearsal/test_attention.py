@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.attention.backend import Where
-from model.attention.varlen import Varlen
-from pipeline.errors import UserError
-from pipeline.rehearsal.attention import NAME, on_gpus
+from drover.model.attention.backend import Where
+from drover.model.attention.varlen import Varlen
+from drover.pipeline.errors import UserError
+from drover.pipeline.rehearsal.attention import NAME, on_gpus
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 

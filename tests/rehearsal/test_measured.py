@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.rehearsal.apart import rehearse_apart
+from drover.pipeline.rehearsal.apart import rehearse_apart
 from tests.parallel.groups import end_groups, run_case
 from tests.rehearsal.measured import config_of, summary
 

@@ -6,20 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from model.config import ModelConfig
-from pipeline.config.launching import LaunchConfig
-from pipeline.config.loading import load_config
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
-from pipeline.config.tree import Config
-from pipeline.errors import NotRehearsedError
-from pipeline.rehearsal import spending
-from pipeline.rehearsal.fitting import TIGHT
-from pipeline.rehearsal.lost_time import FLOPS, NETWORK_BYTES, NODE_BYTES, lost, recomputed_flops
-from pipeline.rehearsal.report import Rehearsal
-from pipeline.rehearsal.spending import changes, spend
-from pipeline.rehearsal.traffic import Channel, Traffic
-from tools.rehearse import main
+from drover.model.config import ModelConfig
+from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import NotRehearsedError
+from drover.pipeline.rehearsal import spending
+from drover.pipeline.rehearsal.fitting import TIGHT
+from drover.pipeline.rehearsal.lost_time import FLOPS, NETWORK_BYTES, NODE_BYTES, lost, recomputed_flops
+from drover.pipeline.rehearsal.report import Rehearsal
+from drover.pipeline.rehearsal.spending import changes, spend
+from drover.pipeline.rehearsal.traffic import Channel, Traffic
+from drover.tools.rehearse import main
 
 SHAPE = ModelConfig(dim=64, layers=8, heads=4, kv_heads=2, ffn_dim=96, vocab_size=128, context_length=256)
 

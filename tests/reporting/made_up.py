@@ -3,15 +3,15 @@
 import json
 from pathlib import Path
 
-from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.config.loading import save_config
-from pipeline.config.tree import Config
-from pipeline.contract.listing import hashed_now
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import Run, code_hashes
-from pipeline.contract.stages import STAGES
-from pipeline.evaluation.results import DEFINITIONS
-from pipeline.files import write_json
+from drover.pipeline.config.data import FilesSource, ShardConfig
+from drover.pipeline.config.loading import save_config
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.listing import hashed_now
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.run import Run, code_hashes
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.evaluation.results import DEFINITIONS
+from drover.pipeline.files import write_json
 
 EVIL = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)> ``` & | done"
 SOURCES = ("stdlib", "prose")

@@ -2,13 +2,13 @@
 
 import pytest
 
-from pipeline.config.data import FilesSource, ShardConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest
-from pipeline.data.sampling.consumption import planned, train_tokens
-from pipeline.reporting.consumption import consumption_tables
-from pipeline.reporting.facts import Facts
+from drover.pipeline.config.data import FilesSource, ShardConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.data.sampling.consumption import planned, train_tokens
+from drover.pipeline.reporting.consumption import consumption_tables
+from drover.pipeline.reporting.facts import Facts
 
 ENCODED = {"splits": {"train": {"web": {"tokens": 40_001}, "code": {"tokens": 4001}}}}
 PHASES = [{"until": 6400, "mixture": {"web": 1, "code": 0}},

@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.reporting.plots import Series, bar_chart, compact, line_chart, smoothed
+from drover.pipeline.reporting.plots import Series, bar_chart, compact, line_chart, smoothed
 
 CHARTS = {"line": line_chart("one", [Series("x", [1, 2, 3], [3.0, 2.0, 1.0])], "step", "nats per token"),
           "lines": line_chart("two", [Series("a", [1, 2], [5.0, 1.0], faint=True),

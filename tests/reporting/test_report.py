@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.reporting.facts import collect
-from pipeline.reporting.render import compose, html, markdown
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.reporting.facts import collect
+from drover.pipeline.reporting.render import compose, html, markdown
 from tests.reporting.made_up import EVIL, metrics, results, write_run
 
 

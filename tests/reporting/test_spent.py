@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from pipeline.files import write_json
-from pipeline.reporting.facts import collect
-from pipeline.reporting.render import compose, html, markdown
+from drover.pipeline.files import write_json
+from drover.pipeline.reporting.facts import collect
+from drover.pipeline.reporting.render import compose, html, markdown
 from tests.records.recorded_time import Recorded
 from tests.records.test_goodput import launched
 from tests.reporting.made_up import results, write_run

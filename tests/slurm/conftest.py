@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import UserError
+from drover.pipeline.errors import UserError
+from drover.tools.slurm_lab import missing_programs
 from tests.conftest import run_stage
 from tests.slurm.clusters import Cluster, guard
 from tests.slurm.faults import Training, clear, write_settings
 from tests.stages.training import curve
-from tools.slurm_lab import missing_programs
 
 NODES = 5
 """One more than a job of these tests asks for: it goes on without one that it lost."""
@@ -24,7 +24,7 @@ NODES = 5
 def cluster():
     """Five nodes with accounting. The tests of a worker share it and leave it as they found it."""
     if missing_programs():
-        pytest.skip("Slurm is not installed: `python -m tools.slurm_lab install` installs it, as root")
+        pytest.skip("Slurm is not installed: `python -m drover.tools.slurm_lab install` installs it, as root")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: Slurm's sockets live inside
     cluster, watch = Cluster(folder / "lab"), guard(folder / "lab")
     try:

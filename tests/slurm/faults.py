@@ -19,11 +19,11 @@ import psutil
 import pytest
 import yaml
 
-from launch.slurm.nodes import is_lost
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import StageState, read_attempts, read_state
-from pipeline.files import read_json
-from pipeline.records.checkpoints import complete_checkpoints
+from drover.launch.slurm.nodes import is_lost
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.state import StageState, read_attempts, read_state
+from drover.pipeline.files import read_json
+from drover.pipeline.records.checkpoints import complete_checkpoints
 from tests.conftest import REPOSITORY, environment, merged
 from tests.faulty import GO, PLUGIN
 from tests.slurm.clusters import Cluster
@@ -162,11 +162,11 @@ class Training:
 
     def rank(self, number: int) -> int:
         """Process id of a rank of the step that runs."""
-        return self._process("pipeline.train", variable=f"RANK={number}")
+        return self._process("drover.pipeline.train", variable=f"RANK={number}")
 
     def runner(self) -> int:
         """Process id of the runner of the train job."""
-        return self._process("launch.slurm.job.runner")
+        return self._process("drover.launch.slurm.job.runner")
 
     def _process(self, *words: str, variable: str = "") -> int:
         marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}

@@ -7,10 +7,10 @@ import sys
 import pytest
 import yaml
 
-from launch.slurm.chain import read_chain
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.stages import STAGES
-from pipeline.files import sha256_file
+from drover.launch.slurm.chain import read_chain
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.files import sha256_file
 from tests.conftest import REPOSITORY
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.waiting import wait_for

@@ -15,22 +15,22 @@ from typing import Any
 
 import pytest
 
-from launch.slurm.chain import read_chains
-from launch.slurm.submit.snapshot import PARTS
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.stages import STAGES
-from pipeline.contract.state import read_attempts, read_state
-from pipeline.files import read_json, read_lines, sha256_file
-from pipeline.records.metrics import read_metrics
+from drover.launch.slurm.chain import read_chains
+from drover.launch.slurm.submit.snapshot import PARTS
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import read_attempts, read_state
+from drover.pipeline.files import read_json, read_lines, sha256_file
+from drover.pipeline.records.metrics import read_metrics
+from drover.tools.audit import audit
 from tests.conftest import REPOSITORY, merged, run_stage, write_config
 from tests.faulty import GO, PLUGIN
 from tests.slurm.clusters import Cluster
 from tests.waiting import wait_for
-from tools.audit import audit
 
 BLOCK = re.compile(r"<!-- needs a cluster -->\n```bash\n(.*?)```", re.DOTALL)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCK.findall((REPOSITORY / "docs/slurm.md").read_text())
-            for line in block.splitlines() if "tools.slurm_lab" not in line]
+            for line in block.splitlines() if "drover.tools.slurm_lab" not in line]
 """Of the page, but for those that start and stop a lab: tests/tools/test_slurm_lab.py does that."""
 TOKEN, PASSWORD, KEY = (f"{kind}_nobody_may_write_this_down" for kind in ("hf", "password", "key"))
 SETTINGS: dict[str, Any] = {"train": {"precision": "fp64"}, "launch": {"processes": 1}}
@@ -118,7 +118,8 @@ def copy_of_the_repository(folder):
     """A copy without git, different from the original in a line."""
     for part in PARTS:
         if (REPOSITORY / part).is_dir():
-            shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(REPOSITORY / part, folder / part, symlinks=True,
+                            ignore=shutil.ignore_patterns("__pycache__"))
         elif (REPOSITORY / part).is_file():
             shutil.copy(REPOSITORY / part, folder / part)
     for name in STAGES:
@@ -175,7 +176,7 @@ def test_jobs_ran_the_code_of_the_submission(done):
     for stage in STAGES:
         hashes = {name: sha256 for name, sha256 in done.manifest(stage).code.items() if name != "faulty"}  # a plugin
         assert hashes[f"pipeline/{stage}.py"] != sha256_file(REPOSITORY / f"pipeline/{stage}.py")
-        assert {name: sha256_file(snapshot / name) for name in hashes} == hashes
+        assert {name: sha256_file(snapshot / "drover" / name) for name in hashes} == hashes
 
 
 def test_no_file_holds_the_shells_secrets(done):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from launch.slurm.chain import read_chain
-from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_json
-from pipeline.records.pending_evaluations import evaluation_record
+from drover.launch.slurm.chain import read_chain
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.files import read_json
+from drover.pipeline.records.pending_evaluations import evaluation_record
 from tests.faulty import PLUGIN
 from tests.slurm.faults import Training
 

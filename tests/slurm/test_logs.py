@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from launch.slurm.control import logs
-from launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.control import logs
+from drover.launch.slurm.jobspec import JobSpec
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def run_job(cluster, folder, spec, *options):
     (folder / "run/launch").mkdir(parents=True)
     spec.save(folder / "spec.json")
     cluster.run("sbatch", "--wait", f"--output={folder}/log", *options, "--wrap",
-                f"{sys.executable} -m launch.slurm.job.runner {folder}/spec.json", check=False, cwd=REPOSITORY)
+                f"{sys.executable} -m drover.launch.slurm.job.runner {folder}/spec.json", check=False, cwd=REPOSITORY)
     return (folder / "log").read_text()
 
 

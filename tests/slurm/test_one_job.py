@@ -11,8 +11,8 @@ import signal
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_lines
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.files import read_lines
 from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow

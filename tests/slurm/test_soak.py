@@ -8,10 +8,10 @@ from itertools import islice
 
 import pytest
 
-from pipeline.files import read_lines
+from drover.pipeline.files import read_lines
+from drover.tools.chaos import order
+from drover.tools.slurm_lab import missing_programs
 from tests.conftest import REPOSITORY, environment
-from tools.chaos import order
-from tools.slurm_lab import missing_programs
 
 SEED = 41
 """Begins with a killed rank, a damaged checkpoint and a lost node."""
@@ -21,7 +21,8 @@ SEED = 41
 @pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not installed")
 def test_training_comes_through_five_minutes_of_faults(tmp_path):
     variables = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "SBATCH"))}
-    answer = subprocess.run([sys.executable, "-m", "tools.chaos", "--minutes", "5", "--seed", str(SEED), "--keep",
+    answer = subprocess.run([sys.executable, "-m", "drover.tools.chaos", "--minutes", "5", "--seed", str(SEED),
+                             "--keep",
                              "--folder", str(tmp_path)], cwd=REPOSITORY, env=variables, text=True, capture_output=True,
                             stdin=subprocess.DEVNULL, check=False)
     assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-3000:]

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.files import read_json
-from pipeline.training.stop_agreement import LOOK_EVERY_S
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.files import read_json
+from drover.pipeline.training.stop_agreement import LOOK_EVERY_S
 from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow

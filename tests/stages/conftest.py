@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeline.contract.entry import stage_main
-from pipeline.encode import encode
-from pipeline.shard import shard
-from pipeline.tokenizer import make_tokenizer
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.encode import encode
+from drover.pipeline.shard import shard
+from drover.pipeline.tokenizer import make_tokenizer
 from tests.conftest import run_stage, write_config
 from tests.stages.small_run import copy_of, make_small_run
 from tests.stages.training import copy_run, reusing, run_train, run_with_faults

@@ -11,9 +11,11 @@ import resource
 import sys
 from pathlib import Path
 
-IMPORTED = {"convert": ["transformers", "transformers.models.llama.modeling_llama", "pipeline.formats.comparison"],
-            "evaluate": ["pipeline.evaluation.placing", "pipeline.parallel.forward_only", "model.generate",
-                         "pipeline.training.rank_agreement"]}
+IMPORTED = {"convert": ["transformers", "transformers.models.llama.modeling_llama",
+                        "drover.pipeline.formats.comparison"],
+            "evaluate": ["drover.pipeline.evaluation.placing", "drover.pipeline.parallel.forward_only",
+                         "drover.model.generate",
+                         "drover.pipeline.training.rank_agreement"]}
 
 LARGE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """For the environment of a process under such a limit: each tensor lies in a mapping of its own, as glibc gives it
@@ -31,10 +33,10 @@ def limit(megabytes: float) -> None:
 
 def main() -> int:
     stage, megabytes, *options = sys.argv[1:]
-    for name in ("torch", "pipeline.contract.entry", *IMPORTED[stage]):
+    for name in ("torch", "drover.pipeline.contract.entry", *IMPORTED[stage]):
         importlib.import_module(name)
-    from pipeline.contract.entry import stage_main
-    body = getattr(importlib.import_module(f"pipeline.{stage}"), stage)
+    from drover.pipeline.contract.entry import stage_main
+    body = getattr(importlib.import_module(f"drover.pipeline.{stage}"), stage)
     limit(float(megabytes))
     return stage_main(stage, body, options)
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 import yaml
 
-from model.llama import Llama, initialise
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import Manifest
-from pipeline.contract.run import Run, code_hashes
-from pipeline.contract.stages import STAGES
-from pipeline.convert import convert
-from pipeline.encode import encode
-from pipeline.files import output_record, write_json
-from pipeline.formats.weights import MODEL
-from pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress
-from pipeline.shard import shard
-from pipeline.tokenizer import make_tokenizer
+from drover.model.llama import Llama, initialise
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.contract.run import Run, code_hashes
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.convert import convert
+from drover.pipeline.encode import encode
+from drover.pipeline.files import output_record, write_json
+from drover.pipeline.formats.weights import MODEL
+from drover.pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress
+from drover.pipeline.shard import shard
+from drover.pipeline.tokenizer import make_tokenizer
 from tests.formats.cutting import write_checkpoint
 
 TASK = """

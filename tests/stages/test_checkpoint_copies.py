@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.copies.checkpoints import CopiedCheckpoints
-from pipeline.copies.claim import LOCK
-from pipeline.stores.store import Store
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.copies.checkpoints import CopiedCheckpoints
+from drover.pipeline.copies.claim import LOCK
+from drover.pipeline.stores.store import Store
 from tests.stages.training import (
     assert_equal_to_the_bit,
     events,

@@ -7,20 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.llama import Llama
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.convert import convert
-from pipeline.copies.__main__ import main
-from pipeline.copies.checkpoints import COPY
-from pipeline.copies.export import copy_export
-from pipeline.errors import UserError
-from pipeline.files import read_json, sha256_file
-from pipeline.formats.sharded_tensors import CheckpointReader
-from pipeline.formats.weights import MODEL, HuggingFaceWeights
-from pipeline.stores.store import Store, preflight
+from drover.model.llama import Llama
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.convert import convert
+from drover.pipeline.copies.__main__ import main
+from drover.pipeline.copies.checkpoints import COPY
+from drover.pipeline.copies.export import copy_export
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json, sha256_file
+from drover.pipeline.formats.sharded_tensors import CheckpointReader
+from drover.pipeline.formats.weights import MODEL, HuggingFaceWeights
+from drover.pipeline.stores.store import Store, preflight
 from tests.conftest import run_stage
 from tests.stages.small_run import fake_training
 from tests.stages.test_damaged_inputs import flipped
@@ -114,7 +114,7 @@ def swapped(original):
 
 def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys):
     """A layout mistake must be found by the stage itself, also where transformers does not load the model."""
-    import pipeline.formats.huggingface as huggingface
+    import drover.pipeline.formats.huggingface as huggingface
     config = spread()
     monkeypatch.setattr(huggingface, "huggingface_files", swapped(huggingface.huggingface_files))
     assert run_convert(config, "convert.check_memory_gb=1e-6") == 2

@@ -6,19 +6,19 @@ import shutil
 import pytest
 import yaml
 
-from pipeline.config.loading import load_config
-from pipeline.contract.manifest import read_manifest
-from pipeline.copies.claim import LOCK
-from pipeline.data.shard_table import ShardTable
-from pipeline.data.stored.opening import used
-from pipeline.files import read_lines
-from pipeline.records.metrics import read_metrics
-from pipeline.stores.store import Store
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.copies.claim import LOCK
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.stored.opening import used
+from drover.pipeline.files import read_lines
+from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.stores.store import Store
+from drover.tools.copy_tokens import main as copy_tokens
 from tests.conftest import run_stage
 from tests.object_store import SECRET
 from tests.stages.test_damaged_inputs import flipped
 from tests.stages.training import copy_run, events, proven, reusing, run_train, run_with_faults, train_folder
-from tools.copy_tokens import main as copy_tokens
 
 PHASES = [{"until": 6144, "sequence_length": 32, "mixture": {"code": 1, "more": 0}},
           {"until": 18432, "sequence_length": 128, "batch_tokens": 2048, "lr": 0.005}]
@@ -78,7 +78,8 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     settings = [*settings, f"train.tokens_from=file://{short_documents.parent}/store", f"train.cache.read={read}",
                 f"train.cache.folder={tmp_path}/cache", "train.checkpoint.background=false",
                 f"train.checkpoint.copy_to={url}"]
-    run_with_faults(fresh, f"{faults};kill:rank=1,step=11", *settings, ranks=2, expect=1)
+    late = ";slow:rank=1,step=10,seconds=10" * lost  # so that the copy of step 8 is there
+    run_with_faults(fresh, f"{faults}{late};kill:rank=1,step=11", *settings, ranks=2, expect=1)
     if lost:  # what happened after the last copy happens again
         shutil.rmtree(run / "train")
         Store(url).delete([LOCK])  # as if long ago: so long the next one waits for whoever held it

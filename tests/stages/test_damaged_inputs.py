@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import pipeline.contract.input_check
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import read_state
-from pipeline.convert import convert
-from pipeline.copies.checkpoints import CopiedCheckpoints
-from pipeline.encode import encode
-from pipeline.evaluate import evaluate
-from pipeline.files import read_json, sha256_file
-from pipeline.shard import shard
-from pipeline.stores.store import Store
-from pipeline.tokenizer import make_tokenizer
-from pipeline.train import train
-from pipeline.training.data.token_check import COMPARED
+import drover.pipeline.contract.input_check
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.state import read_state
+from drover.pipeline.convert import convert
+from drover.pipeline.copies.checkpoints import CopiedCheckpoints
+from drover.pipeline.encode import encode
+from drover.pipeline.evaluate import evaluate
+from drover.pipeline.files import read_json, sha256_file
+from drover.pipeline.shard import shard
+from drover.pipeline.stores.store import Store
+from drover.pipeline.tokenizer import make_tokenizer
+from drover.pipeline.train import train
+from drover.pipeline.training.data.token_check import COMPARED
 from tests.stages.small_run import TASK
 from tests.stages.training import copy_run, curve, run_train
 from tests.waiting import wait_for
@@ -153,12 +153,12 @@ def manifest(config, name="mini"):
 
 def hold_back(patch, ready):
     """Let the hashing of token shards begin when `ready()`, which is soon: the checkpoint after next waits for it."""
-    hashed = pipeline.contract.input_check._hash
+    hashed = drover.pipeline.contract.input_check._hash
 
     def late(path, *rest):
         wait_for(ready)
         return hashed(path, *rest)
-    patch.setattr(pipeline.contract.input_check, "_hash", late)
+    patch.setattr(drover.pipeline.contract.input_check, "_hash", late)
 
 
 def weights(manifest):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.manifest import read_manifest
 from tests.stages.training import (
     curve,
     difference,

@@ -5,25 +5,25 @@ import pyarrow.ipc
 import pytest
 from tokenizers import models
 
-import pipeline.encode as encode_stage
-from pipeline.config.data import EncodeConfig
-from pipeline.contract.manifest import read_manifest
-from pipeline.data.shard_table import open_shards
-from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.data.token_shards import TokenShard
-from pipeline.encode import chosen_dtype, counted, prove, reconcile
-from pipeline.errors import UserError
-from pipeline.files import read_json
-from pipeline.tokenization import fast, gate
-from pipeline.tokenization.base import joined, reads_back
-from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
-from pipeline.tokenization.fast import EncoderError, FastEncoder
-from pipeline.tokenization.kinds import load_tokenizer
-from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+import drover.pipeline.encode as encode_stage
+from drover.pipeline.config.data import EncodeConfig
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.data.shard_table import open_shards
+from drover.pipeline.data.text_shards import read_shard, shard_records
+from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
+from drover.pipeline.tokenization import fast, gate
+from drover.pipeline.tokenization.base import joined, reads_back
+from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
+from drover.pipeline.tokenization.kinds import load_tokenizer
+from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+from drover.tools.verify.__main__ import verify
+from drover.tools.verify.shards import token_problems
 from tests.conftest import run_stage
 from tests.stages.training import copy_run
-from tools.verify.__main__ import verify
-from tools.verify.shards import token_problems
 
 
 def run_folder(config):

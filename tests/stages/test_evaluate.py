@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from launch.plan import Options, plan
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import INTERRUPTED, stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.data.shard_table import open_shards
-from pipeline.data.text_shards import read_shard, shard_records
-from pipeline.evaluate import evaluate
-from pipeline.files import read_json
-from pipeline.report import report
+from drover.launch.plan import Options, plan
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import INTERRUPTED, stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.data.shard_table import open_shards
+from drover.pipeline.data.text_shards import read_shard, shard_records
+from drover.pipeline.evaluate import evaluate
+from drover.pipeline.files import read_json
+from drover.pipeline.report import report
 from tests.conftest import start_stage
 from tests.stages.small_run import TASK, told_of
 from tests.waiting import HANG_S
@@ -202,7 +202,7 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
                                                                                          monkeypatch):
     """What is renewed in silence is the list of tasks; what a finished one was made of is not. And were results of
     other code kept, the manifest would name code that did not make them."""
-    from pipeline.evaluation.running import TaskRunner
+    from drover.pipeline.evaluation.running import TaskRunner
     original = TaskRunner.measure
 
     def measure(self, task_file):
@@ -218,7 +218,7 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
     told = capsys.readouterr().out
     assert [told_of(told, part) for part in parts] == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.evaluation.kept.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
+        patch.setattr("drover.pipeline.evaluation.kept.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
         assert tasks("two", "one") == 0
     told = capsys.readouterr().out
     assert {told_of(told, part) for part in parts} == {"measured"}

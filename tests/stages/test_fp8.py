@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.training.monitor import fp8_curves
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.training.monitor import fp8_curves
+from drover.tools.parity import report
 from tests.stages.training import curve, events, lines, proven, run_train, run_with_faults, train_folder
-from tools.parity import report
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")

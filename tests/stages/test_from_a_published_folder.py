@@ -11,11 +11,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.stages import STAGES
-from pipeline.data.shard_table import open_shards
-from pipeline.files import read_json
-from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.data.shard_table import open_shards
+from drover.pipeline.files import read_json
+from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
 from tests.tokenization.test_ready_folders import TEMPLATE
@@ -99,7 +99,7 @@ def own_loss(folder, config, shard, samples):
 
 
 def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
-    from tools.where.__main__ import main as where
+    from drover.tools.where.__main__ import main as where
     config, told = further
     folder, said = config.parent / "runs/mini", told["train"].stdout
     assert "rope_scaling" not in said, "what the folder says is kept where nothing else is asked for"

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import read_attempts
-from pipeline.records.hangs import hang_folder, judge_hang, read_hang
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.state import read_attempts
+from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 from tests.conftest import REPOSITORY, environment
 from tests.faulty import HOOKS
 from tests.stages.training import curve, difference, events, lines, proven, run_train, run_with_faults, train_folder

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from pipeline.config.loading import load_config
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.files import read_json
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.files import read_json
 from tests.conftest import REPOSITORY, environment, run_stage, write_config
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
@@ -62,7 +62,7 @@ def exported(run):
 WHOLE = """
 import sys, torch, transformers.models.llama.modeling_llama
 from pathlib import Path
-from pipeline.formats.block_by_block import transformers_pass
+from drover.pipeline.formats.block_by_block import transformers_pass
 from tests.stages.limited import limit
 limit(float(sys.argv[2]))
 logits, absent = transformers_pass(Path(sys.argv[1]), torch.zeros(1, 8, dtype=torch.int64), sys.argv[3] == "whole",

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.copies.checkpoints import CopiedCheckpoints
-from pipeline.copies.claim import LOCK
-from pipeline.files import read_lines
-from pipeline.stores.store import Store
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.copies.checkpoints import CopiedCheckpoints
+from drover.pipeline.copies.claim import LOCK
+from drover.pipeline.files import read_lines
+from drover.pipeline.stores.store import Store
 from tests.conftest import run_stage, write_config
 from tests.object_store import SECRET
 from tests.stages.training import assert_equal_to_the_bit, kill, lines, proven, run_with_faults, start, train_folder

@@ -4,11 +4,13 @@ what came of it; and what of a plan may change."""
 import pytest
 import yaml
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import run_in
-from pipeline.reporting.consumption import consumption_tables
-from pipeline.reporting.course import training_section
-from pipeline.reporting.facts import Facts
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.reporting.consumption import consumption_tables
+from drover.pipeline.reporting.course import training_section
+from drover.pipeline.reporting.facts import Facts
+from drover.tools.audit import audit
+from drover.tools.verify import __main__ as verify
 from tests.stages.training import (
     THREE_PHASES,
     curve,
@@ -23,8 +25,6 @@ from tests.stages.training import (
     train_folder,
     with_phases,
 )
-from tools.audit import audit
-from tools.verify import __main__ as verify
 
 TRAIN = {"steps": None, "precision": "fp64", "phases": THREE_PHASES, "sample_every": 6}
 

@@ -6,11 +6,11 @@ import shlex
 
 import pytest
 
-from pipeline.records.metrics import read_metrics
-from pipeline.training.sinks.base import curves
+from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.training.sinks.base import curves
+from drover.tools.rehearse import main as rehearse
+from drover.tools.verify.__main__ import main as verify
 from tests.stages.training import curve, events, run_train, run_with_faults, train_folder
-from tools.rehearse import main as rehearse
-from tools.verify.__main__ import main as verify
 
 
 def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh):
@@ -44,7 +44,7 @@ def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_
     for told in ("The memory of rank 0's device did not suffice in step 1 (DROVER_FAULTS asks for it)", "of weights, ",
                  "of optimizer's states; the rest", "The largest by module: ", "--ranks 1 --memory <GB of a GPU>"):
         assert told in first.stderr
-    _, _, command = first.stderr.partition("python -m tools.rehearse ")
+    _, _, command = first.stderr.partition("python -m drover.tools.rehearse ")
     assert rehearse(shlex.split(command.splitlines()[0].replace("<GB of a GPU>", "80"))) == 0
     later = run_with_faults(fresh, "memory:rank=0,step=3", "train.steps=4", expect=1)
     assert "did not suffice in step 3" in later.stderr and "OutOfMemoryError" in later.stderr

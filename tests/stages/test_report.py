@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeline.config.loading import save_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.files import write_json
-from pipeline.report import report
+from drover.pipeline.config.loading import save_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.files import write_json
+from drover.pipeline.report import report
 from tests.reporting.made_up import results, write_run
 
 

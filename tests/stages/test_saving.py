@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pipeline.records.checkpoints import read_marker
+from drover.pipeline.records.checkpoints import read_marker
 from tests.cut_off import cut_off_stage
 from tests.stages.training import (
     assert_equal_to_the_bit,

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.run import Run
-from pipeline.data.planning import components, layout
-from pipeline.data.text_shards import read_documents, read_shard, shard_records
-from pipeline.shard import shard
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.data.planning import components, layout
+from drover.pipeline.data.text_shards import read_documents, read_shard, shard_records
+from drover.pipeline.shard import shard
 from tests.conftest import REPOSITORY, run_stage
 from tests.cut_off import cut_off_stage
 from tests.data.planning.test_near_duplicates import planted

@@ -3,10 +3,10 @@
 
 import pytest
 
-from pipeline.config.loading import load_config
-from pipeline.config.section import identity
-from pipeline.config.training import TrainConfig
-from pipeline.errors import UserError
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.section import identity
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.errors import UserError
 from tests.stages.training import curve, events, run_train, train_folder
 from tests.training.sinks.reading import (
     board_points,
@@ -15,7 +15,7 @@ from tests.training.sinks.reading import (
 
 OWN = '''
 from pathlib import Path
-from pipeline.training.sinks.base import SinkSettings
+from drover.pipeline.training.sinks.base import SinkSettings
 
 class Broken(SinkSettings):
     """Fails at a step."""
@@ -70,7 +70,7 @@ def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tm
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])
 def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh, monkeypatch, capsys, kind):
-    from launch.submit import main
+    from drover.launch.submit import main
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     assert main(["--stage", "train", "--config", str(fresh), "--cluster", "local", f"train.log_to=[{kind}]"]) == 2
     error = capsys.readouterr().err

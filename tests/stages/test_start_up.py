@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.signed import SECRET, MessageError
-from pipeline.contract.telling import Channel, Ended, asked
-from pipeline.data.shard_table import ShardTable
-from pipeline.errors import UserError
-from pipeline.training.data.opening import refuse_cut_shards
-from pipeline.training.rank_agreement import Member, RankAgreement, with_code
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.signed import SECRET, MessageError
+from drover.pipeline.contract.telling import Channel, Ended, asked
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.errors import UserError
+from drover.pipeline.training.data.opening import refuse_cut_shards
+from drover.pipeline.training.rank_agreement import Member, RankAgreement, with_code
 from tests.stages.training import run_train
 
 WATCHING = '''

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
-import pipeline.tokenizer as stage
-from pipeline.contract.manifest import read_manifest
-from pipeline.data.text_shards import shard_records
-from pipeline.files import read_json
-from pipeline.tokenization import fast
-from pipeline.tokenization.kinds import load_tokenizer
+import drover.pipeline.tokenizer as stage
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.data.text_shards import shard_records
+from drover.pipeline.files import read_json
+from drover.pipeline.tokenization import fast
+from drover.pipeline.tokenization.kinds import load_tokenizer
 from tests.conftest import run_stage, write_config
 from tests.stages.conftest import halves
 from tests.stages.test_shard import files_source

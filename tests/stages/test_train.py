@@ -10,11 +10,11 @@ import subprocess
 
 import pytest
 
-from launch.submit import main as submit
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.state import PROGRESS, Progress, read_state
-from pipeline.files import read_json
-from pipeline.records.checkpoints import complete_checkpoints
+from drover.launch.submit import main as submit
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.state import PROGRESS, Progress, read_state
+from drover.pipeline.files import read_json
+from drover.pipeline.records.checkpoints import complete_checkpoints
 from tests.conftest import REPOSITORY, environment, stage_command
 from tests.stages.training import (
     curve,

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import yaml
 
-from pipeline.files import read_lines
-from pipeline.formats.sharded_tensors import CheckpointReader
-from pipeline.records.metrics import read_metrics
+from drover.pipeline.files import read_lines
+from drover.pipeline.formats.sharded_tensors import CheckpointReader
+from drover.pipeline.records.metrics import read_metrics
+from drover.tools.audit import audit
 from tests.conftest import merged, run_stage, start_stage
 from tests.faulty import HOOKS
 from tests.waiting import HANG_S, wait_for
-from tools.audit import audit
 
 THREE_PHASES = [{"until": "4k", "sequence_length": 32, "mixture": {"code": 3, "more": 1}},
                 {"until": 12288, "batch_tokens": 2048},

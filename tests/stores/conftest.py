@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from pipeline.stores import store as stores
-from pipeline.stores.store import Store
+from drover.pipeline.stores import store as stores
+from drover.pipeline.stores.store import Store
 from tests.conftest import slow
 
 BIG = 2 * stores.BLOCK_BYTES + 12_345

@@ -11,15 +11,15 @@ from contextlib import suppress
 import pytest
 import zstandard
 
-from pipeline.config.tree import Config
-from pipeline.contract.content_hash import OF_BLOCKS
-from pipeline.contract.manifest import read_manifest
-from pipeline.data import sources, streams
-from pipeline.data.reading import unit_documents
-from pipeline.errors import UserError
-from pipeline.stores import store as stores
-from pipeline.stores.object_files import content_number, find, matches
-from pipeline.stores.store import Store
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.content_hash import OF_BLOCKS
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.data import sources, streams
+from drover.pipeline.data.reading import unit_documents
+from drover.pipeline.errors import UserError
+from drover.pipeline.stores import store as stores
+from drover.pipeline.stores.object_files import content_number, find, matches
+from drover.pipeline.stores.store import Store
 from tests.conftest import slow
 from tests.data.source_files import batch, lines, write_batches
 from tests.refusal import refused
@@ -87,10 +87,10 @@ def small(monkeypatch):
     monkeypatch.setattr(sources, "LEAST_PART", 100_000)
     monkeypatch.setattr(stores, "BLOCK_BYTES", 60_000)
     monkeypatch.setattr(stores, "LITTLE_BYTES", 20_000)
-    monkeypatch.setattr("pipeline.stores.object_files.BEGINNING_BYTES", 15_000)
+    monkeypatch.setattr("drover.pipeline.stores.object_files.BEGINNING_BYTES", 15_000)
     monkeypatch.setattr(streams, "BLOCK_BYTES", 8192)
-    monkeypatch.setattr("pipeline.contract.external_inputs.BLOCK_BYTES", 8192)
-    monkeypatch.setattr("pipeline.contract.content_hash.BLOCK_BYTES", 8192)
+    monkeypatch.setattr("drover.pipeline.contract.external_inputs.BLOCK_BYTES", 8192)
+    monkeypatch.setattr("drover.pipeline.contract.content_hash.BLOCK_BYTES", 8192)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 8192)
 
 
@@ -148,7 +148,7 @@ def units_of(bucket, files, name, **settings):
     "text/a.txt", "frames/a.jsonl.zst", "columns/b.arrow", "tables/a.csv", "values/a.json")])
 def test_what_a_store_does_not_give_is_an_error_and_never_a_loss(files, moto_server, small, name, monkeypatch):
     """Whichever request it is that fails, of the first few: all documents, or an error that names the object."""
-    monkeypatch.setattr("pipeline.stores.clouds.RETRIES", 1)
+    monkeypatch.setattr("drover.pipeline.stores.clouds.RETRIES", 1)
     units = units_of(moto_server, files, name, **({"separator": "\n\n"} if name == "text/a.txt" else {}))
     everything, refused = [list(unit_documents(unit)) for unit in units], Counter()
     assert sum(map(len, everything)) >= 300
@@ -183,7 +183,7 @@ def test_an_object_that_changes_under_way_is_refused_by_name(files, moto_server,
 
 
 def refused_by_submit(config, capsys):
-    from launch.submit import main as submit
+    from drover.launch.submit import main as submit
     assert submit(["--stage", "shard", "--config", str(config), "--cluster", "local"]) == 2
     assert not (folder_of(config) / "units").exists()
     return capsys.readouterr().err

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.stores.store import Changed, Exists, Missing, Store, is_url, preflight
+from drover.pipeline.errors import UserError
+from drover.pipeline.stores.store import Changed, Exists, Missing, Store, is_url, preflight
 from tests.refusal import refused
 
 

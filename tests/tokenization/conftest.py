@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.data import TokenizerConfig
-from pipeline.errors import UserError
-from pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
-from pipeline.tokenization.gate import ODD
-from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
-from pipeline.tokenization.simple import ByteTokenizer, CharTokenizer, write_characters
-from pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN, TiktokenTokenizer
-from pipeline.tokenization.training import chunked, train_sentencepiece
+from drover.pipeline.config.data import TokenizerConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
+from drover.pipeline.tokenization.gate import ODD
+from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from drover.pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
+from drover.pipeline.tokenization.simple import ByteTokenizer, CharTokenizer, write_characters
+from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN, TiktokenTokenizer
+from drover.pipeline.tokenization.training import chunked, train_sentencepiece
 from tests.refusal import refused
 
 KINDS = ("bpe", "unigram", "tiktoken", "huggingface", "byte", "char")

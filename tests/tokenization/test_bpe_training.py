@@ -5,13 +5,13 @@ import hashlib
 
 import pytest
 
-from pipeline.config.data import TokenizerConfig
-from pipeline.errors import UserError
-from pipeline.tokenization import bpe_training
-from pipeline.tokenization.base import SPECIAL_TOKENS
-from pipeline.tokenization.bpe_training import PairCounts, train_bpe
-from pipeline.tokenization.kinds import open_tokenizer
-from pipeline.tokenization.training import chunked
+from drover.pipeline.config.data import TokenizerConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization import bpe_training
+from drover.pipeline.tokenization.base import SPECIAL_TOKENS
+from drover.pipeline.tokenization.bpe_training import PairCounts, train_bpe
+from drover.pipeline.tokenization.kinds import open_tokenizer
+from drover.pipeline.tokenization.training import chunked
 from tests.conftest import run_python
 from tests.refusal import refused
 from tests.tokenization.conftest import largest_that_fits
@@ -49,8 +49,8 @@ def test_each_token_is_made_of_two_earlier_ones_and_the_first_is_the_most_freque
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_file_does_not_depend_on_threads_or_hash_seeds(trained, chunks, tmp_path, threads):
     (tmp_path / "chunks").write_bytes(repr(chunks).encode())
-    code = ("import ast, sys; from pathlib import Path; from pipeline.config.data import TokenizerConfig; "
-            "from pipeline.tokenization.bpe_training import train_bpe; "
+    code = ("import ast, sys; from pathlib import Path; from drover.pipeline.config.data import TokenizerConfig; "
+            "from drover.pipeline.tokenization.bpe_training import train_bpe; "
             "train_bpe(ast.literal_eval(Path(sys.argv[1]).read_text()), TokenizerConfig(kind='bpe', vocab_size=1152), "
             "Path(sys.argv[2]))")
     path = tmp_path / "again.model"

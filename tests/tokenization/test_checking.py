@@ -2,12 +2,12 @@
 
 import pytest
 
-from pipeline.data.documents import Document
-from pipeline.errors import UserError
-from pipeline.tokenization.checking import Check, bitmap, from_bitmap, refuse_failures, summed
-from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from pipeline.tokenization.reporting import described
+from drover.pipeline.data.documents import Document
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization.checking import Check, bitmap, from_bitmap, refuse_failures, summed
+from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from drover.pipeline.tokenization.reporting import described
 from tests.refusal import refused
 
 
@@ -75,7 +75,7 @@ def test_a_ready_sentencepiece_model_may_put_a_space_first(tmp_path, texts, expo
     """Llama 2's models do so; their own decoding takes it away again. It is counted."""
     from sentencepiece import SentencePieceTrainer
 
-    from pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
+    from drover.pipeline.tokenization.sentencepiece_tokenizer import SentencePieceTokenizer
     path = tmp_path / "ready.model"
     with open(path, "wb") as file, open(tmp_path / "log", "w") as log:
         SentencePieceTrainer.train(sentence_iterator=iter(texts[0].splitlines()), model_writer=file, vocab_size=400,

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from pipeline.tokenization.choosing import COVER, MOST_LOOKED_AT, heldout_beginnings, looked_at, training_shards
+from drover.pipeline.tokenization.choosing import COVER, MOST_LOOKED_AT, heldout_beginnings, looked_at, training_shards
 
 MB = 1_000_000
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeline.tokenization import fast
-from pipeline.tokenization.export import copy_hugging_face, write_hugging_face
-from pipeline.tokenization.fast import EncoderError, FastEncoder
-from pipeline.tokenization.gate import compared, fuzz, odd_strings
-from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from pipeline.tokenization.kinds import FILES
-from pipeline.tokenization.tiktoken_tokenizer import MAX_PART
+from drover.pipeline.tokenization import fast
+from drover.pipeline.tokenization.export import copy_hugging_face, write_hugging_face
+from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
+from drover.pipeline.tokenization.gate import compared, fuzz, odd_strings
+from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from drover.pipeline.tokenization.kinds import FILES
+from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
 
 pytest.importorskip("fastokens")

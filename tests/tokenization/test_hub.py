@@ -4,8 +4,8 @@
 import huggingface_hub
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.tokenization.hub import fetched, names_the_hub
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization.hub import fetched, names_the_hub
 from tests.refusal import refused
 
 FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
-from pipeline.tokenization.kinds import (
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
+from drover.pipeline.tokenization.kinds import (
     FILES,
     input_files,
     load_tokenizer,

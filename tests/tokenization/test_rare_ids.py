@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from pipeline.contract.manifest import read_manifest
-from pipeline.data.token_shards import TokenShard
-from pipeline.files import read_json
-from pipeline.reporting.corpus import _tokens
-from pipeline.tokenization.kinds import load_tokenizer
-from pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.files import read_json
+from drover.pipeline.reporting.corpus import _tokens
+from drover.pipeline.tokenization.kinds import load_tokenizer
+from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
 
 class Vocabulary:

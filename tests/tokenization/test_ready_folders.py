@@ -6,10 +6,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from pipeline.data.documents import Document
-from pipeline.tokenization.checking import Check
-from pipeline.tokenization.kinds import load_tokenizer, ready_file
-from pipeline.tokenizer import make
+from drover.pipeline.data.documents import Document
+from drover.pipeline.tokenization.checking import Check
+from drover.pipeline.tokenization.kinds import load_tokenizer, ready_file
+from drover.pipeline.tokenizer import make
 from tests.tokenization.conftest import ODD_TEXTS
 
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -70,7 +70,7 @@ def test_what_trains_has_the_same_ids_and_takes_names_in_a_text_for_text(made):
 
 
 def test_a_folder_stands_for_the_file_of_its_kind(source, files):
-    from pipeline.config.data import TokenizerConfig
+    from drover.pipeline.config.data import TokenizerConfig
     assert ready_file(TokenizerConfig(kind="huggingface", path=str(source))) == source / "tokenizer.json"
     assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"].parent))) == files["tiktoken"]
     assert ready_file(TokenizerConfig(kind="tiktoken", path=str(files["tiktoken"]))) == files["tiktoken"]

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, WORD_MARK, reads_back
-from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.tiktoken_tokenizer import MAX_PART, MAX_RUN
+from drover.pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS, WORD_MARK, reads_back
+from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART, MAX_RUN
 from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.data import TokenizerConfig
-from pipeline.errors import UserError
-from pipeline.tokenization import training
-from pipeline.tokenization.training import Sample, chunked, refuse_skipped, sampled, train_sentencepiece
+from drover.pipeline.config.data import TokenizerConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization import training
+from drover.pipeline.tokenization.training import Sample, chunked, refuse_skipped, sampled, train_sentencepiece
 from tests.refusal import refused
 from tests.tokenization.conftest import largest_that_fits
 

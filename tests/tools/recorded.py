@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.loading import load_config, save_config
-from pipeline.config.phases import PhasePlan
-from pipeline.contract.run import Run
-from pipeline.contract.stage_work import Work
-from pipeline.data.sampling.packing import Alone, make
-from pipeline.files import write_sealed
-from pipeline.records.checkpoints import FORMAT, MARKER
-from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
-from pipeline.training.data.opening import open_training_data, read_shard_table
+from drover.pipeline.config.loading import load_config, save_config
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.sampling.packing import Alone, make
+from drover.pipeline.files import write_sealed
+from drover.pipeline.records.checkpoints import FORMAT, MARKER
+from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from drover.pipeline.training.data.opening import open_training_data, read_shard_table
 from tests.data.source_files import write_jsonl
 
 STEPS, EVERY = 30, 5

@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 
-from pipeline.contract.manifest import Manifest, read_manifest
-from pipeline.data.exclusion import Excluded
-from pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
-from pipeline.training.data.token_check import DAMAGED
+from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from drover.pipeline.training.data.token_check import DAMAGED
+from drover.tools.audit import _tolerance, audit, main
 from tests.refusal import printed
 from tests.tools.recorded import Recorded
-from tools.audit import _tolerance, audit, main
 
 
 @pytest.fixture

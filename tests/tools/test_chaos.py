@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.files import append_line
-from tools import chaos as soak
-from tools.chaos import FAULTS, Missed, SoakRun, order
-from tools.slurm_lab import Lab
+from drover.pipeline.files import append_line
+from drover.tools import chaos as soak
+from drover.tools.chaos import FAULTS, Missed, SoakRun, order
+from drover.tools.slurm_lab import Lab
 
 SEED = 41
 
@@ -17,7 +17,7 @@ SEED = 41
 def test_a_soak_needs_a_lab_that_is_up_and_a_folder_without_another(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(soak.signal, "signal", lambda *handler: None)
     arguments = ["--lab", str(tmp_path / "nothing"), "--folder", str(tmp_path / "soak")]
-    assert soak.main(arguments) == 2 and "tools.slurm_lab up 4" in capsys.readouterr().err
+    assert soak.main(arguments) == 2 and "drover.tools.slurm_lab up 4" in capsys.readouterr().err
     (tmp_path / "soak/chaos.jsonl").write_text("{}\n")
     assert soak.main(arguments) == 2 and "holds a soak already" in capsys.readouterr().err
 

@@ -6,16 +6,16 @@ import shutil
 
 import pytest
 
-from model.generate import generate
-from pipeline.errors import UserError
-from pipeline.evaluation.prompts import ChatTemplate
-from pipeline.tokenization.base import BOS
-from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.model.generate import generate
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.prompts import ChatTemplate
+from drover.pipeline.tokenization.base import BOS
+from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.tools import chat
+from drover.tools.chat import main
 from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
-from tools import chat
-from tools.chat import main
 
 TOKENIZER = ByteTokenizer()
 CHAT = ("--chat", "--temperature", "0", "--max-tokens", "12")
@@ -105,7 +105,7 @@ def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys):
 
 
 def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, monkeypatch):
-    from model.generation.writer import stream
+    from drover.model.generation.writer import stream
     replies = iter([4, None])
 
     def interrupted(*arguments):
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, m
             if number == last:
                 raise KeyboardInterrupt
             yield piece
-    monkeypatch.setattr("model.generation.writer.stream", interrupted)
+    monkeypatch.setattr("drover.model.generation.writer.stream", interrupted)
     typed("one", "two")
     assert main(["--model", str(places["run"]), *SESSION]) == 0
     first, second = capsys.readouterr().out.split("\ntwo")

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from pipeline.evaluation.running import TaskRunner
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.tools.compare import main
 from tests.evaluation.test_contamination import corpus, text_of
 from tests.evaluation.test_task_packs import FILES, RIGHT, bits
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
-from tools.compare import main
 
 TOKENIZER = ByteTokenizer()
 TEXTS = ["Ein Text, größer als der andere.", " ".join(text_of("long", 60)), "x"]

@@ -10,14 +10,14 @@ import datasets
 import numpy as np
 import pytest
 
-from pipeline.contract.run import run_in
-from pipeline.data.shard_table import open_shards
-from pipeline.files import sha256_file
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.data.shard_table import open_shards
+from drover.pipeline.files import sha256_file
+from drover.tools.export_tokens.__main__ import main
+from drover.tools.export_tokens.exporting import MANIFEST
 from tests.conftest import run_python, slow
 from tests.formats.test_sharded_tensors import files_of
 from tests.tools.traced import make_traced
-from tools.export_tokens.__main__ import main
-from tools.export_tokens.exporting import MANIFEST
 
 TYPES = {4: "<i4", 8: "<u2"}
 
@@ -93,8 +93,8 @@ def test_datasets_reads_every_document_in_order(run, tmp_path, arguments, source
 
 KILLED = """
 import os, signal, sys
-from tools.export_tokens import huggingface, megatron
-from tools.export_tokens.__main__ import main
+from drover.tools.export_tokens import huggingface, megatron
+from drover.tools.export_tokens.__main__ import main
 for module in (megatron, huggingface):
     def write(job, inner=module.write_part):
         if job[1].number == 4:

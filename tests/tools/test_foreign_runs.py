@@ -5,23 +5,23 @@ import sys
 import pytest
 import yaml
 
-from launch import status, submit
-from pipeline.config.loading import load_config
-from pipeline.contract.entry import stage_main
-from pipeline.contract.run import run_in
-from pipeline.encode import encode
-from pipeline.errors import UserError
-from pipeline.files import sealed_text
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.launch import status, submit
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.encode import encode
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sealed_text
+from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.tools import audit, chat, compare, copy_tokens, lm_eval, serve, weights
+from drover.tools.export_tokens import __main__ as export_tokens
+from drover.tools.verify import __main__ as verify
+from drover.tools.where import __main__ as where
 from tests.conftest import merged
 from tests.evaluation.test_task_packs import FILES
 from tests.refusal import refused
 from tests.tiny_models import for_tokenizer, write_run
 from tests.tools.recorded import Recorded
-from tools import audit, chat, compare, copy_tokens, lm_eval, serve, weights
-from tools.export_tokens import __main__ as export_tokens
-from tools.verify import __main__ as verify
-from tools.where import __main__ as where
 
 FOREIGN = "names plugins that were not imported: {}. "
 TOOLS = {

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.files import append_line
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import append_line
+from drover.tools.parity import main, report, windows
 from tests.refusal import refused
-from tools.parity import main, report, windows
 
 
 def records(worse=lambda step: 1.0, first=0, **fields):

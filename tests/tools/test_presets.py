@@ -2,9 +2,9 @@
 
 import pytest
 
-from model.presets import PRESETS
+from drover.model.presets import PRESETS
+from drover.tools.presets import main
 from tests.refusal import printed
-from tools.presets import main
 
 
 def test_the_table_has_every_preset_with_its_numbers(capsys):

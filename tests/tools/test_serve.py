@@ -13,17 +13,17 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
-from pipeline.evaluation.open_model import open_model
-from pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
-from pipeline.files import append_line
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.pipeline.evaluation.open_model import open_model
+from drover.pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
+from drover.pipeline.files import append_line
+from drover.pipeline.tokenization.simple import ByteTokenizer
+from drover.tools import serve
+from drover.tools.serving.asked import Reader
+from drover.tools.serving.worker import Worker
 from tests.refusal import printed
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_chat import TEMPLATE, continued, greedy, spelled
 from tests.waiting import wait_for
-from tools import serve
-from tools.serving.asked import Reader
-from tools.serving.worker import Worker
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")),
@@ -48,7 +48,7 @@ def served(path, key=None):
     """A running server's port."""
     import uvicorn
 
-    from tools.serving.app import Server
+    from drover.tools.serving.app import Server
     opened = open_model(path, torch.device("cpu"), torch.float32)
     worker = Worker(opened.model, readable_bytes(opened), batch=BATCH, queue=QUEUE)
     reader = Reader(opened, path.name, ending_ids(opened), chat_template(opened))
@@ -306,7 +306,7 @@ def test_a_full_queue_refuses_and_clients_that_go_away_free_their_places(run_por
 
 
 def test_a_model_that_fails_is_said_and_the_server_goes_on(run_port, model, monkeypatch, capfd):
-    from model.generation.writer import Writer
+    from drover.model.generation.writer import Writer
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "step", lambda self: 1 / 0)
         error = complete(run_port, prompt="x", expect=500)["error"]

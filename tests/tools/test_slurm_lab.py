@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.errors import UserError
+from drover.pipeline.errors import UserError
+from drover.tools import slurm_lab
+from drover.tools.slurm_lab import LONGEST_FOLDER, Lab, LabSettings, check_folder, free_ports, is_open, missing_programs
 from tests.conftest import run_python
 from tests.refusal import refused
 from tests.waiting import wait_for
-from tools import slurm_lab
-from tools.slurm_lab import LONGEST_FOLDER, Lab, LabSettings, check_folder, free_ports, is_open, missing_programs
 
 needs_slurm = pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}")
 
@@ -30,7 +30,7 @@ def short_folder():
 
 
 def command(*arguments):
-    return run_python("-m", "tools.slurm_lab", *arguments, check=False)
+    return run_python("-m", "drover.tools.slurm_lab", *arguments, check=False)
 
 
 def processes_of(folder):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
+from drover.pipeline.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
+from drover.tools.verify.__main__ import main, share_of, verify
+from drover.tools.verify.checks import WENT, check_file, check_seal
+from drover.tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
 from tests.conftest import run_python, run_stage, write_config
-from tools.verify.__main__ import main, share_of, verify
-from tools.verify.checks import WENT, check_file, check_seal
-from tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
 
 pytestmark = pytest.mark.slow
 STAGES = ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
@@ -67,7 +67,8 @@ def test_an_untouched_run_is_in_order(whole, capsys):
     assert main(["--run", str(whole), "--processes", "1", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["problems"] == []
-    assert json.loads(run_python("-m", "tools.verify", "--run", whole, "--processes", "2", "--json").stdout) == alone
+    assert json.loads(run_python("-m", "drover.tools.verify", "--run", whole, "--processes", "2",
+                                 "--json").stdout) == alone
 
 
 def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):

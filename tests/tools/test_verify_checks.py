@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from pipeline.files import read_sealed, seal_of, sealed_text, write_sealed
-from tools.verify.checks import Check
+from drover.pipeline.files import read_sealed, seal_of, sealed_text, write_sealed
+from drover.tools.verify.checks import Check
 
 
 @pytest.mark.parametrize("filename, expected", [(None, ["run/a.tar", "run/b.arrow"]), ("run/b.arrow", ["run/b.arrow"])])

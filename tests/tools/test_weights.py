@@ -10,14 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelConfig
-from model.llama import Llama, initialise
-from pipeline.errors import UserError
-from pipeline.files import read_json
-from pipeline.formats.weights import load_model, open_weights
-from pipeline.records.checkpoints import complete_checkpoints, read_marker
-from pipeline.tokenization.export import write_hugging_face
-from pipeline.tokenization.kinds import open_tokenizer
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
+from drover.pipeline.formats.weights import load_model, open_weights
+from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
+from drover.pipeline.tokenization.export import write_hugging_face
+from drover.pipeline.tokenization.kinds import open_tokenizer
+from drover.tools.draft import Draft
+from drover.tools.weights import main
 from tests.conftest import run_python
 from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
@@ -26,8 +28,6 @@ from tests.refusal import printed, refused
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import write_run
 from tests.tokenization.conftest import rank_lines
-from tools.draft import Draft
-from tools.weights import main
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
 
@@ -266,9 +266,9 @@ CARRY = """
 import resource, sys
 from pathlib import Path
 import torch
-from pipeline.formats.weights import open_weights
-from tools import weights
-from tools.weights import convert
+from drover.pipeline.formats.weights import open_weights
+from drover.tools import weights
+from drover.tools.weights import convert
 source, target = map(Path, sys.argv[1:])
 for form, parts in (("hf", 1), ("meta", 2)):  # so that all libraries are loaded
     convert(target / "small", target / f"small-{form}", form, None, 10**9, parts)

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from drover.tools.where.__main__ import main
 from tests.refusal import printed
 from tests.tools.recorded import Recorded
-from tools.where.__main__ import main
 
 
 @pytest.fixture(scope="module")

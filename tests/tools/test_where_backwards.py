@@ -8,17 +8,17 @@ from collections import defaultdict
 
 import pytest
 
-from pipeline.contract.run import run_in
-from pipeline.data.text_shards import read_documents
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.data.text_shards import read_documents
+from drover.tools.ledger import Ledger
+from drover.tools.where.__main__ import main
+from drover.tools.where.inverse import Tracer
+from drover.tools.where.search import Wanted
+from drover.tools.where.steps import Steps
 from tests.conftest import slow
 from tests.refusal import printed
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
-from tools.ledger import Ledger
-from tools.where.__main__ import main
-from tools.where.inverse import Tracer
-from tools.where.search import Wanted
-from tools.where.steps import Steps
 
 
 @pytest.fixture(scope="module")

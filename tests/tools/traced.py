@@ -5,10 +5,10 @@ import random
 
 import yaml
 
-from pipeline.contract.entry import stage_main
-from pipeline.encode import encode
-from pipeline.shard import shard
-from pipeline.tokenizer import make_tokenizer
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.encode import encode
+from drover.pipeline.shard import shard
+from drover.pipeline.tokenizer import make_tokenizer
 
 PLANNED = 36
 WORDS = ["oak", "elm", "ash", "fir", "yew", "box", "bay", "fig", "plum", "pear", "rose", "lime", "teak", "alder",

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def ranks(monkeypatch):
-    from pipeline.parallel.ranks import start_ranks, stop_ranks
+    from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield start_ranks()

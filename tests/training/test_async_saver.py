@@ -6,13 +6,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from pipeline.config.training import CheckpointConfig
-from pipeline.errors import UserError
-from pipeline.formats.sharded_tensors import CheckpointReader, whole
-from pipeline.records.checkpoints import MARKER, TrainingProgress
-from pipeline.training import async_saver
-from pipeline.training.async_saver import AsyncSaver
-from pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.config.training import CheckpointConfig
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, whole
+from drover.pipeline.records.checkpoints import MARKER, TrainingProgress
+from drover.pipeline.training import async_saver
+from drover.pipeline.training.async_saver import AsyncSaver
+from drover.pipeline.training.checkpoint import Checkpoints
 from tests.training.uploads.saving import Log, save
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from pipeline.errors import UserError
-from pipeline.training import loop
-from pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
+from drover.pipeline.errors import UserError
+from drover.pipeline.training import loop
+from drover.pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from pipeline.errors import UserError
-from pipeline.training.device_facts import allocator_facts, memory_explained, peak_flops, want_of_memory
-from pipeline.training.profiling import shares_of
+from drover.pipeline.errors import UserError
+from drover.pipeline.training.device_facts import allocator_facts, memory_explained, peak_flops, want_of_memory
+from drover.pipeline.training.profiling import shares_of
 
 GPU = torch.device("cuda", 0)
 
@@ -58,7 +58,7 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
                  "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; 64 GB are gradients",
                  "layers.*.feed_forward 6 GB (2 GB of weights, 4 GB of optimizer's states); m5 5 B (5 B of ",
-                 "; m2 2 B (2 B of gradients). For", "tools.rehearse --config c.yaml --ranks 16 --memory 80"):
+                 "; m2 2 B (2 B of gradients). For", "drover.tools.rehearse --config c.yaml --ranks 16 --memory 80"):
         assert told in said
     assert "m1 " not in said and "output" not in said
 

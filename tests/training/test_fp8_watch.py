@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ModelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.data.sampling.batch import pack
-from pipeline.parallel.grid import Grid, own
-from pipeline.parallel.initial_values import drawn
-from pipeline.parallel.ranks import start_ranks, stop_ranks
-from pipeline.training.device_facts import compiled_graphs
-from pipeline.training.engines.build import build_engine
-from pipeline.training.guards import StepLimits
-from pipeline.training.monitor import FACTORS, Fp8Watch, fp8_curves
+from drover.model.config import ModelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.sampling.batch import pack
+from drover.pipeline.parallel.grid import Grid, own
+from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+from drover.pipeline.training.device_facts import compiled_graphs
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.guards import StepLimits
+from drover.pipeline.training.monitor import FACTORS, Fp8Watch, fp8_curves
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from pipeline.config.guarding import GuardConfig
-from pipeline.data.exclusion import Excluded
-from pipeline.data.provenance import SeenDocument
-from pipeline.errors import UserError
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.training.engines.engine import StepResult
-from pipeline.training.guard_runner import GuardRunner
-from pipeline.training.guards import Guards
+from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.data.provenance import SeenDocument
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.training.engines.engine import StepResult
+from drover.pipeline.training.guard_runner import GuardRunner
+from drover.pipeline.training.guards import Guards
 
 RANKS = 3
 
@@ -39,7 +39,7 @@ def reads(monkeypatch):
     def read(data, ranges):
         found.append(data)  # which rank's it is
         return [SeenDocument("web", "train-0.arrow", 5, "abc", (first,)) for first, _ in ranges]
-    monkeypatch.setattr("pipeline.training.guard_runner.documents_of", read)
+    monkeypatch.setattr("drover.pipeline.training.guard_runner.documents_of", read)
     return found
 
 

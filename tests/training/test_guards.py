@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.guarding import GuardConfig
-from pipeline.config.section import identity
-from pipeline.data.exclusion import Excluded
-from pipeline.errors import UserError
-from pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
-from pipeline.training.guards import UNLIMITED, Guards
+from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.config.section import identity
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
+from drover.pipeline.training.guards import UNLIMITED, Guards
 
 NAN, INF = math.nan, math.inf
 HERE = [(64, 80)]

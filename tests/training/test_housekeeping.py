@@ -4,7 +4,7 @@ import gc
 import weakref
 from types import SimpleNamespace
 
-from pipeline.training.housekeeping import ALL_EVERY, EVERY, Garbage
+from drover.pipeline.training.housekeeping import ALL_EVERY, EVERY, Garbage
 
 
 class Node:

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from model.config import ModelConfig, RopeScaling
-from model.llama import Llama, initialise
-from pipeline.errors import UserError
-from pipeline.formats.weights import open_weights
-from pipeline.parallel.initial_values import drawn
-from pipeline.training.initial_weights import (
+from drover.model.config import ModelConfig, RopeScaling
+from drover.model.llama import Llama, initialise
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.weights import open_weights
+from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.training.initial_weights import (
     changes,
     refuse_other_shape,
     refuse_other_tokenizer,

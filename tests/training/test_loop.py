@@ -7,9 +7,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from pipeline.errors import UserError
-from pipeline.training.loop import Loop
-from pipeline.training.monitor import Monitor
+from drover.pipeline.errors import UserError
+from drover.pipeline.training.loop import Loop
+from drover.pipeline.training.monitor import Monitor
 
 
 @pytest.mark.parametrize("fails", ["validate", "watch_fp8", "log", "draw_samples"])
@@ -40,7 +40,7 @@ def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not
     loop.hooks, loop.ranks, loop.stepped = [calls.hook], calls.ranks, stepped
     loop.as_rehearsed, loop.progress = "--config c.yaml", SimpleNamespace(step=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
+        patch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
         assert loop._update(MagicMock(), 7) is calls.engine.step.return_value
         asked = [name for name, *_ in calls.mock_calls]
         assert asked.index("watchdog.step_begins") < asked.index("hook.before_step") < asked.index("engine.step") \

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.training.precision import DTYPES, choose_precision
+from drover.pipeline.training.precision import DTYPES, choose_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.training.rank_agreement import Member, RankAgreement
+from drover.pipeline.training.rank_agreement import Member, RankAgreement
 from tests.stages.training import run_train
 
 PLAIN = Member(node="n0", device=None, torch="2.13.0", python="3.11.9", nccl="", code="c" * 64, config="d" * 64,

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.config.phases import PhasePlan
-from pipeline.config.training import TrainConfig
-from pipeline.contract.state import PROGRESS
-from pipeline.files import read_json
-from pipeline.parallel.ranks import Ranks
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.training import recorder as module
-from pipeline.training.engines.engine import StepResult
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.contract.state import PROGRESS
+from drover.pipeline.files import read_json
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.training import recorder as module
+from drover.pipeline.training.engines.engine import StepResult
 
 PLAN = PhasePlan.of(TrainConfig(sequence_length=64, batch_tokens=1024, warmup_steps=0, phases=[
     {"until": 10_240}, {"until": 30_720, "batch_tokens": 4096}]))

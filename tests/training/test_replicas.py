@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from pipeline.training import replicas
-from pipeline.training.engines.engine import LocalWeights
-from pipeline.training.replicas import addends, balanced, differences, explain, fingerprint
+from drover.pipeline.training import replicas
+from drover.pipeline.training.engines.engine import LocalWeights
+from drover.pipeline.training.replicas import addends, balanced, differences, explain, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

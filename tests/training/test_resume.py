@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from pipeline.errors import UserError
-from pipeline.formats.shard_index import Index
-from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.training.resume import _generator, changed_code, continued
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.shard_index import Index
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.training.resume import _generator, changed_code, continued
 
 
 @pytest.mark.parametrize("code, now, told", [

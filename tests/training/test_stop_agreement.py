@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from pipeline.contract.state import STOP
-from pipeline.training import stop_agreement
-from pipeline.training.stop_agreement import Stop, StopAgreement
+from drover.pipeline.contract.state import STOP
+from drover.pipeline.training import stop_agreement
+from drover.pipeline.training.stop_agreement import Stop, StopAgreement
 
 
 @dataclass

@@ -5,14 +5,14 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from model.config import ModelConfig
-from model.generate import generate
-from model.llama import Llama
-from pipeline.config.guarding import FIRST
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.training.monitor import Monitor
-from pipeline.training.watchdog import STEP_S, Watchdog
+from drover.model.config import ModelConfig
+from drover.model.generate import generate
+from drover.model.llama import Llama
+from drover.pipeline.config.guarding import FIRST
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.training.monitor import Monitor
+from drover.pipeline.training.watchdog import STEP_S, Watchdog
 
 LIMIT = 600.0
 

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from pipeline.config.training import TrainConfig
-from pipeline.contract.manifest import read_manifest
-from pipeline.errors import UserError
-from pipeline.parallel.compiler import refuse_without_compiler
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.compiler import refuse_without_compiler
 from tests.stages.training import run_train, train_folder
 
 

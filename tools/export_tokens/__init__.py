@@ -1,1 +1,1 @@
-"""Token shards as other programs read them: see `python -m tools.export_tokens --help`."""
+"""Token shards as other programs read them: see `python -m drover.tools.export_tokens --help`."""

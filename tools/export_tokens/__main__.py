@@ -1,7 +1,7 @@
 """Token shards in a layout that other programs read: Megatron's .bin and .idx, or a `datasets` folder.
 
-    python -m tools.export_tokens --run runs/demo --format megatron --out exported/demo
-    python -m tools.export_tokens --run runs/demo --format hf --out exported/demo-hf --split heldout
+    python -m drover.tools.export_tokens --run runs/demo --format megatron --out exported/demo
+    python -m drover.tools.export_tokens --run runs/demo --format hf --out exported/demo-hf --split heldout
 
 Documents are as trained on, BOS ... EOS, in the order of the shards. The folder appears under its name when all of it
 is written and was read back; the same command continues an attempt that broke off.
@@ -13,12 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeline.config.plugins import add_run_options
+from drover.pipeline.config.plugins import add_run_options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.export_tokens", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.export_tokens", description=__doc__.splitlines()[0])
     add_run_options(parser)
     parser.add_argument("--format", required=True, choices=("megatron", "hf"), help="megatron: SOURCE.bin and "
                         "SOURCE.idx for each source; hf: one folder for datasets.load_from_disk")
@@ -30,13 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="processes that write (one a core, at most eight)")
     options = parser.parse_args(arguments)
     # A worker process imports this file, and needs only what it writes with.
-    from pipeline.contract.run import run_in
-    from tools.command import exit_status
-    from tools.processes import processes_asked
+    from drover.pipeline.contract.run import run_in
+    from drover.tools.command import exit_status
+    from drover.tools.processes import processes_asked
 
     def work() -> None:
         run = run_in(options.run)
-        from tools.export_tokens.exporting import export
+        from drover.tools.export_tokens.exporting import export
 
         export(run, options, processes_asked(options.processes))
     return exit_status(work, writes=options.out)

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.run import Run
-from pipeline.data.shard_table import ShardTable
-from pipeline.data.token_shards import TokenShard
-from pipeline.errors import UserError
-from pipeline.tokenization.kinds import vocabulary_record
-from tools.draft import Draft
-from tools.export_tokens import huggingface, megatron
-from tools.export_tokens.part import Part, Region, region_of
-from tools.processes import in_order
+from drover.pipeline.contract.run import Run
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.errors import UserError
+from drover.pipeline.tokenization.kinds import vocabulary_record
+from drover.tools.draft import Draft
+from drover.tools.export_tokens import huggingface, megatron
+from drover.tools.export_tokens.part import Part, Region, region_of
+from drover.tools.processes import in_order
 
 MANIFEST = "export.json"
 FORMS: dict[str, ModuleType] = {"megatron": megatron, "hf": huggingface}

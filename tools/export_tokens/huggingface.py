@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.files import read_json, sha256_json, write_json
-from tools.export_tokens.part import Part, Region, region_of
+from drover.pipeline.files import read_json, sha256_json, write_json
+from drover.tools.export_tokens.part import Part, Region, region_of
 
 ROWS_AT_ONCE = 1000
 """Rows of a record batch at most: what is read of the file to have one of them."""

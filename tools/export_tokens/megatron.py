@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
-from tools.export_tokens.part import Part, Region
+from drover.pipeline.errors import UserError
+from drover.tools.export_tokens.part import Part, Region
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

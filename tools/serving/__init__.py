@@ -5,5 +5,5 @@
     app.py       who may ask, the routes, the answers
     page.html    the page at /
 
-Only app.py and `tools.serve` need starlette and uvicorn.
+Only app.py and `drover.tools.serve` need starlette and uvicorn.
 """

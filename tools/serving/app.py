@@ -24,11 +24,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from model.generation.writer import Piece
-from pipeline.evaluation.open_model import run_of
-from pipeline.files import read_lines
-from tools.serving.asked import KEYS, Asked, Reader
-from tools.serving.worker import Job, RefusedError, Worker
+from drover.model.generation.writer import Piece
+from drover.pipeline.evaluation.open_model import run_of
+from drover.pipeline.files import read_lines
+from drover.tools.serving.asked import KEYS, Asked, Reader
+from drover.tools.serving.worker import Job, RefusedError, Worker
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """By which this machine calls itself."""

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from model.generation.sampling import Sampling
-from model.generation.scores import TokenScore
-from model.generation.writer import Piece
-from pipeline.errors import UserError
-from pipeline.evaluation.open_model import OpenedModel
-from pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
-from tools.serving.worker import RefusedError, Text
+from drover.model.generation.sampling import Sampling
+from drover.model.generation.scores import TokenScore
+from drover.model.generation.writer import Piece
+from drover.pipeline.errors import UserError
+from drover.pipeline.evaluation.open_model import OpenedModel
+from drover.pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
+from drover.tools.serving.worker import RefusedError, Text
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 5
 """OpenAI's limits for n and logprobs."""

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.generation.sampling import Sampling
-from model.generation.writer import Piece, Writer
-from model.llama import Llama
+from drover.model.generation.sampling import Sampling
+from drover.model.generation.writer import Piece, Writer
+from drover.model.llama import Llama
 
 
 class RefusedError(Exception):

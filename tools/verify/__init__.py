@@ -1,1 +1,1 @@
-"""Is every byte of a run still what it was when it was made? `python -m tools.verify --run RUN` (see __main__.py)."""
+"""Is every byte of a run still what it was when it was made? `python -m drover.tools.verify --run RUN`."""

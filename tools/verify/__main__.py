@@ -1,6 +1,6 @@
 """Is every byte of a run still what it was when it was made? Each file is compared with what was recorded of it.
 
-    python -m tools.verify --run runs/demo [--sample 1%] [--processes N] [--json]
+    python -m drover.tools.verify --run runs/demo [--sample 1%] [--processes N] [--json]
 
 Over every stage, reused ones too: outputs are hashed and compared with the manifest; text shards are read document by
 document, token shards checked for their layout, offsets, BOS and EOS, ids and counts, and one against the other, key by
@@ -22,14 +22,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.plugins import add_run_options
-from pipeline.console import ProgressBar
-from pipeline.errors import UserError
-from tools.command import exit_status
-from tools.processes import in_order, processes_asked
+from drover.pipeline.config.plugins import add_run_options
+from drover.pipeline.console import ProgressBar
+from drover.pipeline.errors import UserError
+from drover.tools.command import exit_status
+from drover.tools.processes import in_order, processes_asked
 
 if TYPE_CHECKING:
-    from tools.verify.inventory import Inventory
+    from drover.tools.verify.inventory import Inventory
 
 
 def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool = False) -> Inventory:
@@ -45,7 +45,7 @@ def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool =
     """
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is no run: it has no config.yaml. Give the folder of a run, as runs/demo.")
-    from tools.verify.inventory import Inventory
+    from drover.tools.verify.inventory import Inventory
 
     report = Inventory(run=str(folder))
     checks = report.take(share)
@@ -71,7 +71,7 @@ def share_of(text: str) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.verify", description=__doc__.splitlines()[0])
     add_run_options(parser)
     parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
                         help="read only this share of the shards and input files (1%%): always the same ones, by their "

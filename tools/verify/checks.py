@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.contract.content_hash import content_hash
-from pipeline.data.sampling.packing import is_sound
-from pipeline.data.token_shards import TokenShard
-from pipeline.files import seal_of, sha256_file
-from tools.verify.shards import text_problems, token_problems
+from drover.pipeline.contract.content_hash import content_hash
+from drover.pipeline.data.sampling.packing import is_sound
+from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.files import seal_of, sha256_file
+from drover.tools.verify.shards import text_problems, token_problems
 
 NOT_SEALED = "notes that carry no seal: only seen to be readable"
 TORN = "torn at its end, as a kill leaves it; sound up to there"

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.contract.locks import LOCKS
-from pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
-from pipeline.contract.run import run_in
-from pipeline.contract.stages import STAGES
-from pipeline.contract.start_record import STARTED
-from pipeline.contract.state import PROGRESS, RESERVE
-from pipeline.data.stored.copying import COPIES as SENT_NOTES
-from pipeline.data.text_shards import SPLITS
-from pipeline.errors import UserError
-from pipeline.files import seal_of
-from pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
-from pipeline.records.generation_settings import FILE as GENERATION
-from pipeline.records.pending_evaluations import EVALUATIONS
-from pipeline.records.rollbacks import ROLLBACKS
-from pipeline.tokenization.kinds import RECORD, vocabulary_record
-from tools.verify.checks import (
+from drover.pipeline.contract.locks import LOCKS
+from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.start_record import STARTED
+from drover.pipeline.contract.state import PROGRESS, RESERVE
+from drover.pipeline.data.stored.copying import COPIES as SENT_NOTES
+from drover.pipeline.data.text_shards import SPLITS
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import seal_of
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
+from drover.pipeline.records.generation_settings import FILE as GENERATION
+from drover.pipeline.records.pending_evaluations import EVALUATIONS
+from drover.pipeline.records.rollbacks import ROLLBACKS
+from drover.pipeline.tokenization.kinds import RECORD, vocabulary_record
+from drover.tools.verify.checks import (
     Check,
     Findings,
     Recorded,
@@ -45,7 +45,7 @@ ELSEWHERE = "runs of their own beside training: verify them with --run"
 OTHERS = "beside the stages: no part of the run"
 CLEARED = "of an evaluation beside training: removed once it had its result"
 FAR = "in an object store: not read again"
-SENT = "notes of what was sent to an object store: tools.copy_tokens --compare looks at what lies there"
+SENT = "notes of what was sent to an object store: drover.tools.copy_tokens --compare looks at what lies there"
 UNSAMPLED = "input files that the sample leaves out"
 PACKING = "packing"
 _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)

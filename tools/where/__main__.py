@@ -1,11 +1,11 @@
 """Which documents did a training step see, and which steps saw a document?
 
-    python -m tools.where --run runs/demo --step 120
-    python -m tools.where --run runs/demo --step 120 --rank 1 --ranks 2 --text
-    python -m tools.where --run runs/demo --samples 304 320 --text
-    python -m tools.where --run runs/demo --find "some words" --ignore-case
-    python -m tools.where --run runs/demo --document 1f3a9c04
-    python -m tools.where --run runs/demo --id pages.jsonl:17
+    python -m drover.tools.where --run runs/demo --step 120
+    python -m drover.tools.where --run runs/demo --step 120 --rank 1 --ranks 2 --text
+    python -m drover.tools.where --run runs/demo --samples 304 320 --text
+    python -m drover.tools.where --run runs/demo --find "some words" --ignore-case
+    python -m drover.tools.where --run runs/demo --document 1f3a9c04
+    python -m drover.tools.where --run runs/demo --id pages.jsonl:17
 
 The order is a pure function of the sample number, and has an inverse, so nothing was stored for this: it is computed
 again.
@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pipeline.config.plugins import add_run_options
+from drover.pipeline.config.plugins import add_run_options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.where", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.where", description=__doc__.splitlines()[0])
     add_run_options(parser)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, help="optimizer step, counted from 1 as in metrics.jsonl")
@@ -41,20 +41,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="processes that search (one a core, at most eight)")
     options = parser.parse_args(arguments)
     # A worker process of the search imports this file, and needs nothing of training.
-    from pipeline.contract.run import run_in
-    from tools.command import exit_status
+    from drover.pipeline.contract.run import run_in
+    from drover.tools.command import exit_status
 
     def work() -> None:
         run = run_in(options.run)
-        from tools.ledger import Ledger
-        from tools.where.steps import Steps
+        from drover.tools.ledger import Ledger
+        from drover.tools.where.steps import Steps
 
         steps = Steps(Ledger(run), options.ranks)
         if options.step is None and options.samples is None:
-            from tools.where.inverse import trace
+            from drover.tools.where.inverse import trace
             trace(steps, options)
         else:
-            from tools.where.forward import show
+            from drover.tools.where.forward import show
             show(steps, options)
     try:
         return exit_status(work)

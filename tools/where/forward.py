@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.exclusion import ranges_of, sample_numbers, spelled
-from pipeline.data.provenance import pieces
-from pipeline.errors import UserError
-from tools.where.steps import Steps
+from drover.pipeline.data.exclusion import ranges_of, sample_numbers, spelled
+from drover.pipeline.data.provenance import pieces
+from drover.pipeline.errors import UserError
+from drover.tools.where.steps import Steps
 
 
 def show(steps: Steps, options: argparse.Namespace) -> None:
     """Print the pieces of the asked step or samples: lines, or with `--json` one object."""
-    from pipeline.tokenization.kinds import load_tokenizer
+    from drover.pipeline.tokenization.kinds import load_tokenizer
 
     notes, title = list[str](), "" if options.step is None else f"step {options.step}: "
     samples = _asked(options) if options.step is None else _of_step(options, steps, notes)

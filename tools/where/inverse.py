@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.provenance import readings
-from pipeline.data.shard_table import Shards
-from pipeline.data.text_shards import SPLITS, SUFFIX
-from pipeline.data.token_shards import TokenShard
-from pipeline.errors import UserError
-from tools.processes import processes_asked
-from tools.where.origin import Corpus
-from tools.where.search import DROPPED, Hit, Wanted, key_hits, rejections, text_hits
-from tools.where.steps import Steps
-from tools.where.telling import lines_of
+from drover.pipeline.data.provenance import readings
+from drover.pipeline.data.shard_table import Shards
+from drover.pipeline.data.text_shards import SPLITS, SUFFIX
+from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.errors import UserError
+from drover.tools.processes import processes_asked
+from drover.tools.where.origin import Corpus
+from drover.tools.where.search import DROPPED, Hit, Wanted, key_hits, rejections, text_hits
+from drover.tools.where.steps import Steps
+from drover.tools.where.telling import lines_of
 
 TOKEN_SHARD, TEXT_SHARD = ".arrow", ".tar"
 SHORTEST_KEY = 4

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.config.data import StdlibSource
-from pipeline.contract.run import Run
-from pipeline.data.planning.decisions import DUPLICATES
-from pipeline.data.planning.origins import origins_path, read_origins
-from pipeline.data.text_shards import read_shard
+from drover.pipeline.config.data import StdlibSource
+from drover.pipeline.contract.run import Run
+from drover.pipeline.data.planning.decisions import DUPLICATES
+from drover.pipeline.data.planning.origins import origins_path, read_origins
+from drover.pipeline.data.text_shards import read_shard
 
 _CUT = re.compile(r"\[(\d*):(\d*)\]$")
 

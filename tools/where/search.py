@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.manifest import Manifest
-from pipeline.data.documents import digest, document_key, place_in
-from pipeline.data.planning.origins import origins_path, read_origins
-from pipeline.data.shard_table import ShardTable
-from pipeline.data.text_shards import SPLITS, read_documents
-from pipeline.data.token_shards import KEY_BYTES, TokenShard
-from pipeline.errors import UserError
-from pipeline.files import read_lines
-from tools.processes import in_order
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.data.documents import digest, document_key, place_in
+from drover.pipeline.data.planning.origins import origins_path, read_origins
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.text_shards import SPLITS, read_documents
+from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_lines
+from drover.tools.processes import in_order
 
 KEYS_AT_ONCE = 1 << 20
 SHARDS_AT_ONCE = 32

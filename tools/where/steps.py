@@ -10,10 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.config.phases import PhasePlan
-from pipeline.data.exclusion import sample_numbers
-from pipeline.errors import UserError
-from tools.ledger import Ledger, trained_on
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.data.exclusion import sample_numbers
+from drover.pipeline.errors import UserError
+from drover.tools.ledger import Ledger, trained_on
 
 What = Literal["trained", "skipped", "left out", "to come"]
 

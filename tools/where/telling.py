@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.data.text_shards import SPLITS
+from drover.pipeline.data.text_shards import SPLITS
 
 
 def lines_of(record: dict[str, Any], done: int, planned: int, ranks: int) -> Iterator[str]:

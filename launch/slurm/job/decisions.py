@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.jobspec import JobSpec
-from pipeline.contract.state import StageState
-from pipeline.errors import UserError
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.contract.state import StageState
+from drover.pipeline.errors import UserError
 
 Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143
@@ -157,7 +157,7 @@ def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], k
     events = [*events, {**end, "event": "ended", "status": status}]
     for counted, most in (FRUITLESS, spec.max_restarts), ((*FRUITLESS, OUTSIDE), max(MOST_OUTSIDE, spec.max_restarts)):
         if (count := fruitless(events, counted)) > most:
-            return _given_up("crashed", count, reason, spec)
+            return _given_up("crashed", count, reason, spec, OUTSIDE in counted)
     return Decision("requeue", status, reason)
 
 
@@ -183,10 +183,11 @@ def fruitless(events: Iterable[Mapping[str, Any]], counted: Sequence[str] = FRUI
     return count
 
 
-def _given_up(status: str, count: int, last: str, spec: JobSpec) -> Decision:
+def _given_up(status: str, count: int, last: str, spec: JobSpec, outside: bool = False) -> Decision:
+    limit = f"at most {max(MOST_OUTSIDE, spec.max_restarts)}" if outside else f"launch.max_restarts={spec.max_restarts}"
     # After the first start nothing was given up: no restart is allowed.
     reason = last if count == 1 else (f"given up after {count} starts in a row without a new checkpoint "
-                                      f"(launch.max_restarts={spec.max_restarts}); the last one: {last}")
+                                      f"({limit}); the last one: {last}")
     return Decision("stop", status, reason, 1, final=True)
 
 

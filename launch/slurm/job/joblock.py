@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launch.slurm.chain import guarded
-from launch.slurm.scheduler import Scheduler
-from pipeline.errors import UserError
-from pipeline.files import read_record, write_json
+from drover.launch.slurm.chain import guarded
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 180.0
@@ -82,6 +82,7 @@ class JobLock:
         """Say now and then that this job lives; False once another start has taken the stage over."""
         if not at_once and time.monotonic() < self._next:
             return True
+        self._next = time.monotonic() + BEAT_S  # also where it fails
         with suppress(OSError), self._guarded():  # a full disk, say; Slurm still says that it runs
             if not self._is_free():
                 return False

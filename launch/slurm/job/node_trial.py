@@ -1,10 +1,11 @@
 """A rank's part of the preflight: check its node, measure with the others, and print a report.
 
-    srun ... python -m launch.slurm.job.rank preflight python -m launch.slurm.job.node_trial RUN_FOLDER SECONDS
+    srun ... python -m drover.launch.slurm.job.rank preflight \\
+        python -m drover.launch.slurm.job.node_trial RUN_FOLDER SECONDS
 
 One task per rank, as training will have them. The first task of a node checks the node; all measure. Each prints its
 report twice, as a line of JSON: before it meets the others, and at the end. So the log of a node is its one file.
-`launch.slurm.job.preflight` judges.
+`drover.launch.slurm.job.preflight` judges.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.slurm.job.rank import visible_gpus
+from drover.launch.slurm.job.rank import visible_gpus
 
 SMI_S = 30.0
 """For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded."""
@@ -102,12 +104,12 @@ def _smi(query: str) -> list[list[str]] | None:
     """Rows about the job's GPUs; None: no answer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     only = [f"--id={visible}"] if visible and "MIG" not in visible else []
-    try:
-        answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
-                                text=True, timeout=SMI_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return [line.split(", ") for line in answer.splitlines() if line]
+    for _ in range(2):  # a failure may pass
+        with suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
+                                    text=True, timeout=SMI_S, check=True).stdout
+            return [line.split(", ") for line in answer.splitlines() if line]
+    return None
 
 
 def _is_foreign(pid: str) -> bool:

@@ -1,9 +1,9 @@
 """A short trial of every node before training: memory, clock, GPUs, a product, the network, and the run folder.
 
-`launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks report, and when
-the time is up by what is there. Failed a check and not answered yet are two results: slow is not sick. A node is blamed
-only for what sets it apart, and never more than a few at once (`nodes.few`): what more of them have has a cause that
-they share, and so has what they see in the shared run folder.
+`drover.launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks report, and
+when the time is up by what is there. Failed a check and not answered yet are two results: slow is not sick. A node is
+blamed only for what sets it apart, and never more than a few at once (`nodes.few`): what more of them have has a cause
+that they share, and so has what they see in the shared run folder.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from math import inf
 from pathlib import Path
 from statistics import median
 
-from launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
-from launch.slurm.job.rank import PREFLIGHT
-from launch.slurm.job.srun import run_step, srun_command
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import few, named
-from launch.slurm.start_logs import labelled
+from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
+from drover.launch.slurm.job.rank import PREFLIGHT
+from drover.launch.slurm.job.srun import run_step, srun_command
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import few, named
+from drover.launch.slurm.start_logs import labelled
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time for the trial where `launch.preflight_s` says nothing: all ranks import from one file system at once."""
@@ -55,7 +55,7 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
     """Try the nodes of this job; for the runner, before the first start."""
     limit_s = spec.preflight_s or min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
     places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
-    trial = [*spec.wrap, spec.command[0], "-m", "launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}"]
+    trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}"]
     command = srun_command(spec, folder, PREFLIGHT, trial)
     reports, said, look_at = list[Report](), list[str](), 0.0
     began = last = time.monotonic()  # last: when the newest report came
@@ -121,6 +121,10 @@ def judge(reports: Sequence[Report], places: Sequence[str], factor: float, laste
     silent = _silent(reports, places)
     if quiet_s >= max(QUIET_S, lasted_s):
         blame(dict.fromkeys(silent, "it did not report"), "did not report")
+        unfinished = {report.node for report in reports if not report.times}
+        if 2 * sum(bool(report.times) for report in reports) > len(places):
+            blame(dict.fromkeys(unfinished, "its ranks did not come to the end with the others"),
+                  "did not come to the end")
     elif silent:
         result.told.append(f"not all nodes have answered yet: {named(silent)} ({counted(silent)}); slow is not sick, "
                            f"so none gets a strike (launch.preflight_s gives them more time)")

@@ -1,6 +1,6 @@
 """What every task of a step runs first: it makes its process a rank of torch.distributed, and becomes the stage.
 
-    python -m launch.slurm.job.rank STAGE COMMAND...
+    python -m drover.launch.slurm.job.rank STAGE COMMAND...
 
 `srun` starts it once per rank, and it is gone a moment later: no signal has to pass through it, and the exit status is
 the stage's own. It imports nothing heavy.
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.processes import end_with_parent
-from launch.slurm.trust import node_folder, private_folder
-from pipeline.errors import UserError
+from drover.launch.processes import end_with_parent
+from drover.launch.slurm.trust import node_folder, private_folder
+from drover.pipeline.errors import UserError
 
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's word that the time limit is near goes to all processes of a step; without a handler they would die of it."""

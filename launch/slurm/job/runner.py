@@ -1,12 +1,12 @@
 """What a job does: it starts the stage where it runs, judges each end, and starts it again, queues itself again, or
 leaves.
 
-    python -m launch.slurm.job.runner SPEC.json [SHA256]
+    python -m drover.launch.slurm.job.runner SPEC.json [SHA256]
 
-is a job of Slurm: it runs once, in the batch step on the first node. `launch.local` runs the same for stages on one
-box. What it asks of either is `launch.host`. What it does goes to `launch/attempts/`. Slurm's signal before the time
-limit does not concern it: that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any more,
-waits for what runs, and leaves.
+is a job of Slurm: it runs once, in the batch step on the first node. `drover.launch.local` runs the same for stages on
+one box. What it asks of either is `drover.launch.host`. What it does goes to `launch/attempts/`. Slurm's signal before
+the time limit does not concern it: that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any
+more, waits for what runs, and leaves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.host import Host
-from launch.processes import stop_requests
-from launch.slurm.chain import ChainJob, read_chain
-from launch.slurm.evaluations import Evaluations
-from launch.slurm.job.decisions import (
+from drover.launch.host import Host
+from drover.launch.processes import stop_requests
+from drover.launch.slurm.chain import ChainJob, read_chain
+from drover.launch.slurm.evaluations import Evaluations
+from drover.launch.slurm.job.decisions import (
     TERMINATED,
     Decision,
     Outcome,
@@ -38,20 +38,20 @@ from launch.slurm.job.decisions import (
     without_bad_nodes,
     without_requeue,
 )
-from launch.slurm.job.preflight import run_preflight
-from launch.slurm.job.slurm_host import SlurmHost
-from launch.slurm.job.srun import StepEnd, last_words
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import STRIKES, add_strike, few, lost, named
-from launch.slurm.scheduler import Scheduler
-from launch.slurm.start_logs import prune
-from launch.slurm.trust import usable_code
-from pipeline.contract.manifest import read_manifest
-from pipeline.contract.parts import PARTS, Part
-from pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
-from pipeline.errors import UserError
-from pipeline.records.checkpoints import complete_checkpoints, step_of
-from pipeline.records.hangs import hang_folder, judge_hang, read_hang
+from drover.launch.slurm.job.preflight import run_preflight
+from drover.launch.slurm.job.slurm_host import SlurmHost
+from drover.launch.slurm.job.srun import StepEnd, last_words
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import STRIKES, add_strike, few, lost, named
+from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.start_logs import prune
+from drover.launch.slurm.trust import usable_code
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.contract.parts import PARTS, Part
+from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
+from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 
 CONTROLLER_S = 120.0
 """For Slurm's controller to come back, before a requeue is given up."""

@@ -7,15 +7,15 @@ from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 
-from launch.host import Host
-from launch.processes import free_port
-from launch.slurm.job.joblock import JobLock
-from launch.slurm.job.srun import StepEnd, run_step, srun_command
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import address
-from launch.slurm.scheduler import Scheduler
-from pipeline.contract.signed import SECRET
-from pipeline.errors import UserError
+from drover.launch.host import Host
+from drover.launch.processes import free_port
+from drover.launch.slurm.job.joblock import JobLock
+from drover.launch.slurm.job.srun import StepEnd, run_step, srun_command
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import address
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.errors import UserError
 
 STEP_TRIES = 4
 """Calls of srun until a step that cannot be made is given up."""
@@ -29,7 +29,8 @@ class SlurmHost(Host):
     def from_environment(cls, environment: Mapping[str, str], scheduler: Scheduler, asked: list[int]) -> SlurmHost:
         """UserError outside of a job."""
         if "SLURM_JOB_ID" not in environment:
-            raise UserError("launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes jobs.")
+            raise UserError("drover.launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes "
+                            "jobs.")
         job, element = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_TASK_ID")
         name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"
         return cls(job, name, int(environment.get("SLURM_RESTART_COUNT") or 0),

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.processes import BROKEN_S, KILL_S, Processes
-from launch.slurm import trust
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.start_logs import last_lines, rank_log
+from drover.launch.processes import BROKEN_S, KILL_S, Processes
+from drover.launch.slurm import trust
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.start_logs import last_lines, rank_log
 
 WAIT_S = 30
 """Seconds that the other ranks get once one has ended well."""
@@ -109,7 +109,8 @@ def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
-            *(copying if spec.code_sha256 and not spec.wrap else []), sys.executable, "-m", "launch.slurm.job.rank",
+            *(copying if spec.code_sha256 and not spec.wrap else []),
+            sys.executable, "-m", "drover.launch.slurm.job.rank",
             stage, *command]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from launch.plan import Job
-from pipeline.config.launching import LaunchConfig
-from pipeline.contract.stages import STAGES
+from drover.launch.plan import Job
+from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.contract.stages import STAGES
 
 RANKS = "launch.gpus_per_node or launch.processes"
 NONE = ""

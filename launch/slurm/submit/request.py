@@ -9,24 +9,24 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from launch.checks import refuse_wrong_packages
-from launch.plan import Job, Options
-from launch.rehearsing import rehearse_training, worth_rehearsing
-from launch.slurm.chain import CHAIN, Chain, in_queue
-from launch.slurm.evaluations import pending
-from launch.slurm.nodes import excluded, few, named, spared
-from launch.slurm.scheduler import Scheduler, of_another_job
-from launch.slurm.submit.sbatch import LOGS, submit
-from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from launch.slurm.trust import folders_of, group_exists, owner_problems
-from pipeline.config.loading import config_hash
-from pipeline.config.places import make_folder
-from pipeline.config.plugins import loaded_plugins
-from pipeline.contract.locks import lock
-from pipeline.contract.run import Run
-from pipeline.contract.stage_work import git_state
-from pipeline.contract.state import STOP, now
-from pipeline.errors import UserError, listed
+from drover.launch.checks import refuse_wrong_packages
+from drover.launch.plan import Job, Options
+from drover.launch.rehearsing import rehearse_training, worth_rehearsing
+from drover.launch.slurm.chain import CHAIN, Chain, in_queue
+from drover.launch.slurm.evaluations import pending
+from drover.launch.slurm.nodes import excluded, few, named, spared
+from drover.launch.slurm.scheduler import Scheduler, of_another_job
+from drover.launch.slurm.submit.sbatch import LOGS, submit
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.trust import folders_of, group_exists, owner_problems
+from drover.pipeline.config.loading import config_hash
+from drover.pipeline.config.places import make_folder
+from drover.pipeline.config.plugins import loaded_plugins
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stage_work import git_state
+from drover.pipeline.contract.state import STOP, now
+from drover.pipeline.errors import UserError, listed
 
 
 def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:

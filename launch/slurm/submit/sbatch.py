@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.plan import Job
-from launch.slurm import trust
-from launch.slurm.chain import Chain, ChainJob, add_job, token
-from launch.slurm.scheduler import Scheduler, of_another_job
-from launch.slurm.submit.options import gpus_asked, options_of
-from pipeline.config.loading import save_config
-from pipeline.config.plugins import loaded_plugins, plugin_folders
-from pipeline.config.tree import Config
-from pipeline.console import spelled
-from pipeline.errors import UserError
-from pipeline.files import sha256_file
+from drover.launch.plan import Job
+from drover.launch.slurm import trust
+from drover.launch.slurm.chain import Chain, ChainJob, add_job, token
+from drover.launch.slurm.scheduler import Scheduler, of_another_job
+from drover.launch.slurm.submit.options import gpus_asked, options_of
+from drover.pipeline.config.loading import save_config
+from drover.pipeline.config.plugins import loaded_plugins, plugin_folders
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import spelled
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_file
 
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmExecutor
@@ -135,7 +135,7 @@ def _executor(config: Config, job: Job, ids: Mapping[str, str]) -> SlurmExecutor
 
         @property
         def _submitit_command_str(self) -> str:
-            return f"{python} -m launch.slurm.job.runner {spec}"
+            return f"{python} -m drover.launch.slurm.job.runner {spec}"
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
             # sbatch would take options from SBATCH_*, and jobs what an allocation or another job has set.
@@ -171,7 +171,7 @@ def _checks(job: Job, python: str, spec: str) -> list[str]:
     Slurm keeps these lines, so nobody changes them. They compare the program that looks at all the rest, and run what
     they compared.
     """
-    program = f"{job.code}/launch/slurm/trust.py"
+    program = f"{job.code}/drover/launch/slurm/trust.py"
     refusal = f"refused: {program} is not what was submitted, or gone; submit the same command again"
     plugins = "".join(f":{shlex.quote(folder)}" for folder in plugin_folders())
     return [f"check=$(cat {shlex.quote(program)})",

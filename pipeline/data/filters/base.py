@@ -24,10 +24,10 @@ any number of processes, in any order, and again after a kill. It may hold what 
 expression) in a `functools.cached_property`: a process makes one of each filter for a unit of reading.
 
 A filter that needs files (a model, evaluation sets) says which in `reads`, has their paths in fields declared with
-`pipeline.config.section.execution`, because their content counts and not their place, and reads them in `open`; what
-takes long to read it keeps for the process in a function with `lru_cache`. The stage records them with their hashes as
-its inputs, as filters/<name of the filter>/<name of the file>, and refuses to go on with others. Of a filter from
-outside of Drover nothing is asked where a run is merely looked at: its files are not recorded.
+`drover.pipeline.config.section.execution`, because their content counts and not their place, and reads them in `open`;
+what takes long to read it keeps for the process in a function with `lru_cache`. The stage records them with their
+hashes as its inputs, as filters/<name of the filter>/<name of the file>, and refuses to go on with others. Of a filter
+from outside of Drover nothing is asked where a run is merely looked at: its files are not recorded.
 
 What a filter has to tell beside how many it dropped and why (languages, items of evaluation sets) it counts itself, as
 `findings`, which are added up over all units.
@@ -44,13 +44,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from pipeline.config.kinds import Kind, outside_sources
-from pipeline.config.shipped import FILTERS
-from pipeline.data.documents import Document
-from pipeline.errors import UserError
+from drover.pipeline.config.kinds import Kind, outside_sources
+from drover.pipeline.config.shipped import FILTERS
+from drover.pipeline.data.documents import Document
+from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.config.tree import Config
+    from drover.pipeline.config.tree import Config
 
 
 class Filter(Kind):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.words import sentences
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.words import sentences
 
 _CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
 _ENDS = (".", "?", "!", '"', "'")

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.shipped import FILTERS, name_of
-from pipeline.data.documents import Document, to_json
-from pipeline.data.filters.base import Filter
-from pipeline.errors import UnusableInputError, raised_at
+from drover.pipeline.config.shipped import FILTERS, name_of
+from drover.pipeline.data.documents import Document, to_json
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.errors import UnusableInputError, raised_at
 
 NO_TEXT = "no text was left"
 MOST_REASONS = 50

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.kinds import impossible
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
+from drover.pipeline.config.kinds import impossible
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
 
 CharacterClass = Literal["letters", "digits", "punctuation", "symbols", "control"]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
 
 
 class EncodingRepair(Filter):

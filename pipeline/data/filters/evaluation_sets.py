@@ -11,14 +11,14 @@ from typing import Any
 import yaml
 from pydantic import model_validator
 
-from pipeline.config.data import FilesSource
-from pipeline.config.kinds import impossible
-from pipeline.config.section import Section, execution
-from pipeline.config.yaml_source import read_task
-from pipeline.data.readers import file_format, file_records
-from pipeline.data.records import Limit, Place, Unreadable, damage, is_shortage
-from pipeline.data.streams import Input, Piece
-from pipeline.errors import UserError
+from drover.pipeline.config.data import FilesSource
+from drover.pipeline.config.kinds import impossible
+from drover.pipeline.config.section import Section, execution
+from drover.pipeline.config.yaml_source import read_task
+from drover.pipeline.data.readers import file_format, file_records
+from drover.pipeline.data.records import Limit, Place, Unreadable, damage, is_shortage
+from drover.pipeline.data.streams import Input, Piece
+from drover.pipeline.errors import UserError
 
 _FORMATS = ("jsonl", "json", "parquet", "csv", "arrow")
 _TASK = (".yaml", ".yml")

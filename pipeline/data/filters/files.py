@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.shipped import name_of
-from pipeline.data.filters.base import Filter
-from pipeline.errors import AbsentInputError, UserError, listed
+from drover.pipeline.config.shipped import name_of
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.errors import AbsentInputError, UserError, listed
 
 if TYPE_CHECKING:
-    from pipeline.config.tree import Config
+    from drover.pipeline.config.tree import Config
 
 FOLDER = "filters"
 """What the names of filters' files begin with."""

@@ -6,9 +6,9 @@ from collections import Counter
 
 from pydantic import Field
 
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.words import TERMINAL, words
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.words import TERMINAL, words
 
 
 class FinewebQuality(Filter):

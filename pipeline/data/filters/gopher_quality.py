@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.words import NO_WORD, word_counts
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.words import NO_WORD, word_counts
 
 Ratio = Annotated[float | None, Field(gt=0)]
 

@@ -9,10 +9,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.word_runs import WordRuns
-from pipeline.data.filters.words import words
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.word_runs import WordRuns
+from drover.pipeline.data.filters.words import words
 
 Share = Annotated[float | None, Field(gt=0)]
 _BETWEEN_PARAGRAPHS = re.compile(r"\n{2,}")

@@ -7,7 +7,7 @@ from itertools import repeat
 
 import numpy as np
 
-from pipeline.data.comparable_words import comparable_words
+from drover.pipeline.data.comparable_words import comparable_words
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import Field
 
-from pipeline.config.section import execution
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.errors import UserError
+from drover.pipeline.config.section import execution
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.errors import UserError
 
 _LABEL = "__label__"
 _ALL = 1_000_000

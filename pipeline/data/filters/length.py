@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.kinds import impossible
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
+from drover.pipeline.config.kinds import impossible
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
 
 
 class Length(Filter):

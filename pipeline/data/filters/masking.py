@@ -10,10 +10,10 @@ from typing import Self
 
 from pydantic import field_validator, model_validator
 
-from pipeline.config.kinds import impossible
-from pipeline.config.section import Section
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
+from drover.pipeline.config.kinds import impossible
+from drover.pipeline.config.section import Section
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
 
 _EMAIL = re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?!\w)")
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"

@@ -10,9 +10,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.kinds import impossible
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
+from drover.pipeline.config.kinds import impossible
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
 
 _ZERO_WIDTH = str.maketrans("", "", "\u200b\u2060\ufeff\u00ad")
 _CONTROL = str.maketrans("", "", "".join(chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))

@@ -6,8 +6,8 @@ from collections import Counter
 
 from pydantic import Field
 
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
 
 
 class Repetition(Filter):

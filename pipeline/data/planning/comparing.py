@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.planning.components import read_labels
-from pipeline.data.planning.layout import Layout, StagedDocuments
-from pipeline.data.planning.runs import by_key, read_runs, write_links, write_run
-from pipeline.data.planning.signatures import mixed, words
+from drover.pipeline.data.planning.components import read_labels
+from drover.pipeline.data.planning.layout import Layout, StagedDocuments
+from drover.pipeline.data.planning.runs import by_key, read_runs, write_links, write_run
+from drover.pipeline.data.planning.signatures import mixed, words
 
 NGRAM = 3
 """Words of the shingles by which two documents are compared."""

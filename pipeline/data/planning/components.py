@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.planning.layout import Layout
-from pipeline.data.planning.runs import DIGEST, LINK, link_paths
-from pipeline.data.reading import STAGING
-from pipeline.files import atomic_file, output_record
+from drover.pipeline.data.planning.layout import Layout
+from drover.pipeline.data.planning.runs import DIGEST, LINK, link_paths
+from drover.pipeline.data.reading import STAGING
+from drover.pipeline.files import atomic_file, output_record
 
 STRETCH, STRETCHES = 1 << 24, 128
 """Documents of a stretch, each of 12 bytes in memory; and the most stretches. From 2 x 10^9 documents on, stretches are

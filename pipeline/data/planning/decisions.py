@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.planning.comparing import near_column
-from pipeline.data.planning.components import read_labels
-from pipeline.data.planning.layout import Layout, StagedDocuments
-from pipeline.data.planning.runs import DIGEST, read_links
-from pipeline.data.reading import HAS_NUL, HAS_U2581, staged
-from pipeline.data.text_shards import SPLITS
-from pipeline.files import atomic_file, output_record
+from drover.pipeline.data.planning.comparing import near_column
+from drover.pipeline.data.planning.components import read_labels
+from drover.pipeline.data.planning.layout import Layout, StagedDocuments
+from drover.pipeline.data.planning.runs import DIGEST, read_links
+from drover.pipeline.data.reading import HAS_NUL, HAS_U2581, staged
+from drover.pipeline.data.text_shards import SPLITS
+from drover.pipeline.files import atomic_file, output_record
 
 TRAIN, HELDOUT, DUPLICATE, NEAR_DUPLICATE = range(4)
 FATES = (*SPLITS, "duplicate", "near_duplicate")

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.documents import Document, from_json
-from pipeline.data.reading import STAGING, staged
-from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
+from drover.pipeline.data.documents import Document, from_json
+from drover.pipeline.data.reading import STAGING, staged
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json, write_json
 
 GROUP_DOCUMENTS, GROUP_UNITS = 4_000_000, 256
 """A group ends before it has more documents or units."""

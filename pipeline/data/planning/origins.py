@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.files import atomic_file, output_record
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file, output_record
 
 PLACES = ".places"
 """Ending of a unit's staged file with the place of each of its documents."""

@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contract.units import Unit
-from pipeline.data.planning.comparing import compare_group, near_column, resolve_partition
-from pipeline.data.planning.components import label_components
-from pipeline.data.planning.decisions import Summary, decide_group, heldout_below, summary
-from pipeline.data.planning.layout import Layout, layout
-from pipeline.data.planning.runs import match_partition, sort_group
-from pipeline.data.planning.shards import Pieces, pieces_by_hash, plan_shards
-from pipeline.data.planning.signatures import banding
-from pipeline.data.planning.tails import find_borders, pieces_by_tail
-from pipeline.files import sha256_json
+from drover.pipeline.contract.units import Unit
+from drover.pipeline.data.planning.comparing import compare_group, near_column, resolve_partition
+from drover.pipeline.data.planning.components import label_components
+from drover.pipeline.data.planning.decisions import Summary, decide_group, heldout_below, summary
+from drover.pipeline.data.planning.layout import Layout, layout
+from drover.pipeline.data.planning.runs import match_partition, sort_group
+from drover.pipeline.data.planning.shards import Pieces, pieces_by_hash, plan_shards
+from drover.pipeline.data.planning.signatures import banding
+from drover.pipeline.data.planning.tails import find_borders, pieces_by_tail
+from drover.pipeline.files import sha256_json
 
 if TYPE_CHECKING:
-    from pipeline.config.data import ShardConfig
-    from pipeline.contract.stage_work import Work
+    from drover.pipeline.config.data import ShardConfig
+    from drover.pipeline.contract.stage_work import Work
 
 
 @dataclass(frozen=True)

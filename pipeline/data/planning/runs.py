@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.planning.layout import Layout
-from pipeline.data.planning.signatures import NONE
-from pipeline.data.reading import STAGING
-from pipeline.errors import UserError
-from pipeline.files import atomic_file, output_record
+from drover.pipeline.data.planning.layout import Layout
+from drover.pipeline.data.planning.signatures import NONE
+from drover.pipeline.data.reading import STAGING
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import atomic_file, output_record
 
 DIGEST = 0
 """The column of digests; the columns after it are bands, and the one after these is of `comparing`."""

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.documents import document_key, from_json, key_fits, to_json
-from pipeline.data.planning.decisions import SUMS, Summary
-from pipeline.data.planning.layout import Layout, read_document
-from pipeline.data.planning.origins import PLACES, read_places, write_origins
-from pipeline.data.planning.runs import equal_rows
-from pipeline.data.reading import INDEX, index_row, staged
-from pipeline.data.text_shards import SPLITS, read_documents, write_members
-from pipeline.errors import UserError
-from pipeline.files import output_record
+from drover.pipeline.data.documents import document_key, from_json, key_fits, to_json
+from drover.pipeline.data.planning.decisions import SUMS, Summary
+from drover.pipeline.data.planning.layout import Layout, read_document
+from drover.pipeline.data.planning.origins import PLACES, read_places, write_origins
+from drover.pipeline.data.planning.runs import equal_rows
+from drover.pipeline.data.reading import INDEX, index_row, staged
+from drover.pipeline.data.text_shards import SPLITS, read_documents, write_members
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record
 
 _BYTES = SUMS.index("text_bytes")
 _LARGE = 0.49

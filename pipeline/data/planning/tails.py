@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.planning.decisions import SUMS, TRAIN, Summary, sums
-from pipeline.data.planning.layout import Layout
-from pipeline.data.planning.shards import Piece, Pieces, picked, whole_unit
-from pipeline.data.text_shards import SPLITS
+from drover.pipeline.data.planning.decisions import SUMS, TRAIN, Summary, sums
+from drover.pipeline.data.planning.layout import Layout
+from drover.pipeline.data.planning.shards import Piece, Pieces, picked, whole_unit
+from drover.pipeline.data.text_shards import SPLITS
 
 _CHARACTERS = SUMS.index("characters")
 

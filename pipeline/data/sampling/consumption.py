@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.mixture import tokens_text
-from pipeline.config.phases import PhasePlan
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.data.sampling.order import TOGETHER, Order, Pool, is_one_pool
+from drover.pipeline.config.mixture import tokens_text
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, is_one_pool
 
 MANY = 4.0
 """Epochs of a source beyond which more of the same helps little (Muennighoff et al. 2023): said, not refused."""

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pipeline.config.mixture import SMALLEST_SHARE, share_too_small
-from pipeline.config.phases import Phase, PhasePlan
-from pipeline.data.exclusion import Excluded, sample_numbers
-from pipeline.errors import UserError
-from pipeline.files import sha256_json
+from drover.pipeline.config.mixture import SMALLEST_SHARE, share_too_small
+from drover.pipeline.config.phases import Phase, PhasePlan
+from drover.pipeline.data.exclusion import Excluded, sample_numbers
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_json
 
 VERSION = 2
 """Version of the order. A change that moves any sample must raise it."""

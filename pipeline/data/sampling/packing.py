@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
-from pipeline.data.sampling.order import Segment, unpermute
-from pipeline.data.sampling.sequences import Overlap, Span
-from pipeline.data.shard_table import OpenShards, Shards, ShardTable, most_open
-from pipeline.data.token_shards import Descriptor, TokenShard
-from pipeline.errors import UserError, all_problems
-from pipeline.files import atomic_file, sha256_json
+from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
+from drover.pipeline.data.sampling.order import Segment, unpermute
+from drover.pipeline.data.sampling.sequences import Overlap, Span
+from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable, most_open
+from drover.pipeline.data.token_shards import Descriptor, TokenShard
+from drover.pipeline.errors import UserError, all_problems
+from drover.pipeline.files import atomic_file, sha256_json
 
 FORMAT = 2
 PLANNED = ("bins", "pieces", "documents", "cut", "tokens")
@@ -44,7 +44,7 @@ _MEND = "Start training again: it checks the files of the packing, and makes ane
 
 
 class Group(Protocol):
-    """The ranks that plan together (`pipeline.parallel.ranks.Ranks`)."""
+    """The ranks that plan together (`drover.pipeline.parallel.ranks.Ranks`)."""
 
     @property
     def rank(self) -> int:

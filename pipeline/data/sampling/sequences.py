@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.data.shard_table import Shards
-from pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.shard_table import Shards
+from drover.pipeline.data.token_shards import TokenShard
 
 
 class Span(NamedTuple):

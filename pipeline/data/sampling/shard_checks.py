@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.console import spelled
-from pipeline.contract.input_check import LEFT_AFTER_S, Expected, Pace, compared, lowest_priority
-from pipeline.data.exclusion import Range, sample_numbers
+from drover.pipeline.console import spelled
+from drover.pipeline.contract.input_check import LEFT_AFTER_S, Expected, Pace, compared, lowest_priority
+from drover.pipeline.data.exclusion import Range, sample_numbers
 
 TOGETHER = 1 << 16
 """Samples whose shards are looked up at once."""

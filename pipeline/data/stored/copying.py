@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.shard_table import NUMBERS, ShardTable
-from pipeline.data.stored.shards import MEND
-from pipeline.errors import UserError, all_problems, listed
-from pipeline.files import append_line, read_lines, sha256_file, sha256_json
-from pipeline.stores.outcomes import Entry, Missing
-from pipeline.stores.store import Store, preflight
+from drover.pipeline.data.shard_table import NUMBERS, ShardTable
+from drover.pipeline.data.stored.shards import MEND
+from drover.pipeline.errors import UserError, all_problems, listed
+from drover.pipeline.files import append_line, read_lines, sha256_file, sha256_json
+from drover.pipeline.stores.outcomes import Entry, Missing
+from drover.pipeline.stores.store import Store, preflight
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -103,7 +103,7 @@ def manifest_bytes(outputs: Sequence[dict[str, Any]], counts: dict[str, Any]) ->
 
 
 def digest(outputs: Sequence[dict[str, Any]]) -> str:
-    """What identifies the shards: as `pipeline.contract.manifest.Manifest.digest`."""
+    """What identifies the shards: as `drover.pipeline.contract.manifest.Manifest.digest`."""
     return sha256_json(sorted([record["path"], record["sha256"]] for record in outputs))
 
 
@@ -130,7 +130,8 @@ def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
         held, outputs = found["digest"], found["outputs"]
     except Missing:
         raise UserError(f"{store.url_of(MANIFEST)} is not there, so {url} (train.tokens_from) holds no finished copy "
-                        f"of token shards. Copy them there: python -m tools.copy_tokens --run RUN --to {url}") from None
+                        f"of token shards. Copy them there: python -m drover.tools.copy_tokens --run RUN --to "
+                        f"{url}") from None
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{store.url_of(MANIFEST)} is not a manifest of token shards. Give the place that this run's "
                         f"shards were copied to as train.tokens_from.") from None
@@ -139,7 +140,8 @@ def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
         other = [table.path(row) for row in range(len(table)) if there.get(table.path(row)) != table.digest(row)]
         raise UserError(f"{url} (train.tokens_from) holds other token shards than the stage encode of this run made "
                         f"({len(other):,} of {len(table):,} differ: {', '.join(other[:3])}{' ...' if other[3:] else ''}"
-                        f"). Copy this run's to another place (python -m tools.copy_tokens --run RUN --to URL), or "
+                        f"). Copy this run's to another place (python -m drover.tools.copy_tokens --run RUN --to "
+                        f"URL), or "
                         f"give the place that has them.")
     entries = {entry.path: entry for entry in store.list()}
     problems, etags = list[str](), list[str]()

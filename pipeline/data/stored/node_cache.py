@@ -24,9 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.data.stored.figures import Figures
-from pipeline.errors import UserError, is_full_disk
-from pipeline.stores.outcomes import Missing
+from drover.pipeline.data.stored.figures import Figures
+from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.stores.outcomes import Missing
 
 CHUNK_BYTES = 1 << 20
 TRIES = 2
@@ -148,7 +148,7 @@ class NodeCache:
             else:
                 raise UserError(f"{name} is not what the stage encode committed: sha256 {sha256[:12]} -> {found[:12]}. "
                                 f"It was changed in the store, or copied from another run. Copy this run's shards "
-                                f"there again (python -m tools.copy_tokens), or give the place that has them as "
+                                f"there again (python -m drover.tools.copy_tokens), or give the place that has them as "
                                 f"train.tokens_from.")
             os.fsync(writing)
             os.utime(writing, ns=(time.time_ns(), _stamp(sha256)))

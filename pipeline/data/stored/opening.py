@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.phases import in_phases
-from pipeline.config.tree import Config
-from pipeline.data.shard_table import NUMBERS, Opener, ShardTable
-from pipeline.data.stored.shards import Settings, StoredTokens
-from pipeline.data.token_shards import TokenShard
+from drover.pipeline.config.phases import in_phases
+from drover.pipeline.config.tree import Config
+from drover.pipeline.data.shard_table import NUMBERS, Opener, ShardTable
+from drover.pipeline.data.stored.shards import Settings, StoredTokens
+from drover.pipeline.data.token_shards import TokenShard
 
 GB = 10**9
 

@@ -22,18 +22,18 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.shard_table import ShardTable
-from pipeline.data.stored.figures import Figures
-from pipeline.data.stored.node_cache import NodeCache
-from pipeline.data.stored.ranges import RangeMemory
-from pipeline.data.token_shards import Descriptor, TokenShard
-from pipeline.errors import UserError
-from pipeline.stores.outcomes import Changed, Entry, Missing
-from pipeline.stores.store import Store
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.stored.figures import Figures
+from drover.pipeline.data.stored.node_cache import NodeCache
+from drover.pipeline.data.stored.ranges import RangeMemory
+from drover.pipeline.data.token_shards import Descriptor, TokenShard
+from drover.pipeline.errors import UserError
+from drover.pipeline.stores.outcomes import Changed, Entry, Missing
+from drover.pipeline.stores.store import Store
 
 MEMORY_BYTES = 1 << 28
 """For parts of shards that were read ahead."""
-MEND = "Copy the run's shards there again (python -m tools.copy_tokens), or give another train.tokens_from."
+MEND = "Copy the run's shards there again (python -m drover.tools.copy_tokens), or give another train.tokens_from."
 TRIES = 3
 """A part of a shard is asked for so often, each request being repeated below this already."""
 PAUSE_S = 1.0
@@ -74,7 +74,7 @@ class StoredTokens:
         self._memory = RangeMemory(MEMORY_BYTES)
 
     def __call__(self, row: int, record: dict[str, Any], whole: int) -> StoredShard:
-        """The shard in a row of the table (`pipeline.data.shard_table.Opener`)."""
+        """The shard in a row of the table (`drover.pipeline.data.shard_table.Opener`)."""
         shard = StoredShard(self, row, record, whole)
         with self._lock:
             self._shards.add(shard)

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.batch import BatchPlan
-from pipeline.config.phases import PhasePlan
-from pipeline.contract.stage_work import Work
-from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.batch import Batch
-from pipeline.data.sampling.loader import Prefetcher
-from pipeline.data.sampling.packing import make
-from pipeline.parallel.context_parallel import part_of
-from pipeline.parallel.grid import Grid
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.training.data.opening import open_training_data, read_shard_table, refuse_cut_shards
-from pipeline.training.data.stored_data import StoredData
+from drover.pipeline.config.batch import BatchPlan
+from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.data.sampling.loader import Prefetcher
+from drover.pipeline.data.sampling.packing import make
+from drover.pipeline.parallel.context_parallel import part_of
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.training.data.opening import open_training_data, read_shard_table, refuse_cut_shards
+from drover.pipeline.training.data.stored_data import StoredData
 
 
 class StepBatches:

@@ -8,19 +8,19 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.phases import in_phases
-from pipeline.config.tree import Config
-from pipeline.console import say
-from pipeline.contract.stage_work import Work
-from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.shard_table import ShardTable
-from pipeline.data.stored.copying import digest_of, survey
-from pipeline.data.stored.figures import NAMES, told
-from pipeline.data.stored.opening import GB, reading, used
-from pipeline.data.stored.read_ahead import ReadAhead
-from pipeline.data.stored.shards import Settings, StoredTokens
-from pipeline.errors import UserError
-from pipeline.parallel.ranks import Ranks
+from drover.pipeline.config.phases import in_phases
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import say
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.sampling.loader import TrainingData
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.stored.copying import digest_of, survey
+from drover.pipeline.data.stored.figures import NAMES, told
+from drover.pipeline.data.stored.opening import GB, reading, used
+from drover.pipeline.data.stored.read_ahead import ReadAhead
+from drover.pipeline.data.stored.shards import Settings, StoredTokens
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.ranks import Ranks
 
 
 class StoredData:

@@ -16,20 +16,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.contract.input_check import committed
-from pipeline.contract.stage_work import Work
-from pipeline.data.exclusion import Range
-from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.sampling.packing import forget
-from pipeline.data.sampling.shard_checks import Damage, ShardChecks
-from pipeline.data.shard_table import ShardTable
-from pipeline.errors import UserError
-from pipeline.files import read_sealed, write_sealed
-from pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, named_after_steps, step_of
-from pipeline.records.pending_evaluations import evaluation_folder
+from drover.pipeline.contract.input_check import committed
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.data.exclusion import Range
+from drover.pipeline.data.sampling.loader import TrainingData
+from drover.pipeline.data.sampling.packing import forget
+from drover.pipeline.data.sampling.shard_checks import Damage, ShardChecks
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_sealed, write_sealed
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, named_after_steps, step_of
+from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 if TYPE_CHECKING:
-    from pipeline.parallel.ranks import Ranks
+    from drover.pipeline.parallel.ranks import Ranks
 
 REST = 3.0
 """Seconds of rest for each of work: a quarter of a core at most, and of what a disk gives to one reader."""

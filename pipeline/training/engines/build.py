@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from model.config import ModelConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.parallel.attention import choose_attention, choose_flash
-from pipeline.parallel.compiler import refuse_without_compiler
-from pipeline.parallel.compiling import compiles
-from pipeline.parallel.fp8 import refuse_without_fp8
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.initial_values import InitialValues
-from pipeline.parallel.stages import stage_layers
-from pipeline.training.engines.engine import Engine
-from pipeline.training.optimizers.build import build_elementwise, build_optimizer
+from drover.model.config import ModelConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.attention import choose_attention, choose_flash
+from drover.pipeline.parallel.compiler import refuse_without_compiler
+from drover.pipeline.parallel.compiling import compiles
+from drover.pipeline.parallel.fp8 import refuse_without_fp8
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.initial_values import InitialValues
+from drover.pipeline.parallel.stages import stage_layers
+from drover.pipeline.training.engines.engine import Engine
+from drover.pipeline.training.optimizers.build import build_elementwise, build_optimizer
 
 
 def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
@@ -41,14 +41,14 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     flash = choose_flash(config.train.flash, grid.ranks.device)
     backend, train, parallel = attention.backend, config.train, config.parallel
     if grid.context > 1:
-        from pipeline.parallel.context_parallel import ContextParallel
+        from drover.pipeline.parallel.context_parallel import ContextParallel
         backend = ContextParallel(backend, grid.mesh["context"])
     if parallel.engine == "deepspeed":
-        from pipeline.training.engines.zero import ZeroEngine
+        from drover.pipeline.training.engines.zero import ZeroEngine
         engine: Engine = ZeroEngine(model, initial, grid.ranks, precision, train, parallel, accumulation, backend,
                                     lambda placed: build_elementwise(placed, config, grid, model.tied_embeddings))
     else:
-        from pipeline.parallel.fsdp import parallelize
+        from drover.pipeline.parallel.fsdp import parallelize
         place = partial(parallelize, model, initial, grid, precision, train, parallel, backend)
         engine = _pipelined(config, model, grid, precision, place) if grid.pipeline > 1 else \
             _whole(config, model, grid, place())
@@ -60,7 +60,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
 
 
 def _whole(config: Config, model: ModelConfig, grid: Grid, placed: Any) -> Engine:
-    from pipeline.training.engines.fsdp import FsdpEngine
+    from drover.pipeline.training.engines.fsdp import FsdpEngine
     return FsdpEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
                       config.train.clip_norm, keep_weights=config.parallel.reshard == "never",
                       reduce_last=config.parallel.reduce == "last")
@@ -68,9 +68,9 @@ def _whole(config: Config, model: ModelConfig, grid: Grid, placed: Any) -> Engin
 
 def _pipelined(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype,
                place: Callable[[Any], Any]) -> Engine:
-    from model.llama import Part
-    from pipeline.parallel.pipeline_parallel import PipelinedModel
-    from pipeline.training.engines.pipelined import PipelineEngine
+    from drover.model.llama import Part
+    from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
+    from drover.pipeline.training.engines.pipelined import PipelineEngine
     layers = stage_layers(model, config.parallel.stages)
     stages = [place(Part(layers[stage], model.layers)) for stage in config.parallel.stages_of(grid.pipeline_rank)]
     placed = PipelinedModel(stages, grid, config.parallel, precision)

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.attention.choosing import Choice
-from model.attention.layout import PLAIN
-from model.loss import IGNORED
-from pipeline.console import first
-from pipeline.data.sampling.batch import Batch
-from pipeline.errors import UserError
-from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
-from pipeline.parallel.attention import OWN
-from pipeline.parallel.pipeline_parallel import parameter_names
-from pipeline.training.guards import StepLimits
-from pipeline.training.optimizers.base import Optimizer
+from drover.model.attention.choosing import Choice
+from drover.model.attention.layout import PLAIN
+from drover.model.loss import IGNORED
+from drover.pipeline.console import first
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from drover.pipeline.parallel.attention import OWN
+from drover.pipeline.parallel.pipeline_parallel import parameter_names
+from drover.pipeline.training.guards import StepLimits
+from drover.pipeline.training.optimizers.base import Optimizer
 
 SCORES = ("wq", "wk", "q_norm", "k_norm")
 """What decides attention's scores alone."""

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from model.llama import Llama
-from pipeline.data.sampling.batch import Batch
-from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
-from pipeline.parallel.grid import Grid, own
-from pipeline.parallel.pipeline_parallel import PipelinedModel
-from pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
-from pipeline.training.guards import StepLimits
-from pipeline.training.optimizers.base import Optimizer
+from drover.model.llama import Llama
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from drover.pipeline.parallel.grid import Grid, own
+from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
+from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
+from drover.pipeline.training.guards import StepLimits
+from drover.pipeline.training.optimizers.base import Optimizer
 
 
 class FsdpEngine(Engine):
-    """A model that `pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of its parts.
+    """A model that `drover.pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of its parts.
 
     keep_weights: whether gathered weights stay from one micro-batch to the next.
     reduce_last: whether gradients meet after the last micro-batch only.

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.parallel.pipeline_parallel import parameter_names
-from pipeline.training.engines.engine import Engine
-from pipeline.training.guards import json_number
+from drover.pipeline.parallel.pipeline_parallel import parameter_names
+from drover.pipeline.training.engines.engine import Engine
+from drover.pipeline.training.guards import json_number
 
 KINDS = ("gradient", "weight", "update")
 Norms = dict[str, tuple[float | str, ...]]

@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.data.sampling.batch import Batch
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.pipeline_parallel import PipelinedModel, make_schedule
-from pipeline.training.engines.fsdp import FsdpEngine
-from pipeline.training.optimizers.base import Optimizer
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, make_schedule
+from drover.pipeline.training.engines.fsdp import FsdpEngine
+from drover.pipeline.training.optimizers.base import Optimizer
 
 TIED = "tok_embeddings.weight"
 """What the first and the last stage both hold where embeddings are tied."""
 
 
 class PipelineEngine(FsdpEngine):
-    """Stages that `pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of this rank's parts of them."""
+    """Stages that `drover.pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of this rank's parts of
+    them."""
 
     model: PipelinedModel
 

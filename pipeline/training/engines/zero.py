@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.attention.backend import Backend
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.data.sampling.batch import Batch
-from pipeline.formats.shard_index import rectangles
-from pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
-from pipeline.parallel.initial_values import InitialValues
-from pipeline.parallel.ranks import Ranks
-from pipeline.parallel.zero import spread_by_zero
-from pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
-from pipeline.training.guards import StepLimits
-from pipeline.training.optimizers.base import ElementwiseOptimizer
+from drover.model.attention.backend import Backend
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.formats.shard_index import rectangles
+from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
+from drover.pipeline.parallel.initial_values import InitialValues
+from drover.pipeline.parallel.ranks import Ranks
+from drover.pipeline.parallel.zero import spread_by_zero
+from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
+from drover.pipeline.training.guards import StepLimits
+from drover.pipeline.training.optimizers.base import ElementwiseOptimizer
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """(name, offset, size) -> that rectangle."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.config.tree import Config
-from pipeline.parallel.grid import Grid, own
-from pipeline.training.optimizers.base import ElementwiseOptimizer, Weight, gradients, parameter_groups
+from drover.pipeline.config.tree import Config
+from drover.pipeline.parallel.grid import Grid, own
+from drover.pipeline.training.optimizers.base import ElementwiseOptimizer, Weight, gradients, parameter_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments, by torch's names; in a checkpoint `exp_avg.<parameter>` beside `model.<parameter>`."""

@@ -33,11 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.pipeline_parallel import parameter_names
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.pipeline_parallel import parameter_names
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Weight:
     """A parameter as an optimizer gets it.
 
     name: as in the checkpoint, e.g. `layers.0.attention.wq.weight`. parameter: a DTensor where it is spread, and so is
-    its `grad`; `pipeline.parallel.grid.own` gives what is in this rank's memory. weight_decay: to be applied to it,
-    times the learning rate. lr_factor: what the schedule's learning rate is multiplied by for it.
+    its `grad`; `drover.pipeline.parallel.grid.own` gives what is in this rank's memory. weight_decay: to be applied to
+    it, times the learning rate. lr_factor: what the schedule's learning rate is multiplied by for it.
     """
 
     name: str

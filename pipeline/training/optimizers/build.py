@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.config.optimizers import optimizer_kind
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.parallel.grid import Grid
-from pipeline.training.optimizers.base import ElementwiseOptimizer, Optimizer, weights_of
-from pipeline.training.optimizers.wrapped import Wrapped
+from drover.pipeline.config.optimizers import optimizer_kind
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.training.optimizers.base import ElementwiseOptimizer, Optimizer, weights_of
+from drover.pipeline.training.optimizers.wrapped import Wrapped
 
 
 def build_optimizer(model: nn.Module, config: Config, grid: Grid, tied: bool) -> Optimizer:

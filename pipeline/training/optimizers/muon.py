@@ -17,13 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeline.config.optimizers import optimizer_settings
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
-from pipeline.parallel.grid import Grid, own
-from pipeline.training.optimizers.adamw import AdamW
-from pipeline.training.optimizers.base import Optimizer, Weight
-from pipeline.training.optimizers.whole_matrices import WholeMatrices
+from drover.pipeline.config.optimizers import optimizer_settings
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.grid import Grid, own
+from drover.pipeline.training.optimizers.adamw import AdamW
+from drover.pipeline.training.optimizers.base import Optimizer, Weight
+from drover.pipeline.training.optimizers.whole_matrices import WholeMatrices
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Of the polynomial a x + b x^3 + c x^5, applied to singular values in each iteration: five of them bring whatever is

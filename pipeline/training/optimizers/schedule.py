@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pipeline.config.phases import Phase, PhasePlan
-from pipeline.config.training import TrainConfig
+from drover.pipeline.config.phases import Phase, PhasePlan
+from drover.pipeline.config.training import TrainConfig
 
 
 def planned_rate(step: int, plan: PhasePlan) -> float:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.parallel.grid import Grid, LocalShard
+from drover.pipeline.parallel.grid import Grid, LocalShard
 
 
 def assign_owners(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, int]:

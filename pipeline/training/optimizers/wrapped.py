@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
-from pipeline.parallel.grid import own
-from pipeline.training.optimizers.base import Optimizer, Weight, gradients
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel.grid import own
+from drover.pipeline.training.optimizers.base import Optimizer, Weight, gradients
 
 COUNT = "step"
 """The one state that may be a number: how many updates there were. It is not saved but set, by `resume`."""

@@ -41,12 +41,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from pipeline.config.kinds import Kind
-from pipeline.config.shipped import SINKS
-from pipeline.contract.background import BackgroundWorker
-from pipeline.contract.stage_work import Work
-from pipeline.errors import UserError, listed
-from pipeline.files import read_record, write_json
+from drover.pipeline.config.kinds import Kind
+from drover.pipeline.config.shipped import SINKS
+from drover.pipeline.contract.background import BackgroundWorker
+from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.errors import UserError, listed
+from drover.pipeline.files import read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """What of a step's record is no curve: counted is where the run stands, not how it goes."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 from uuid import uuid4
 
-from pipeline.config.section import flatten
-from pipeline.training.sinks.base import About, CurveSink, Sink, SinkSettings, kept_id
+from drover.pipeline.config.section import flatten
+from drover.pipeline.training.sinks.base import About, CurveSink, Sink, SinkSettings, kept_id
 
 AT_ONCE = 100
 """Parameters that MLflow takes in one call."""

@@ -1,8 +1,16 @@
 """Counts of filters: added up over units and sources, with few reasons however many a filter gives."""
 
-from pipeline.data.documents import Document, to_json
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.chain import MOST_REASONS, OTHER_REASONS, Chain, Dropped, few_reasons, no_counts, total
+from drover.pipeline.data.documents import Document, to_json
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.chain import (
+    MOST_REASONS,
+    OTHER_REASONS,
+    Chain,
+    Dropped,
+    few_reasons,
+    no_counts,
+    total,
+)
 
 
 class Numbered(Filter):

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from pipeline.config.loading import load_config
-from pipeline.contract.manifest import read_manifest
-from pipeline.data.documents import key_fits
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.data.documents import key_fits
 from tests.conftest import REPOSITORY
 from tests.data.source_files import lines
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, start, write_config
@@ -114,8 +114,8 @@ def test_a_source_of_which_filters_leave_nothing_is_explained(tmp_path, capsys):
 MINE = '''
 from dataclasses import replace
 from pydantic import Field
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
 
 class Mine(Filter):
     """Drops what holds a word, and writes another large."""
@@ -209,11 +209,11 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
     ({"kind": "my_filters:Mine", "wrod": 1, "large": -1},
      ["'shard.filters.0.word' is missing", "unknown key 'shard.filters.0.wrod'; did you mean 'word'?",
       "'shard.filters.0.large' is -1: input should be greater than or equal to 0"]),
-    ({"kind": "my_filters:Document"}, ["it must be a class that extends pipeline.data.filters.base.Filter"]),
+    ({"kind": "my_filters:Document"}, ["it must be a class that extends drover.pipeline.data.filters.base.Filter"]),
     ({"kind": "my_filters:Absent"}, ["cannot be imported (AttributeError"]),
     ({"kind": "no_such_module:X"}, ["shard.filters.0.kind names no_such_module:X", "on PYTHONPATH"])])
 def test_what_is_wrong_with_a_filter_from_outside_is_said_before_anything_starts(mine, capsys, wrong, said):
-    from launch.submit import main
+    from drover.launch.submit import main
     override = f"shard.filters=[{json.dumps(wrong)}]"
     assert main(["--stage", "shard", "--config", str(mine), "--cluster", "local", "name=c", override]) == 2
     assert run(mine, override) == 2

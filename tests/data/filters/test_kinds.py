@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.config.shipped import FILTERS
-from pipeline.data.documents import Document
+from drover.pipeline.config.shipped import FILTERS
+from drover.pipeline.data.documents import Document
 
 
 def made(**settings):

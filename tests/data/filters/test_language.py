@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.section import identity
-from pipeline.errors import UserError
+from drover.pipeline.config.section import identity
+from drover.pipeline.errors import UserError
 from tests.data.filters.test_kinds import made, outcome
 
 pytest.importorskip("fasttext", reason="of the extra `clean`")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.shipped import FILTERS
-from pipeline.data.documents import Document
-from pipeline.data.filters.base import Filter
-from pipeline.data.filters.word_runs import WordRuns
-from pipeline.data.filters.words import NO_WORD, TERMINAL, sentences, word_counts, words
+from drover.pipeline.config.shipped import FILTERS
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.word_runs import WordRuns
+from drover.pipeline.data.filters.words import NO_WORD, TERMINAL, sentences, word_counts, words
 
 pytest.importorskip("datatrove", reason="the reference of the quality filters, in the extra `clean`")
 

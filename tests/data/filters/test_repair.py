@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from pipeline.data.filters.base import unusable
-from pipeline.errors import UserError
+from drover.pipeline.data.filters.base import unusable
+from drover.pipeline.errors import UserError
 from tests.data.filters.test_kinds import changed, made
 
 

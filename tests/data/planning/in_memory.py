@@ -8,8 +8,8 @@ from math import ceil
 
 import numpy as np
 
-from pipeline.data.documents import Document, digest, document_key, to_json
-from pipeline.data.text_shards import SPLITS, write_members
+from drover.pipeline.data.documents import Document, digest, document_key, to_json
+from drover.pipeline.data.text_shards import SPLITS, write_members
 from tests.data.planning.staged_corpora import in_order
 
 

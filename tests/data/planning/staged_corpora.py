@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 from pyarrow import parquet
 
-from pipeline.config.data import ShardConfig
-from pipeline.data.documents import Document, to_json
-from pipeline.data.planning import components, layout
-from pipeline.data.planning.passes import decide
-from pipeline.data.planning.shards import write_shard
-from pipeline.data.planning.signatures import Signer, signature_settings
-from pipeline.data.reading import INDEX, index_row, staged
-from pipeline.data.text_shards import SPLITS, read_documents
-from pipeline.files import atomic_file, output_record
+from drover.pipeline.config.data import ShardConfig
+from drover.pipeline.data.documents import Document, to_json
+from drover.pipeline.data.planning import components, layout
+from drover.pipeline.data.planning.passes import decide
+from drover.pipeline.data.planning.shards import write_shard
+from drover.pipeline.data.planning.signatures import Signer, signature_settings
+from drover.pipeline.data.reading import INDEX, index_row, staged
+from drover.pipeline.data.text_shards import SPLITS, read_documents
+from drover.pipeline.files import atomic_file, output_record
 
 
 class Work:

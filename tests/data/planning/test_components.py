@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.planning import components
-from pipeline.data.planning.components import label_components, labels_path, read_labels
-from pipeline.data.planning.layout import Layout
-from pipeline.data.planning.runs import DIGEST, link_paths, write_links
-from pipeline.errors import is_full_disk
+from drover.pipeline.data.planning import components
+from drover.pipeline.data.planning.components import label_components, labels_path, read_labels
+from drover.pipeline.data.planning.layout import Layout
+from drover.pipeline.data.planning.runs import DIGEST, link_paths, write_links
+from drover.pipeline.errors import is_full_disk
 from tests.data.planning.staged_corpora import firsts
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.data import NearDuplicates
-from pipeline.data.planning import comparing, layout, runs
-from pipeline.data.planning.comparing import shingles, similarity
-from pipeline.data.planning.signatures import NONE, signature_settings, signatures, words
+from drover.pipeline.config.data import NearDuplicates
+from drover.pipeline.data.planning import comparing, layout, runs
+from drover.pipeline.data.planning.comparing import shingles, similarity
+from drover.pipeline.data.planning.signatures import NONE, signature_settings, signatures, words
 from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import cut_into, firsts, in_order, passes, texts_of
 
@@ -155,7 +155,8 @@ def test_many_copies_of_a_page_are_a_row_a_group_and_no_pairs(tmp_path, monkeypa
 
 def test_signatures_are_a_function_of_the_text_alone():
     """In any process, alone or beside others, of words without their case and marks."""
-    code = ("from pipeline.data.planning.signatures import *; from pipeline.config.data import NearDuplicates; "
+    code = ("from drover.pipeline.data.planning.signatures import *; "
+            "from drover.pipeline.config.data import NearDuplicates; "
             "settings = signature_settings(NearDuplicates()); "
             "print(signatures(['Some WORDS that are, like, these: ÄÖ one two.', 'x', 'a b c d e'], settings).tolist())")
     said = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.planning import layout, shards
-from pipeline.data.planning.decisions import SUMS
-from pipeline.data.planning.passes import decide
-from pipeline.data.planning.runs import DIGEST, by_key, equal_rows, read_runs, write_run
-from pipeline.data.text_shards import SPLITS
+from drover.pipeline.data.planning import layout, shards
+from drover.pipeline.data.planning.decisions import SUMS
+from drover.pipeline.data.planning.passes import decide
+from drover.pipeline.data.planning.runs import DIGEST, by_key, equal_rows, read_runs, write_run
+from drover.pipeline.data.text_shards import SPLITS
 from tests.data.planning import in_memory, staged_corpora
 from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
 

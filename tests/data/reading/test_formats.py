@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data import readers
+from drover.pipeline.data import readers
 from tests.data.source_files import (
     COMPRESS,
     RECORDS,
@@ -30,6 +30,12 @@ def test_each_format_gives_the_same_documents(tmp_path, kind, ending):
     assert [document.id for document in documents] == ["a", "b", "c"]
     if kind != "csv":  # a CSV file knows no numbers
         assert [document.meta for document in documents] == [{"stars": 1}, {"stars": 2}, {"stars": None}]
+
+
+def test_an_id_of_more_than_64_bits_is_one(tmp_path):
+    (tmp_path / "f.jsonl").write_text(f'{{"text": "a", "name": {2**100}}}')
+    documents, rejections = read(files_source(tmp_path / "f.jsonl", id_field="name"))
+    assert rejections == [] and documents[0].id == str(2**100)
 
 
 @pytest.mark.parametrize(("content", "wanted"), [

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.data import ShardConfig
-from pipeline.contract.content_hash import hash_of_blocks
-from pipeline.data import framing, sources, streams
-from pipeline.data.reading import unit_documents
-from pipeline.data.sources import reading_units
-from pipeline.errors import UserError
-from pipeline.files import changed_ns
+from drover.pipeline.config.data import ShardConfig
+from drover.pipeline.contract.content_hash import hash_of_blocks
+from drover.pipeline.data import framing, sources, streams
+from drover.pipeline.data.reading import unit_documents
+from drover.pipeline.data.sources import reading_units
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import changed_ns
 from tests.block_digests import block_digests
 from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
 
@@ -127,7 +127,7 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     path = tmp_path / "f.jsonl"
     path.write_bytes(lines({"text": f"{number} " * (number % 50)} for number in range(3000)))
     size = path.stat().st_size
-    for module in ("pipeline.contract.content_hash", "pipeline.data.streams"):
+    for module in ("drover.pipeline.contract.content_hash", "drover.pipeline.data.streams"):
         monkeypatch.setattr(f"{module}.BLOCK_BYTES", 1000)
     monkeypatch.setattr(streams, "BUFFER", 4096)
     about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
@@ -151,7 +151,7 @@ def test_nothing_is_read_twice(tmp_path, monkeypatch):
     path, packed = tmp_path / "f.jsonl", tmp_path / "g.jsonl.gz"
     path.write_bytes(lines({"text": f"{number} " * 20} for number in range(5000)))
     packed.write_bytes(gzip.compress(os.urandom(100_000).hex().encode(), mtime=0))
-    monkeypatch.setattr("pipeline.data.streams.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("drover.pipeline.data.streams.BLOCK_BYTES", 10_000)
     monkeypatch.setattr(streams, "BUFFER", 1000)
     for own, borders, least, more in ((path, (), path.stat().st_size, 9000), (path, (10**5, 2 * 10**5), 10**5, 9000),
                                       (packed, (), packed.stat().st_size, 80_000)):

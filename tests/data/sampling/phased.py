@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from hypothesis import strategies as st
 
-from pipeline.data.exclusion import Excluded
-from pipeline.parallel.messages import decode, encode
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.parallel.messages import decode, encode
 from tests.token_shards import SOURCES, plan_of
 
 LENGTHS = (8, 12, 16, 24)

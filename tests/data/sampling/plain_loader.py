@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline.data.sampling.batch import IGNORED, Batch
-from pipeline.data.sampling.order import Order
-from pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.sampling.batch import IGNORED, Batch
+from drover.pipeline.data.sampling.order import Order
+from drover.pipeline.data.token_shards import TokenShard
 
 
 def plain_batch(parts: Sequence[Sequence[TokenShard]], order: Order, length: int, samples: Sequence[int]) -> Batch:

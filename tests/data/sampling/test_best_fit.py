@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.sampling.best_fit import best_fit, documents_at
+from drover.pipeline.data.sampling.best_fit import best_fit, documents_at
 
 
 def plainly_packed(lengths, room):

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.provenance import documents_of, named, pieces
-from pipeline.data.sampling.loader import MOST, Lookahead, Prefetcher
-from pipeline.data.shard_table import Shards
+from drover.pipeline.data.provenance import documents_of, named, pieces
+from drover.pipeline.data.sampling.loader import MOST, Lookahead, Prefetcher
+from drover.pipeline.data.shard_table import Shards
 from tests.data.sampling.plain_loader import plain_batch
 from tests.token_shards import BATCH_TENSORS, assert_same_batches, training_data, write_numbered
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.packing import read
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.data.sampling.packing import read
 from tests.data.sampling.phased import DOCUMENTS, EXCLUDED, LENGTHS, plans, spans_of, times_read
 from tests.token_shards import SOURCES, assert_readings, assert_same_batches, plan_of, training_data, write_numbered
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pipeline.config.training import TrainConfig
-from pipeline.data.exclusion import Excluded
-from pipeline.data.sampling.consumption import plan_lines, planned_by
-from pipeline.errors import UserError
-from pipeline.training.data.opening import refuse_beyond
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.data.sampling.consumption import plan_lines, planned_by
+from drover.pipeline.errors import UserError
+from drover.pipeline.training.data.opening import refuse_beyond
+from drover.tools.audit import Audit, _sequences
 from tests.data.sampling.phased import DOCUMENTS, contents, plans, read_packed, times_read
 from tests.token_shards import SOURCES, plan_of, training_data, write_numbered
-from tools.audit import Audit, _sequences
 
 SOME = [[30, 5, 9, 70, 3, 12, 31], [7, 40, 8, 8, 50, 60], [3, 100, 21, 300], [20, 20, 1]]
 """Documents of two shards of each source."""

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.sampling.batch import IGNORED
-from pipeline.data.sampling.packing import Alone, make, read
-from pipeline.errors import UserError
+from drover.pipeline.data.sampling.batch import IGNORED
+from drover.pipeline.data.sampling.packing import Alone, make, read
+from drover.pipeline.errors import UserError
+from drover.tools.audit import Audit, _sequences
 from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents, read_packed
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered
-from tools.audit import Audit, _sequences
 
 FEW = [[30, 5, 9, 16, 3], [7, 40], [3]]
 

@@ -7,9 +7,9 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
-from pipeline.contract.input_check import Expected
-from pipeline.data.sampling.shard_checks import ShardChecks
-from pipeline.files import sha256_file
+from drover.pipeline.contract.input_check import Expected
+from drover.pipeline.data.sampling.shard_checks import ShardChecks
+from drover.pipeline.files import sha256_file
 from tests.waiting import HANG_S, wait_for
 
 ROWS = 6
@@ -76,7 +76,7 @@ def test_a_shard_that_changes_after_it_was_compared(files, checks, change):
 
 
 def test_a_read_that_does_not_come_back_is_left_to_itself(files, monkeypatch):
-    monkeypatch.setattr("pipeline.data.sampling.shard_checks.LEFT_AFTER_S", 0.2)
+    monkeypatch.setattr("drover.pipeline.data.sampling.shard_checks.LEFT_AFTER_S", 0.2)
     (files[0] / "0").unlink()
     os.mkfifo(files[0] / "0")
     one = ShardChecks(range(ROWS), files[1], np.unique, 0, 1, ())

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.shard_table import ShardTable
-from pipeline.data.stored.copying import copy_shards
-from pipeline.data.stored.shards import Settings, StoredTokens
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.stored.copying import copy_shards
+from drover.pipeline.data.stored.shards import Settings, StoredTokens
 from tests.token_shards import write_shards
 
 DOCUMENTS, LENGTH = 20, 50

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.data.shard_table import ShardTable
-from pipeline.data.stored.copying import (
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.stored.copying import (
     MANIFEST,
     compare_copy,
     copy_shards,
@@ -17,8 +17,8 @@ from pipeline.data.stored.copying import (
     note_of,
     survey,
 )
-from pipeline.errors import UserError
-from pipeline.stores.store import Store
+from drover.pipeline.errors import UserError
+from drover.pipeline.stores.store import Store
 from tests.data.stored.made import CLOUDS, make_shards
 
 COUNTS = {"total": {"tokens": 1}, "dtype": "uint16", "vocab_size": 65536, "encoders": "not copied"}

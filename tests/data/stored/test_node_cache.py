@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.stored.figures import Figures
-from pipeline.data.stored.node_cache import Closed, NodeCache
-from pipeline.errors import UserError
+from drover.pipeline.data.stored.figures import Figures
+from drover.pipeline.data.stored.node_cache import Closed, NodeCache
+from drover.pipeline.errors import UserError
 
 SIZE = 5000
 
@@ -80,7 +80,7 @@ def source():
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr("pipeline.data.stored.node_cache.PAUSE_S", 0.0)
+    monkeypatch.setattr("drover.pipeline.data.stored.node_cache.PAUSE_S", 0.0)
 
 
 NUMBERS = st.integers(0, 5)
@@ -110,7 +110,7 @@ def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, ro
                 fetched += number not in there
                 there = [*(one for one in there if one != number), number]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("pipeline.data.stored.node_cache.RECENT_S", 1e6 if recent else -1e6)
+                patch.setattr("drover.pipeline.data.stored.node_cache.RECENT_S", 1e6 if recent else -1e6)
                 assert caches[who].get(number, ahead=ahead) == (bytes([number]) * SIZE if fits else None)
             harmed = (harmed & set(there)) - {number}
         elif step[1] in there:
@@ -232,7 +232,7 @@ def test_a_full_disk_lowers_the_bound_and_says_so(tmp_path, source, monkeypatch)
 
 
 @pytest.mark.parametrize(("place", "number"), [("os.posix_fallocate", errno.EDQUOT), ("os.posix_fallocate", errno.EIO),
-                                               ("pipeline.data.stored.node_cache._write", errno.ENOSPC)])
+                                               ("drover.pipeline.data.stored.node_cache._write", errno.ENOSPC)])
 def test_a_disk_without_room_for_one_gives_none(tmp_path, source, monkeypatch, place, number):
     """At the start, and while it is written. A disk that does not work is an error."""
     cache = Cache(tmp_path, source)

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipeline.data.sampling.loader import TrainingData
-from pipeline.data.shard_table import ShardTable, open_by_source, open_shards
-from pipeline.data.stored import read_ahead
-from pipeline.data.stored import shards as stored_shards
-from pipeline.data.stored.copying import digest, survey
-from pipeline.data.stored.read_ahead import ReadAhead
-from pipeline.errors import UserError
+from drover.pipeline.data.sampling.loader import TrainingData
+from drover.pipeline.data.shard_table import ShardTable, open_by_source, open_shards
+from drover.pipeline.data.stored import read_ahead
+from drover.pipeline.data.stored import shards as stored_shards
+from drover.pipeline.data.stored.copying import digest, survey
+from drover.pipeline.data.stored.read_ahead import ReadAhead
+from drover.pipeline.errors import UserError
 from tests.data.stored.made import CLOUDS, copy, make_shards, stored
 from tests.token_shards import assert_same_batches, plan_of
 from tests.waiting import wait_for
@@ -22,8 +22,8 @@ from tests.waiting import wait_for
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("pipeline.data.stored.node_cache.PAUSE_S", 0.01)
-    monkeypatch.setattr("pipeline.data.stored.shards.PAUSE_S", 0.01)
+    monkeypatch.setattr("drover.pipeline.data.stored.node_cache.PAUSE_S", 0.01)
+    monkeypatch.setattr("drover.pipeline.data.stored.shards.PAUSE_S", 0.01)
 
 
 @pytest.fixture

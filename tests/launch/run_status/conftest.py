@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_status.run_files import read_run
-from launch.run_status.run_status import judge
-from launch.slurm.scheduler import JobInfo
+from drover.launch.run_status.run_files import read_run
+from drover.launch.run_status.run_status import judge
+from drover.launch.slurm.scheduler import JobInfo
 from tests.launch.run_folders import NOW, HandMade
 
 DEPENDENTS = dict.fromkeys(("17", "18", "19"), "PENDING Dependency")

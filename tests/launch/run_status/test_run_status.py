@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.run_status.run_files import read_run
-from launch.run_status.run_status import wanted_ids
-from launch.slurm.nodes import add_strike
-from launch.slurm.scheduler import JobInfo
-from pipeline.files import write_json, write_text
+from drover.launch.run_status.run_files import read_run
+from drover.launch.run_status.run_status import wanted_ids
+from drover.launch.slurm.nodes import add_strike
+from drover.launch.slurm.scheduler import JobInfo
+from drover.pipeline.files import write_json, write_text
 from tests.launch.run_folders import SETTINGS
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
 
@@ -54,7 +54,8 @@ def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):
 def test_local_run(run):
     """Of a process that runs, is gone, cannot be seen; with and without a word of the stage."""
     run.begun("train")
-    with subprocess.Popen([sys.executable, "-c", "input()", "-m", "pipeline.train"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", "input()", "-m", "drover.pipeline.train"],
+                          stdin=subprocess.PIPE) as process:
         here = f"{process.pid} on {platform.node()}"
         write_text(run.folder / ".locks/train", f"process {here}, since then\n")
         assert run.states({})[2:5] == ["to do", "running", "to do"]

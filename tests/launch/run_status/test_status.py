@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch import status as program
-from launch.slurm.scheduler import JobInfo
-from launch.status import find_run, main, overview, show
-from pipeline.files import write_text
+from drover.launch import status as program
+from drover.launch.slurm.scheduler import JobInfo
+from drover.launch.status import find_run, main, overview, show
+from drover.pipeline.files import write_text
 from tests.launch.recorded_slurm import FakeSlurm
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
 

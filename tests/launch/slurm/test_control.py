@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from launch.slurm import control
-from launch.slurm.chain import add_job, read_chain
-from launch.slurm.control import cancel, logs, stop
-from pipeline.contract.state import STOP
-from pipeline.errors import UserError
+from drover.launch.slurm import control
+from drover.launch.slurm.chain import add_job, read_chain
+from drover.launch.slurm.control import cancel, logs, stop
+from drover.pipeline.contract.state import STOP
+from drover.pipeline.errors import UserError
 from tests.launch.recorded_slurm import NO_CONTROLLER, FakeSlurm
 from tests.launch.run_folders import HandMade
 

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.slurm import evaluations
-from launch.slurm.chain import ChainJob, add_job, read_chain
-from launch.slurm.evaluations import Evaluations, commands, evaluate, main, owed, prepare
-from launch.slurm.scheduler import JobInfo
-from pipeline.config.launching import LaunchConfig
-from pipeline.config.loading import load_config
-from pipeline.config.plugins import loaded_plugins
-from pipeline.config.tree import Config
-from pipeline.contract.manifest import Manifest, read_manifest
-from pipeline.contract.run import Run
-from pipeline.contract.stages import REPOSITORY, STAGES
-from pipeline.errors import UserError
-from pipeline.files import output_record, sha256_file, write_json
-from pipeline.records.checkpoints import TrainingProgress
-from pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
+from drover.launch.slurm import evaluations
+from drover.launch.slurm.chain import ChainJob, add_job, read_chain
+from drover.launch.slurm.evaluations import Evaluations, commands, evaluate, main, owed, prepare
+from drover.launch.slurm.scheduler import JobInfo
+from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.plugins import loaded_plugins
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.manifest import Manifest, read_manifest
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record, sha256_file, write_json
+from drover.pipeline.records.checkpoints import TrainingProgress
+from drover.pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 from tests.launch.fake_job import chain_of, make_job
 from tests.waiting import wait_for
 
@@ -170,7 +170,7 @@ def test_what_is_evaluated_and_cleared(job, monkeypatch, ends, status):
     """The stages themselves are played."""
     play_data_stages(job, monkeypatch)
     folder = evaluation_folder(job.run, 20)
-    done = "from pathlib import Path; from pipeline.contract.manifest import Manifest; import os; " \
+    done = "from pathlib import Path; from drover.pipeline.contract.manifest import Manifest; import os; " \
            f"assert os.environ['DROVER_CONTINUES'] == '1'; Path({str(folder / 'convert/hf')!r}).mkdir(parents=True); " \
            f"Manifest('evaluate', {{}}, [], {{}}, '').write(Path({str(folder / 'evaluate')!r}))"
     played = {"well": [["true"], [sys.executable, "-c", done]], "in convert": [["false"], ["true"]],
@@ -216,5 +216,5 @@ def test_an_evaluation_imports_the_plugins_that_its_user_named(job, monkeypatch,
 def test_stages_of_an_evaluation(processes):
     path = Path("/evaluations/step/config.yaml")
     assert commands(Config(launch=LaunchConfig(processes=processes)), path) == [
-        ([sys.executable, "-m", f"pipeline.{stage}", "--config", str(path)], ranks)
+        ([sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(path)], ranks)
         for stage, ranks in (("convert", 0), ("evaluate", processes))]

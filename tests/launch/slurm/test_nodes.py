@@ -9,13 +9,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from launch.processes import PORTS, free_port
-from launch.slurm.job.runner import Runner
-from launch.slurm.job.slurm_host import SlurmHost
-from launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
-from launch.slurm.scheduler import Scheduler
-from pipeline.contract.state import StageState, log_attempt
-from pipeline.files import append_line, write_sealed
+from drover.launch.processes import PORTS, free_port
+from drover.launch.slurm.job.runner import Runner
+from drover.launch.slurm.job.slurm_host import SlurmHost
+from drover.launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.contract.state import StageState, log_attempt
+from drover.pipeline.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
 from tests.launch.recorded_slurm import FakeSlurm
 

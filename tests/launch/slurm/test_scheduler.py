@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from launch.slurm.scheduler import COLUMNS, JobInfo, NodeKind, Scheduler, seconds
+from drover.launch.slurm.scheduler import COLUMNS, JobInfo, NodeKind, Scheduler, seconds
 from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, FakeSlurm, queue_line
 from tests.waiting import wait_for

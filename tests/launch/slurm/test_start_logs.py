@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from launch.slurm.job.srun import StepEnd, last_words, srun_command
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.start_logs import PIECE, output, rank_log
+from drover.launch.slurm.job.srun import StepEnd, last_words, srun_command
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.start_logs import PIECE, output, rank_log
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (16, 8), (512, 4), (16_384, 8)])

@@ -17,12 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.slurm import trust
-from launch.slurm.job.rank import defaults
-from launch.slurm.job.srun import srun_command
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from launch.slurm.trust import (
+from drover.launch.slurm import trust
+from drover.launch.slurm.job.rank import defaults
+from drover.launch.slurm.job.srun import srun_command
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.trust import (
     check_submission,
     code_problems,
     folders_of,
@@ -31,8 +31,8 @@ from launch.slurm.trust import (
     owner_problems,
     private_folder,
 )
-from pipeline.errors import UserError
-from pipeline.files import sha256_file, write_json
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import sha256_file, write_json
 
 ROOT = os.getuid() == 0
 OTHER = 12345
@@ -87,14 +87,15 @@ def check(spec):
 
 
 EXECUTED = ["", "..", "code", "launch", "launch/jobs", "logs", "logs/slurm", "launch/jobs/c-train.json",
-            "launch/config-1.yaml", "CODE", "CODE/launch", "CODE/launch/a.py", "CODE/launch/__pycache__",
-            "CODE/launch/__pycache__/a.pyc"]
+            "launch/config-1.yaml", "CODE", "CODE/drover/launch", "CODE/drover/launch/a.py",
+            "CODE/drover/launch/__pycache__",
+            "CODE/drover/launch/__pycache__/a.pyc"]
 """What a job in a container executes: it runs the copy of the code in the run folder."""
 
 
 def place(spec, name):
     """A path of the run, with a cache as Python makes it."""
-    cache = Path(spec.code) / "launch/__pycache__"
+    cache = Path(spec.code) / "drover/launch/__pycache__"
     cache.mkdir(exist_ok=True)
     (cache / "a.pyc").write_bytes(b"")
     return Path(spec.code) / name[5:] if name.startswith("CODE") else (Path(spec.run) / name).resolve()
@@ -164,19 +165,20 @@ def test_owners_need_not_be_looked_at(submitted):
     for folder in folders_of(Path(submitted.run)):
         folder.chmod(0o777)
     assert check(blind) == ""
-    (Path(submitted.code) / "launch/a.py").write_text("changed")
-    (Path(submitted.code) / "launch/__pycache__").symlink_to("/tmp")
-    assert "changed: launch/a.py; new: launch/__pycache__" in check(blind), "the content is looked at in any case"
+    (Path(submitted.code) / "drover/launch/a.py").write_text("changed")
+    (Path(submitted.code) / "drover/launch/__pycache__").symlink_to("/tmp")
+    assert "changed: drover/launch/a.py; new: drover/launch/__pycache__" in check(blind), "whoever owns it"
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (lambda code: (code / "launch/a.py").write_text("import evil\n"), "(changed: launch/a.py)"),
+    (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), "(changed: drover/launch/a.py)"),
     (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), "(new: sitecustomize.py)"),
     (lambda code: (code / "submitit").mkdir() or (code / "submitit/__init__.py").touch(),
      "(new: submitit/__init__.py)"),
-    (lambda code: (code / "launch/a.py").unlink(), "(gone: launch/a.py)"),
-    (lambda code: (code / "launch/a.py").rename(code / "launch/z.py"), "(gone: launch/a.py; new: launch/z.py)"),
-    (lambda code: (code / "launch/z").symlink_to("../pipeline/c.py"), "(new: launch/z)"),
+    (lambda code: (code / "drover/launch/a.py").unlink(), "(gone: drover/launch/a.py)"),
+    (lambda code: (code / "drover/launch/a.py").rename(code / "drover/launch/z.py"),
+     "(gone: drover/launch/a.py; new: drover/launch/z.py)"),
+    (lambda code: (code / "drover/launch/z").symlink_to("../pipeline/c.py"), "(new: drover/launch/z)"),
     (lambda code: shutil.rmtree(code), "cannot be read")])
 def test_other_code_is_not_run(submitted, change, told):
     change(Path(submitted.code))
@@ -190,10 +192,11 @@ def test_somebody_who_may_write_above_the_run_cannot_exchange_it(submitted, tmp_
     assert check(submitted).startswith(f"{tmp_path} may be written by everybody")
     run, blind = Path(submitted.run), saved(submitted, check_owners=False)
     folder, problems = check_submission(path_of(blind), blind.sha256)
-    assert not problems and folder.parent == node_folder() and not (folder / "launch/__pycache__").exists()
-    subprocess.run(["sh", "-c", "mv run old && cp -r old run && echo evil | tee run/code/*/launch/a.py"], cwd=tmp_path,
+    assert not problems and folder.parent == node_folder() and not (folder / "drover/launch/__pycache__").exists()
+    subprocess.run(["sh", "-c", "mv run old && cp -r old run && echo evil | tee run/code/*/drover/launch/a.py"],
+                   cwd=tmp_path,
                    user=OTHER, group=OTHER, check=True)
-    assert (folder / "launch/a.py").read_text() == "NAME = 'launch/a.py'\n"
+    assert (folder / "drover/launch/a.py").read_text() == "NAME = 'launch/a.py'\n"
     tmp_path.chmod(0o1777)
     said = check(saved(submitted))
     assert said.startswith(f"{run}, ") and f"belongs to the user {OTHER}" in said and f"{tmp_path} may" not in said, \
@@ -225,18 +228,18 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
     code, content = Path(submitted.code), submitted.code_sha256
     copy = local_copy(code, content)
     assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700 and (copy / "snapshot.json").exists()
-    (copy / "launch/a.py").write_text("damaged")
-    assert local_copy(code, content) == copy and "damaged" not in (copy / "launch/a.py").read_text()
+    (copy / "drover/launch/a.py").write_text("damaged")
+    assert local_copy(code, content) == copy and "damaged" not in (copy / "drover/launch/a.py").read_text()
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     local_copy(code, content)
-    (copy / "launch/a.py").write_text("damaged")
+    (copy / "drover/launch/a.py").write_text("damaged")
     local_copy(code, content)
-    assert "damaged" in (copy / "launch/a.py").read_text(), "the step's first task has compared it"
+    assert "damaged" in (copy / "drover/launch/a.py").read_text(), "the step's first task has compared it"
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     local_copy(code, content)
-    assert "damaged" not in (copy / "launch/a.py").read_text()
-    (code / "launch/b.py").symlink_to("a.py")
+    assert "damaged" not in (copy / "drover/launch/a.py").read_text()
+    (code / "drover/launch/b.py").symlink_to("a.py")
     shutil.rmtree(copy)
     with pytest.raises(ValueError, match="is not what was submitted"):
         local_copy(code, content)
@@ -259,7 +262,7 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     copy.parent.touch()  # no room, or somebody else's
     status, said = run()
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
-    (Path(submitted.code) / "launch/a.py").write_text("evil")
+    (Path(submitted.code) / "drover/launch/a.py").write_text("evil")
     assert run()[0] == 2
     step = srun_command(submitted, tmp_path, "train", ["true"])
     before = step[:step.index("node")]
@@ -270,12 +273,12 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
 def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
     """Whoever changes the code can change its record as well; a new submission makes the copy anew."""
     code = Path(submitted.code)
-    (code / "launch/a.py").write_text("import evil\n")
+    (code / "drover/launch/a.py").write_text("import evil\n")
     hashes = {str(path.relative_to(code)): sha256_file(path) for path in code.rglob("*.py") if path.is_file()}
     write_json(code / "snapshot.json", {"files": hashes, "content": trust.digest(hashes)})
     assert "is not what was submitted. Nothing was started" in check(submitted)
     assert take_snapshot(Path(submitted.run), checkout) == code
-    assert check(submitted) == "" and "evil" not in (code / "launch/a.py").read_text()
+    assert check(submitted) == "" and "evil" not in (code / "drover/launch/a.py").read_text()
 
 
 def test_another_spec_is_not_done(submitted):
@@ -316,12 +319,12 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     copy = tmp_path / f"drover-{os.getuid()}"
     status, said = run()
     assert status == 0 and re.fullmatch(rf"started from {copy}/code-[0-9a-f]+\n", said)
-    (code / "launch/new.py").write_text("evil")
+    (code / "drover/launch/new.py").write_text("evil")
     assert run()[0] == 0 and not list(copy.rglob("new.py")), "this node has what was submitted"
     shutil.rmtree(copy)
     status, said = run()
-    assert status == 1 and said.startswith("refused: The code in ") and "(new: launch/new.py)" in said
-    (code / "launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
+    assert status == 1 and said.startswith("refused: The code in ") and "(new: drover/launch/new.py)" in said
+    (code / "drover/launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
     status, said = run()
     assert status == 1 and "trust.py is not what was submitted, or gone" in said and "started" not in said
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from launch.run_status.run_files import read_run
-from launch.run_status.run_status import judge
-from launch.slurm.scheduler import COLUMNS, JobInfo
-from launch.slurm.wait_reasons import REASONS, is_stuck, meaning
+from drover.launch.run_status.run_files import read_run
+from drover.launch.run_status.run_status import judge
+from drover.launch.slurm.scheduler import COLUMNS, JobInfo
+from drover.launch.slurm.wait_reasons import REASONS, is_stuck, meaning
 from tests.launch.run_folders import NOW, SETTINGS, HandMade
 
 DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from model.generation.sampling import Sampling
-from pipeline.formats.weights import load_model, open_weights
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.model.generation.sampling import Sampling
+from drover.pipeline.formats.weights import load_model, open_weights
+from drover.pipeline.tokenization.simple import ByteTokenizer
 from tests.model.generation.test_batch import written
 from tests.tiny_models import for_tokenizer, write_huggingface
 

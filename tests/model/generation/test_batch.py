@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.generate import generate
-from model.generation import cache
-from model.generation.batch import Batch
-from model.generation.sampling import Sampling, penalised
-from model.generation.writer import stream
-from model.llama import Llama
+from drover.model.config import ModelConfig
+from drover.model.generate import generate
+from drover.model.generation import cache
+from drover.model.generation.batch import Batch
+from drover.model.generation.sampling import Sampling, penalised
+from drover.model.generation.writer import stream
+from drover.model.llama import Llama
 from tests.refusal import refused
 from tests.tiny_models import DESCENDANT, opinionated
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from model.generation.sampling import Sampling, draw, kept, penalised
+from drover.model.generation.sampling import Sampling, draw, kept, penalised
 from tests.refusal import refused
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.generation import batch as batches
-from model.generation.sampling import Sampling
+from drover.model.generation import batch as batches
+from drover.model.generation.sampling import Sampling
 from tests.model.generation.test_batch import CONFIG, written
 from tests.tiny_models import opinionated
 

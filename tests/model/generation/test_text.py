@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.generation.text import TextStream
+from drover.model.generation.text import TextStream
 
 
 def streamed(parts, stop=()):

@@ -4,10 +4,10 @@ import codecs
 
 import pytest
 
-from model.generate import generate
-from model.generation.sampling import Sampling
-from model.generation.writer import Writer, stream
-from pipeline.tokenization.simple import ByteTokenizer
+from drover.model.generate import generate
+from drover.model.generation.sampling import Sampling
+from drover.model.generation.writer import Writer, stream
+from drover.pipeline.tokenization.simple import ByteTokenizer
 from tests.tiny_models import for_tokenizer
 
 TOKENIZER = ByteTokenizer()

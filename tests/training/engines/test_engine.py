@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from model.config import ModelConfig
-from model.llama import Llama, initialise
-from pipeline.data.sampling.batch import pack
-from pipeline.training.engines.engine import Engine, without_gradient
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama, initialise
+from drover.pipeline.data.sampling.batch import pack
+from drover.pipeline.training.engines.engine import Engine, without_gradient
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64, context_length=32)
 

@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from model.config import ModelConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.console import readable
-from pipeline.data.sampling.batch import pack
-from pipeline.errors import UserError
-from pipeline.parallel import fsdp
-from pipeline.parallel.grid import Grid
-from pipeline.parallel.initial_values import drawn
-from pipeline.parallel.ranks import start_ranks, stop_ranks
-from pipeline.training.device_facts import memory_explained
-from pipeline.training.engines.build import build_engine
-from pipeline.training.guards import StepLimits
+from drover.model.config import ModelConfig
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.console import readable
+from drover.pipeline.data.sampling.batch import pack
+from drover.pipeline.errors import UserError
+from drover.pipeline.parallel import fsdp
+from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+from drover.pipeline.training.device_facts import memory_explained
+from drover.pipeline.training.engines.build import build_engine
+from drover.pipeline.training.guards import StepLimits
 
 MODEL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=64, context_length=32)
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from pipeline.config.optimizers import OptimizerKind, optimizer_settings
-from pipeline.parallel.grid import own
-from pipeline.training.optimizers.base import Optimizer, parameter_groups
+from drover.pipeline.config.optimizers import OptimizerKind, optimizer_settings
+from drover.pipeline.parallel.grid import own
+from drover.pipeline.training.optimizers.base import Optimizer, parameter_groups
 
 
 def sgd(weights, config, grid):

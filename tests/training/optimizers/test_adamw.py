@@ -2,9 +2,9 @@
 
 import torch
 
-from model.config import ModelConfig
-from model.llama import Llama
-from pipeline.training.optimizers.base import decays
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.training.optimizers.base import decays
 from tests.training.optimizers.kit import built, give, model_of, step
 
 

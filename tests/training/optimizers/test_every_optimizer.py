@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 
-from launch.forecast import optimizer_bytes, state_bytes_per_rank
-from pipeline.config.optimizers import OPTIMIZERS, OptimizerKind, register
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.training import TrainConfig
-from pipeline.config.tree import Config
-from pipeline.errors import UserError
+from drover.launch.forecast import optimizer_bytes, state_bytes_per_rank
+from drover.pipeline.config.optimizers import OPTIMIZERS, OptimizerKind, register
+from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
+from drover.pipeline.errors import UserError
 from tests.training.optimizers import outside
 from tests.training.optimizers.kit import MODEL, NO, built, everything, give, model_of, same, step
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipeline.errors import UserError
-from pipeline.training.optimizers.muon import COEFFICIENTS, orthogonal
-from pipeline.training.optimizers.whole_matrices import assign_owners
+from drover.pipeline.errors import UserError
+from drover.pipeline.training.optimizers.muon import COEFFICIENTS, orthogonal
+from drover.pipeline.training.optimizers.whole_matrices import assign_owners
 from tests.training.optimizers.kit import built, give, model_of, step
 
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from pipeline.config.training import TrainConfig
-from pipeline.training.optimizers.schedule import learning_rate
+from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.training.optimizers.schedule import learning_rate
 
 
 def rates(**settings):

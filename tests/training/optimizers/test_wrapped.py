@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipeline.errors import UserError
-from pipeline.training.optimizers.base import Weight
-from pipeline.training.optimizers.wrapped import Wrapped
+from drover.pipeline.errors import UserError
+from drover.pipeline.training.optimizers.base import Weight
+from drover.pipeline.training.optimizers.wrapped import Wrapped
 from tests.training.optimizers.kit import give, model_of, step
 
 

@@ -6,8 +6,8 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
-from pipeline.files import read_lines
-from pipeline.training.sinks.base import (
+from drover.pipeline.files import read_lines
+from drover.pipeline.training.sinks.base import (
     About,
     BackgroundSink,
     JsonLines,
@@ -84,7 +84,7 @@ def test_one_that_fails_is_switched_off_and_said_once(log, fails):
 
 
 def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
-    monkeypatch.setattr("pipeline.training.sinks.base.CLOSE_S", 0.05)
+    monkeypatch.setattr("drover.pipeline.training.sinks.base.CLOSE_S", 0.05)
     gate = threading.Event()
     log_ = log(slow=(slow := told(gate=gate)))
     for step in range(100):

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from pipeline.copies.claim import Lock
-from pipeline.training import uploads as module
+from drover.pipeline.copies.claim import Lock
+from drover.pipeline.training import uploads as module
 from tests.training.uploads.saving import Gate, parts_of
 
 

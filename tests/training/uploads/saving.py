@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import torch
 
-from pipeline.config.training import CheckpointConfig
-from pipeline.copies.checkpoints import CopiedCheckpoints
-from pipeline.copies.claim import LOCK
-from pipeline.errors import UserError
-from pipeline.formats.sharded_tensors import whole
-from pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
-from pipeline.stores.store import Store
-from pipeline.training.async_saver import AsyncSaver
-from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.uploads import Uploads
+from drover.pipeline.config.training import CheckpointConfig
+from drover.pipeline.copies.checkpoints import CopiedCheckpoints
+from drover.pipeline.copies.claim import LOCK
+from drover.pipeline.errors import UserError
+from drover.pipeline.formats.sharded_tensors import whole
+from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
+from drover.pipeline.stores.store import Store
+from drover.pipeline.training.async_saver import AsyncSaver
+from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.uploads import Uploads
 from tests.waiting import wait_for
 
 

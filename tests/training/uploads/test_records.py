@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
-from pipeline.training import uploads as module
-from pipeline.training.uploads import take_records, train_records
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
+from drover.pipeline.training import uploads as module
+from drover.pipeline.training.uploads import take_records, train_records
 from tests.training.uploads.saving import save_copied, save_held, waited
 
 

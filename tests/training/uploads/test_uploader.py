@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.copies.claim import LOCK
-from pipeline.errors import UserError
-from pipeline.training import uploads as module
+from drover.pipeline.copies.claim import LOCK
+from drover.pipeline.errors import UserError
+from drover.pipeline.training import uploads as module
 from tests.training.uploads.saving import (
     kept,
     save,

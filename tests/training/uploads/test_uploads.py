@@ -9,18 +9,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from pipeline.config.training import CheckpointConfig
-from pipeline.copies.checkpoints import COPY, CopiedCheckpoints
-from pipeline.copies.claim import LOCK, RUN, Lock
-from pipeline.errors import UserError
-from pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
-from pipeline.stores.store import Store
-from pipeline.training import uploads as module
-from pipeline.training.async_saver import AsyncSaver
-from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.data.token_check import _rename
-from pipeline.training.loop import Loop
-from pipeline.training.uploads import Uploads
+from drover.pipeline.config.training import CheckpointConfig
+from drover.pipeline.copies.checkpoints import COPY, CopiedCheckpoints
+from drover.pipeline.copies.claim import LOCK, RUN, Lock
+from drover.pipeline.errors import UserError
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
+from drover.pipeline.stores.store import Store
+from drover.pipeline.training import uploads as module
+from drover.pipeline.training.async_saver import AsyncSaver
+from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.data.token_check import _rename
+from drover.pipeline.training.loop import Loop
+from drover.pipeline.training.uploads import Uploads
 from tests.training.uploads.saving import Log, save
 from tests.waiting import wait_for
 

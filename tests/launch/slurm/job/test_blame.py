@@ -8,16 +8,16 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from launch.slurm.job import preflight
-from launch.slurm.job.node_trial import EXCHANGE, PRODUCT, REDUCE, Report
-from launch.slurm.job.preflight import conclusion, judge
-from launch.slurm.job.runner import Runner
-from launch.slurm.job.slurm_host import SlurmHost
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.jobspec import JobSpec
-from launch.slurm.nodes import excluded, few, strikes
-from launch.slurm.scheduler import Scheduler
-from pipeline.records.hangs import HungRank, hang_folder, write_record
+from drover.launch.slurm.job import preflight
+from drover.launch.slurm.job.node_trial import EXCHANGE, PRODUCT, REDUCE, Report
+from drover.launch.slurm.job.preflight import conclusion, judge
+from drover.launch.slurm.job.runner import Runner
+from drover.launch.slurm.job.slurm_host import SlurmHost
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import excluded, few, strikes
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
 from tests.launch.fake_job import chain_of
 
 COUNTS = (2, 64, 4096)

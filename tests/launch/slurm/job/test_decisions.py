@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from launch.slurm.job.decisions import (
+from drover.launch.slurm.job.decisions import (
     MOST_OUTSIDE,
     Outcome,
     decide,
@@ -14,9 +14,9 @@ from launch.slurm.job.decisions import (
     too_late,
     unseen,
 )
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.jobspec import JobSpec
-from pipeline.contract.state import StageState
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.contract.state import StageState
 
 DONE, RUNNING, FAILED = StageState("done"), StageState("running"), StageState("failed", reason="bad data")
 ASKED = StageState("preempted", step=40, reason="time limit", again=True)

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from launch.slurm.job import joblock
-from launch.slurm.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
-from pipeline.contract.locks import lock
-from pipeline.errors import UserError
-from pipeline.files import read_json, write_json
+from drover.launch.slurm.job import joblock
+from drover.launch.slurm.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json, write_json
 
 
 def hold(job, other, chain="", beat=1):

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from launch.slurm.job import node_trial
-from launch.slurm.job.node_trial import (
+from drover.launch.slurm.job import node_trial
+from drover.launch.slurm.job.node_trial import (
     EXCHANGE,
     PRODUCT,
     REDUCE,
@@ -21,10 +21,10 @@ from launch.slurm.job.node_trial import (
     partner_of,
     try_node,
 )
-from launch.slurm.job.preflight import Found, conclusion, judge, read_reports, run_preflight
-from launch.slurm.nodes import excluded
-from launch.slurm.start_logs import PIECE
-from pipeline.contract.stages import REPOSITORY
+from drover.launch.slurm.job.preflight import Found, conclusion, judge, read_reports, run_preflight
+from drover.launch.slurm.nodes import excluded
+from drover.launch.slurm.start_logs import PIECE
+from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 
 NODES = ["n1", "n2", "n3", "n4"]
@@ -254,7 +254,7 @@ sys.exit(max(task.wait() for task in tasks))
 LATE = """import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from launch.slurm.job.node_trial import try_node
+from drover.launch.slurm.job.node_trial import try_node
 exchange = dist.batch_isend_irecv
 if os.environ["SLURMD_NODENAME"] == "n3":
     dist.batch_isend_irecv = lambda operations: time.sleep(0.4) or exchange(operations)
@@ -282,4 +282,4 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in reports] == [True, False] * 3
     assert all({*report.times} == {*TIMES} and not report.problems for report in reports)
-    assert (tmp_path / "calls").read_text().startswith("-m launch.slurm.job.node_trial")
+    assert (tmp_path / "calls").read_text().startswith("-m drover.launch.slurm.job.node_trial")

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from launch.slurm.job.rank import SAVES, defaults, rank_environment, visible_gpus
-from pipeline.contract.stages import REPOSITORY, STAGES
-from pipeline.errors import UserError
+from drover.launch.slurm.job.rank import SAVES, defaults, rank_environment, visible_gpus
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.errors import UserError
 from tests.launch.fake_house import runs
 from tests.waiting import wait_for
 
@@ -55,7 +55,7 @@ def test_what_the_user_set_stays():
 
 
 def rank(stage, command=(sys.executable, "-c", ASK, "RANK", "NCCL_DEBUG")):
-    return [sys.executable, "-m", "launch.slurm.job.rank", stage, *command]
+    return [sys.executable, "-m", "drover.launch.slurm.job.rank", stage, *command]
 
 
 def environment(**more):

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.slurm.job import joblock, runner, slurm_host
-from launch.slurm.job.joblock import JobLock
-from launch.slurm.job.srun import StepEnd
-from launch.slurm.nodes import add_strike
-from launch.slurm.start_logs import KEPT
-from pipeline.contract.signed import SECRET
-from pipeline.files import read_json, read_lines
+from drover.launch.slurm.job import joblock, runner, slurm_host
+from drover.launch.slurm.job.joblock import JobLock
+from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.nodes import add_strike
+from drover.launch.slurm.start_logs import KEPT
+from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")
@@ -34,7 +34,7 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
     assert not (job.run / "launch/train.lock").exists()
     line, first, second = job.commands[1], *job.environments
     assert "--kill-on-bad-exit=1 --wait=30 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1" in line
-    assert "--export=ALL" in line and "-m launch.slurm.job.rank train " in line
+    assert "--export=ALL" in line and "-m drover.launch.slurm.job.rank train " in line
     assert [second[name] for name in ("MASTER_ADDR", "DROVER_RANKS", "DROVER_ATTEMPT", "DROVER_CHAIN")] == [
         "localhost", "2", "1", "c"]
     assert first["MASTER_PORT"] != second["MASTER_PORT"]

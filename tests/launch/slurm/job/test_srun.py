@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch import processes
-from launch.slurm.job import srun
-from launch.slurm.job.srun import StepEnd, run_step
+from drover.launch import processes
+from drover.launch.slurm.job import srun
+from drover.launch.slurm.job.srun import StepEnd, run_step
 from tests.launch.fake_job import KILLED, NO_STEP
 from tests.waiting import HANG_S
 

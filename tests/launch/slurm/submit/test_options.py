@@ -8,9 +8,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from launch.slurm.nodes import add_strike
-from launch.slurm.submit.options import long_options, option_problems
-from pipeline.config.launching import LaunchConfig
+from drover.launch.slurm.nodes import add_strike
+from drover.launch.slurm.submit.options import long_options, option_problems
+from drover.pipeline.config.launching import LaunchConfig
 from tests.launch.slurm.submit.test_sbatch import scripts
 
 
@@ -99,5 +99,5 @@ def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
     ({"runner_python": "/shared/bin/python"}, "/shared/bin/python"), ({}, None)])
 def test_whose_python_runs_the_runner(script, launch, python):
     """The runner starts srun with its own Python, so the ranks' is the same until each becomes its stage."""
-    line, = (line for line in script(**launch) if "launch.slurm.job.runner" in line)
+    line, = (line for line in script(**launch) if "drover.launch.slurm.job.runner" in line)
     assert line.startswith(f"{python or shlex.quote(sys.executable)} -m ")

@@ -6,10 +6,10 @@ import subprocess
 
 import pytest
 
-from launch.slurm.submit import snapshot
-from launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from pipeline.errors import UserError
-from pipeline.files import read_json
+from drover.launch.slurm.submit import snapshot
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
 from tests.launch.launcher import git
 
 
@@ -17,7 +17,7 @@ from tests.launch.launcher import git
 def checkout(tmp_path):
     """A small repository: a commit, then a change and a new file that is not in it."""
     folder = tmp_path / "checkout"
-    for name, text in {"launch/a.py": "A = 1\n", "pipeline/deep/b.py": "B = 1\n", "pyproject.toml": "[project]\n",
+    for name, text in {"launch/a.py": "A = 1\n", "pipeline/deep/b.py": "B = 1\n", "drover/__init__.py": "D = 1\n",
                        "tests/c.py": "no job needs it\n", ".gitignore": "__pycache__/\nruns/\n"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -37,16 +37,17 @@ def test_a_clean_checkout_is_copied_once(checkout, tmp_path):
     assert not (tmp_path / "run").exists(), "planning writes nothing"
     copy = take_snapshot(tmp_path / "run", checkout)
     assert copy == planned
-    assert files(copy) == {"launch/a.py": "A = 1\n", "pipeline/deep/b.py": "B = 1\n", "pyproject.toml": "[project]\n"}
+    assert files(copy) == {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 1\n",
+                           "drover/pipeline/deep/b.py": "B = 1\n"}
     record = read_json(copy / "snapshot.json")
     head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     assert record["commit"] == head.strip() and record["changed"] is False
-    before = (copy / "launch/a.py").stat().st_ino
-    assert take_snapshot(tmp_path / "run", checkout) == copy and (copy / "launch/a.py").stat().st_ino == before
+    before = (copy / "drover/launch/a.py").stat().st_ino
+    assert take_snapshot(tmp_path / "run", checkout) == copy and (copy / "drover/launch/a.py").stat().st_ino == before
     (copy / "snapshot.json").unlink()  # a copy that was never finished, or is being removed
-    (copy / "launch/a.py").unlink()
+    (copy / "drover/launch/a.py").unlink()
     take_snapshot(tmp_path / "run", checkout)
-    assert (copy / "launch/a.py").read_text() == "A = 1\n"
+    assert (copy / "drover/launch/a.py").read_text() == "A = 1\n"
 
 
 def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
@@ -56,19 +57,23 @@ def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
     (checkout / "pipeline/__pycache__").mkdir()
     (checkout / "pipeline/__pycache__/b.pyc").write_text("x")
     copy = take_snapshot(tmp_path / "run", checkout)
-    assert copy != clean and files(clean)["launch/a.py"] == "A = 1\n", "what is edited later does not reach it"
-    assert files(copy) == {"launch/a.py": "A = 2\n", "pipeline/deep/b.py": "B = 1\n", "pipeline/new.py": "N = 1\n",
-                           "pyproject.toml": "[project]\n"}
+    assert copy != clean and files(clean)["drover/launch/a.py"] == "A = 1\n", "what is edited later does not reach it"
+    assert files(copy) == {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 2\n",
+                           "drover/pipeline/deep/b.py": "B = 1\n", "drover/pipeline/new.py": "N = 1\n"}
     assert read_json(copy / "snapshot.json")["changed"] is True
 
 
-def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path):
+@pytest.mark.parametrize("installed", [False, True])
+def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path, installed):
+    """Also an installed package, and a copy: there the folder `drover` holds the files themselves."""
     inner = checkout / "runs" / "copy"
-    for name, text in files(take_snapshot(tmp_path / "run", checkout)).items():
-        (inner / name).parent.mkdir(parents=True, exist_ok=True)
-        (inner / name).write_text(text)
-    copy = take_snapshot(tmp_path / "other", inner)
-    assert copy.name.startswith("unversioned-") and set(files(copy)) == set(files(inner))
+    before = files(take_snapshot(tmp_path / "run", checkout))
+    for name, text in before.items():
+        file = inner / (name if installed or name == "drover/__init__.py" else name.removeprefix("drover/"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    copy = take_snapshot(tmp_path / "other", inner / "drover" if installed else inner)
+    assert copy.name.startswith("unversioned-") and files(copy) == before
     assert read_json(copy / "snapshot.json")["commit"] == ""
 
 

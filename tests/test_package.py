@@ -1,0 +1,49 @@
+"""The package that is installed: one name for all of it, its configurations with it, and nothing taken from where it is
+started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, environment
+
+PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder on Python's path into which the wheel was unpacked."""
+    folder = tmp_path_factory.mktemp("package")
+    for part in PARTS:
+        copy = shutil.copytree if (REPOSITORY / part).is_dir() else shutil.copy
+        copy(REPOSITORY / part, folder / "source" / part, **({"symlinks": True} if copy is shutil.copytree else {}))
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+                    "--wheel-dir", str(folder), str(folder / "source")], check=True)
+    wheel, = folder.glob("drover-*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
+        file.extractall(folder / "site")
+    return folder / "site"
+
+
+def start(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, text=True, capture_output=True, check=False,
+                          env={**environment(), "PYTHONPATH": str(site)})
+
+
+@pytest.mark.slow
+def test_an_installed_package_makes_a_run_beside_files_with_the_names_of_its_parts(site, tmp_path):
+    for name in ("model.py", "pipeline.py", "launch.py", "tools/__init__.py", "tools/chat.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
+    made = start(site, tmp_path, "drover.launch.submit", "--stage", "shard,tokenizer", "--config",
+                 str(site / "drover/configs/demo.yaml"), "--cluster", "local", "tokenizer.kind=byte")
+    assert made.returncode == 0, made.stderr
+    assert "all done in" in made.stdout and (tmp_path / "runs/demo/tokenizer/manifest.json").is_file()
+    assert "llama3_8b" in start(site, tmp_path, "drover.tools.presets", "llama3_8b").stdout

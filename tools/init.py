@@ -1,0 +1,238 @@
+"""Propose a configuration for your own text: model, vocabulary and steps that fit the files and this machine.
+
+    python -m drover.tools.init notes/
+    python -m drover.tools.init notes/ --minutes 60 --to notes.yaml
+    python -m drover.tools.init notes/ --params 10M
+
+Each value that is proposed stands in the file with its reason, to be changed there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from drover.launch.forecast import matrix_rate
+from drover.launch.local import find_machine
+from drover.model.config import ModelConfig
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.mixture import read_tokens, tokens_text
+from drover.pipeline.console import duration
+from drover.pipeline.data.readers import file_format
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import write_text
+
+CPU_SHARE = 0.6
+"""Of the speed of matrix products, what training reaches on CPUs: the middle of what was measured
+(`drover.launch.forecast`)."""
+GPU_FLOPS = 0.35 * 300e12
+"""Of a GPU: a careful guess, since its model is not looked at."""
+TOKENS_PER_PARAMETER = 20
+"""Where a given number of FLOPs teaches most: Hoffmann et al., 2022, table 3, rounded as it is quoted."""
+EPOCHS = 4
+"""Up to so many, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
+PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
+"""Bytes of text in a byte of such a file, about."""
+FEW_DOCUMENTS = 500
+"""Below, held-out text is the end of each source: too few documents could be drawn."""
+MUON_WIDTH = 512
+"""Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files of text: how many with each ending, the bytes of text in them (about), and the beginnings of some."""
+
+    folder: Path
+    endings: Counter[str]
+    text_bytes: int
+    prompts: list[str]
+
+    @property
+    def files(self) -> int:
+        """How many."""
+        return self.endings.total()
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What is proposed: the network, and how long it is trained on what.
+
+    corpus_tokens: of the text, about. tokens: trained on in all. limit: what decided their number, in words.
+    """
+
+    shape: ModelConfig
+    corpus_tokens: int
+    tokens: int
+    limit: str
+    seconds: float
+
+    @property
+    def batch_tokens(self) -> int:
+        """Of an optimizer step: some 400 steps, in sequences by the power of two."""
+        size = 2 ** round(math.log2(max(1, self.tokens / 400)))
+        return min(2**19, max(8 * self.shape.context_length, size))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return max(20, self.tokens // self.batch_tokens)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m drover.tools.init", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, metavar="DATA", help="a folder of text files")
+    how_much = parser.add_mutually_exclusive_group()
+    how_much.add_argument("--minutes", type=float, default=10.0, help="of training on this machine (default 10)")
+    how_much.add_argument("--params", metavar="N", help="parameters of the model, such as 10M")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write (default: the folder's name.yaml)")
+    options = parser.parse_args(arguments)
+    try:
+        target = options.to or Path(f"{_name(options.data)}.yaml")
+        if target.exists():
+            raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
+        params = None if options.params is None else read_tokens(options.params)
+        if not (options.minutes > 0 and (params is None or (isinstance(params, int) and params > 0))):
+            raise UserError("--minutes and --params take a number above 0, such as --minutes 30 or --params 10M.")
+        corpus = look(options.data)
+        machine = find_machine()
+        rate = machine.gpus * GPU_FLOPS or CPU_SHARE * matrix_rate(machine.cores)
+        proposal = propose(corpus, rate, options.minutes, params)
+        write_text(target, as_yaml(corpus, proposal, _name(options.data)))
+        load_config(target)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
+          f"{tokens_text(proposal.corpus_tokens)} tokens\n"
+          f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
+          f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
+          f"{target} is written. Read it, then:\n"
+          f"  python launch/submit.py --stage all --config {target} --cluster local")
+    return 0
+
+
+def look(folder: Path) -> Corpus:
+    """What a folder holds; UserError where there is no text."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder. Give the folder that holds your text files.")
+    endings: Counter[str] = Counter()
+    others: Counter[str] = Counter()
+    size, prompts = 0.0, list[str]()
+    for root, inside, names in os.walk(folder):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        for name in sorted(names):
+            path = PurePath(root, name)
+            if file_format(path) is None:
+                others[path.suffix] += 1
+                continue
+            endings["".join(path.suffixes[-2:] if path.suffix in PACKED and file_format(path) != "parquet"
+                            else path.suffixes[-1:])] += 1
+            size += Path(path).stat().st_size * PACKED.get(path.suffix.lower(), 1.0)
+            if len(prompts) < 3 and file_format(path) == "txt" and path.suffix not in PACKED:
+                prompts += _beginning(Path(path))
+    if not size:
+        found = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in others.most_common(5))
+        there = f" (its files: {found})" if found else ""
+        raise UserError(f"{folder} holds no text that is read{there}. Readable are .txt, .md, .rst, .tex, .py, .html, "
+                        f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.")
+    return Corpus(folder, endings, int(size), prompts)
+
+
+def _beginning(path: Path) -> list[str]:
+    """The first words of a file, as a prompt; [] where it begins with none."""
+    with open(path, encoding="utf-8", errors="ignore") as file:
+        words = file.readline(200).split()[:4]
+    return [" ".join(words)] if len(words) == 4 and all(word.isprintable() for word in words) else []
+
+
+def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
+    """The network and its training, for text and FLOP/s; `params` decides in place of the minutes."""
+    vocabulary = min(32768, max(640, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
+    text = 1 + int(corpus.text_bytes / max(1.5, 0.37 * math.log2(vocabulary) - 1.5))  # bytes of a token, as measured
+    budget = params or math.sqrt(flops * 60 * minutes / (6 * TOKENS_PER_PARAMETER))
+    tokens = int(min(TOKENS_PER_PARAMETER * budget, EPOCHS * text))
+    limit = f"{tokens / text:.2g} epochs of your text" if tokens >= text else f"{tokens / text:.0%} of your text"
+    wanted = params or max(1.0, tokens / TOKENS_PER_PARAMETER)
+    length = 1024 if tokens >= 20e6 else 512 if tokens >= 4e6 else 256
+    shape = min((_shape(depth, vocabulary, length) for depth in range(2, 49)),
+                key=lambda shape: abs(math.log(shape.parameter_count / wanted)))
+    return Proposal(shape, text, tokens, limit, tokens * shape.flops_per_token(length, causal=False) / flops)
+
+
+def _shape(depth: int, vocabulary: int, length: int) -> ModelConfig:
+    """A step of the ladder of presets (`drover.model.presets`), of any depth."""
+    return ModelConfig(dim=64 * depth, layers=depth, heads=depth, kv_heads=depth, multiple_of=64, rope_theta=10000.0,
+                       context_length=length, vocab_size=vocabulary, tied_embeddings=True)
+
+
+def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
+    """The configuration, each choice with its reason."""
+    shape, steps = proposal.shape, proposal.steps
+    muon = shape.dim <= MUON_WIDTH
+    lr = 0.01 if muon else 0.003239 - 0.0001395 * math.log(shape.non_embedding_parameter_count)
+    patterns = [f"{corpus.folder.resolve()}/**/*{ending}" for ending in sorted(corpus.endings)]
+    few = corpus.files < FEW_DOCUMENTS
+    heldout = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
+    rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
+    prompts = corpus.prompts or ["The "]
+    return f"""\
+# Proposed for {corpus.files:,} files with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know better.
+name: {name}
+
+shard:
+  sources:
+    - {{kind: files, name: text, paths: {_flow(patterns)}}}
+  shard_mb: {min(64.0, max(1.0, round(corpus.text_bytes / 8e6, 1)))}   # several shards for each process
+  heldout_share: {heldout:.2g}
+  heldout_rule: {rule}
+
+tokenizer:
+  vocab_size: {shape.vocab_size}   # about the square root of the text's bytes
+
+model:   # {tokens_text(shape.parameter_count)} parameters; {TOKENS_PER_PARAMETER} tokens for each use compute best
+  dim: {shape.dim}
+  layers: {shape.layers}
+  heads: {shape.heads}
+  kv_heads: {shape.kv_heads}
+  multiple_of: {shape.multiple_of}
+  context_length: {shape.context_length}
+  rope_theta: {shape.rope_theta}
+  tied_embeddings: true
+
+train:   # {tokens_text(proposal.tokens)} tokens, {proposal.limit}; beyond {EPOCHS} epochs, repeated text teaches little
+  steps: {steps}
+  sequence_length: {shape.context_length}
+  batch_tokens: {proposal.batch_tokens}
+  optimizer: {'muon' if muon else 'adamw'}
+  lr: {lr:.2g}
+  warmup_steps: {max(1, steps // 20)}
+  heldout_every: {max(1, steps // 4)}
+  sample_every: {max(1, steps // 2)}
+  prompts: {_flow(prompts)}
+  checkpoint: {{every_steps: {max(1, steps // 4)}}}
+
+evaluate:
+  prompts: {_flow(prompts)}
+"""
+
+
+def _flow(texts: list[str]) -> str:
+    return "[" + ", ".join('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts) + "]"
+
+
+def _name(folder: Path) -> str:
+    """A run's name from a folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "mine"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
