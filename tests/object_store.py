@@ -28,8 +28,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,8 @@ def running(command: list[str], folder: Path, **variables: str) -> Iterator[subp
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # asked nicely, SeaweedFS takes 20 s
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # asked nicely, SeaweedFS takes 20 s
         process.wait()
 
 
@@ -205,10 +207,14 @@ def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     """The address of a SeaweedFS server of this worker's own, and the name of its bucket."""
     folder = tmp_path_factory.mktemp("seaweed")
     with tempfile.TemporaryDirectory(prefix="weed-", dir="/tmp") as sockets:  # the path of a Unix socket is short
-        endpoint, command = _seaweed_command(folder, sockets)
-        with running(command, folder) as process:
-            bucket = wait_for(lambda: _ready_bucket(endpoint), lambda: f"SeaweedFS is ready; {folder}/log", of=process)
-            yield endpoint, bucket
+        for last in (False, False, True):  # another program may take a port before the server does
+            endpoint, command = _seaweed_command(folder, sockets)
+            with running(command, folder) as process:
+                ready = partial(_bucket_or_end, endpoint, None if last else process)
+                bucket = wait_for(ready, lambda: f"SeaweedFS is ready; {folder}/log", of=process)
+                if bucket is not True:
+                    yield endpoint, bucket
+                    return
 
 
 @pytest.fixture
@@ -308,6 +314,11 @@ def answers(port: int) -> bool:
         return connection.getresponse().status > 0
     except OSError:
         return False
+
+
+def _bucket_or_end(endpoint: str, process: subprocess.Popen[bytes] | None) -> str | bool:
+    """A bucket that is ready; True where the process has ended before."""
+    return (process is not None and process.poll() is not None) or _ready_bucket(endpoint)
 
 
 def _ready_bucket(endpoint: str) -> str:
