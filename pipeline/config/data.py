@@ -36,7 +36,8 @@ class FilesSource(Section):
     depends on the disk. The files' names below their common folder and their content are what counts, not where they
     lie."""
     format: Literal["auto", "txt", "jsonl", "json", "parquet", "csv", "arrow"] = "auto"
-    """What the files hold; `auto` goes by the name's ending (before .gz or .zst). `json` is an array of objects or
+    """What the files hold; `auto` goes by the name's ending (before .gz or .zst);
+    .md, .rst, .tex, .py and .html are txt. `json` is an array of objects or
     objects one after another; `arrow` an IPC file or stream; `csv` has a header."""
     separator: str | None = Field(None, min_length=1)
     """For txt: the string between two documents (for example "\\n\\n" or "<|endoftext|>"); null: a file is one."""

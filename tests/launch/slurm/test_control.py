@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from drover.launch.slurm import control
-from drover.launch.slurm.chain import add_job, read_chain
+from drover.launch.slurm.chain import add_job, in_queue, read_chain
 from drover.launch.slurm.control import cancel, logs, stop
+from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.errors import UserError
 from tests.launch.recorded_slurm import NO_CONTROLLER, FakeSlurm
@@ -169,3 +172,12 @@ def test_following_over_a_restart(run, capsys, monkeypatch):
     shown = [line for line in capsys.readouterr().out.splitlines() if line]
     assert shown == [f"==> {latest.parent}/16.0/node0.log <==", "one", "two", "last words",
                      f"==> {latest.parent}/16.1/node0.log <==", "three"]
+
+
+def test_jobs_that_another_user_has_queued_are_in_the_queue(tmp_path):
+    """A run may be a group's."""
+    run = HandMade(tmp_path)
+    run.submitted(run.job("11", "train"), run.job("12", "report"))
+    slurm = SimpleNamespace(mine=list, jobs=lambda ids: {id: JobInfo(id, "RUNNING" if id == "11" else "COMPLETED")
+                                                         for id in ids})
+    assert [job.id for job in in_queue(tmp_path, slurm)[0]] == ["11"]

@@ -123,6 +123,17 @@ def test_a_loop_that_cannot_be_set_up_leaves_the_store(run, monkeypatch, error):
     assert run.store.head(LOCK) is None
 
 
+def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(run):
+    run.train(4, 8)
+    run.remove_here(8)
+    aside = run.folder / CHECKPOINTS / f"{module.SET_ASIDE}{checkpoint_name(8)}"
+    aside.mkdir()
+    (aside / MARKER).write_text("of the damaged checkpoint")
+    copying = run.start()
+    assert copying.newest_valid()[1].step == 8 and run.copies.found().whole == [4, 8]
+    copying.close()
+
+
 @pytest.mark.parametrize("away", [False, True])
 def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(run, monkeypatch, away):
     run.train(4, 8, 12)
