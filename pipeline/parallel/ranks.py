@@ -152,15 +152,16 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None)
     else:
         keep_freed_memory()
         device, backend = torch.device("cpu"), "gloo"
+    own = device if device.type == "cuda" else None
     if store is not None:
         meeting = dist.PrefixStore("default_pg", store)
         meeting.set_timeout(patience)
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
-                                device_id=device if device.type == "cuda" else None)
+                                device_id=own)
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=patience, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(backend, timeout=patience, device_id=own)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience, device_id=own)
     return Ranks(rank, world, device, patience=patience)
 
 

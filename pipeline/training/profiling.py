@@ -76,10 +76,11 @@ class Profiling(Hook):
         early = min(1, self.start - 1)
         gpu, self._first = loop.ranks.device.type == "cuda", loop.progress.step + early + 1
         self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu],
-                                schedule=schedule(wait=0, warmup=early, active=self.config.steps))
+                                schedule=schedule(wait=0, warmup=early, active=self.config.steps), acc_events=True)
         self._profile.start()
         if gpu:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+            # With torch's C++ frames, finding their names takes minutes.
+            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")
 
     def _write(self, loop: Loop) -> dict[str, float]:
         """Write what this rank has; the shares of its operations, {} where it is not profiled."""
