@@ -21,8 +21,9 @@ from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, read_metrics
 
-ABSOLUTE = re.compile(r"""(?<![\w./:~])/(?:[^\s/"',:\]]+/)+(?=[^\s/"',:\]]+/[^\s/"',:\]])""")
-"""An absolute path up to its last two names."""
+ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
+                      r"""((?:[^\s/"',:\]]+/)?[^\s/"',:\]]+)(?=[\s"',:\]]|$)""")
+"""An absolute path; its last two names, if they are below the folder of a person."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _at(time: str) -> float:
 
 def shareable(text: str) -> str:
     """`text` with absolute paths cut to their last two names: a report is shown to others."""
-    return ABSOLUTE.sub("…/", text)
+    return ABSOLUTE.sub(r"…/\1", text)
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 import dataclasses
 import json
+import math
 import re
 from html.parser import HTMLParser
 
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html, markdown
 from tests.reporting.made_up import EVIL, block, metrics, results, write_run
@@ -52,10 +54,14 @@ def append(run, name, *records):
 
 
 @pytest.fixture(scope="module")
-def complete(tmp_path_factory):
+def made_up(tmp_path_factory):
     run, _ = write_run(tmp_path_factory.mktemp("complete"))
-    document = compose(collect(run))
-    return html(document), markdown(document)
+    return compose(collect(run))
+
+
+@pytest.fixture(scope="module")
+def complete(made_up):
+    return html(made_up), markdown(made_up)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +162,29 @@ def test_clean_and_dirty_items_stand_beside_each_other(complete, page, tmp_path)
         del task["contamination"]
     (run.stage_folder("evaluate") / "results.json").write_text(json.dumps(found))
     assert "Contamination" not in html(compose(collect(run))), "where nobody looked for items"
+
+
+def test_validation_is_told_where_it_was_measured(made_up):
+    rows = [row for _, row in block(made_up, "Loss by step").rows]
+    assert {row[0] for row in rows if row[-1] != "–"} == {f"{step}" for step in range(100, 601, 100)}
+    assert rows[-1][-2:] == [f"{1.85 + 200 / 600:.3f}", f"{2.02 + 200 / 600:.3f}"]
+    loss = {line.name: line for line in block(made_up, "Loss").series}
+    assert list(loss) == ["training, each step", "training, mean of 12", "validation, stdlib", "validation, prose"]
+    assert loss["validation, stdlib"].y[-1] == pytest.approx((1.85 + 1 / 3) * math.log(2) * 9530 / 2723)
+
+
+def test_the_parts_of_the_vocabulary_add_up(complete):
+    sentence = re.search(r"ids, ([\d,]+) of them used: ([\d,]+) pieces, ([\d,]+) special tokens, ([\d,]+) byte-",
+                         complete[1])
+    used, *parts = (int(number.replace(",", "")) for number in sentence.groups())
+    assert sum(parts) == used and len(parts) == 3
+
+
+def test_labels_are_words(made_up):
+    tables = [block for chapter in made_up.chapters for block in chapter.blocks if isinstance(block, Table)]
+    labels = [heading for table in tables for heading in table.columns]
+    labels += [row[0] for table in tables if list(table.columns) == ["", " "] for _, row in table.rows]
+    assert len(labels) > 100 and [label for label in labels if "_" in label] == []
 
 
 def test_what_the_export_was_compared_with_is_told(complete, page):
