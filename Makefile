@@ -44,8 +44,8 @@ lint: setup
 matrix: setup
 	$(PY) -m tests.parallel.matrix_table
 
-# docs/report.png, of the report of the finished demo: `make demo picture`, where the demo or the report's templates
-# have changed. Needs Chromium.
+# docs/report.png and its record, of the report of the finished demo: `make demo picture`, where the demo or the templates
+# of the report have changed. Needs Chromium.
 picture: setup
 	$(PY) -m tests.reporting.picture
 

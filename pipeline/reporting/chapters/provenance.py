@@ -46,7 +46,8 @@ def provenance(facts: Facts) -> Iterator[Block]:
     yield pairs("Where the results are", {
         "newest checkpoint": "train/{checkpoint}", "Hugging Face model": "convert/hf",
         "metrics of each step": "train/metrics.jsonl", "evaluation": "evaluate/results.json",
-        "TensorBoard": "tensorboard"}, facts.counts("train"),
+        "TensorBoard": "tensorboard" if any(sink.kind == "tensorboard" for sink in facts.config.train.log_to) else ""},
+        facts.counts("train"),
         "In the run's folder, or in that of the run that the stage was reused from.")
     yield Table("Software", {"package": "{package}", "version": "{versions}"}, [
         {"package": package, "versions": "; ".join(
