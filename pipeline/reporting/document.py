@@ -197,19 +197,21 @@ class _Filled(Formatter):
     """Python's format strings over a record, with our forms, shares, and a dash for what is absent."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-        part, *whole = (self._found(name, kwargs) for name in field_name.split(" / "))
+        part, *whole = (_found(name, kwargs) for name in field_name.split(" / "))
         for divisor in whole:
             part = part / divisor if divisor and part is not None else None
         return part, field_name
 
-    def _found(self, name: str, record: Record) -> Any:
-        try:
-            return super().get_field(name, (), record)[0]
-        except (LookupError, TypeError):
-            return None
-
     def format_field(self, value: Any, format_spec: str) -> str:
         return written(value, format_spec)
+
+
+def _found(name: str, value: Any) -> Any:
+    """What `key[inner][0]` is in mappings and sequences; names of sources may be numbers, too."""
+    for key in name.rstrip("]").replace("][", "[").split("["):
+        if value is not None:
+            value = value.get(key) if isinstance(value, Mapping) else value[int(key)]
+    return value
 
 
 def filled(template: str, record: Record) -> str:

@@ -3,7 +3,8 @@ import pytest
 from drover.pipeline.reporting.document import Bars, Table, filled, flat, pairs, spread, written
 
 RECORD = {"steps": 1200, "text": {"train": 11_828_804, "gzip -9": 2.05}, "part": 3, "whole": 8, "nothing": 0,
-          "kind": "bpe", "seconds": 172.4, "sha": "ab" * 32, "yes": True, "list": [1, "a"], "deep": {"a_b": {"c": 0.5}}}
+          "kind": "bpe", "seconds": 172.4, "sha": "ab" * 32, "yes": True,
+          "years": {"2024": 5, "of": [{"n": 7}, None]}, "list": [1, "a"], "deep": {"a_b": {"c": 0.5}}}
 
 
 @pytest.mark.parametrize(("template", "text"), [
@@ -11,7 +12,8 @@ RECORD = {"steps": 1200, "text": {"train": 11_828_804, "gzip -9": 2.05}, "part":
     ("{part / whole:.1%}", "37.5%"), ("{part / nothing:.1%}", "–"), ("{absent / whole:n}", "–"), ("{absent}", "–"),
     ("{text[absent]:,}", "–"), ("{absent[more]}", "–"), ("{kind:,}", "bpe"), ("{seconds:s}", "2 m 52 s"),
     ("{steps:k}", "1,200"), ("{sha}", "abababababababab…"), ("{yes}", "yes"), ("{list}", "1, a"),
-    ("{deep}", "a b c 0.5"), ("{whole / part:n}", "2.667")])
+    ("{deep}", "a b c 0.5"), ("{whole / part:n}", "2.667"), ("{years[2024]:,}", "5"),
+    ("{years[of][0][n]:,}", "7"), ("{years[of][1][n]:,}", "–")])
 def test_what_a_format_string_makes_of_a_record(template, text):
     assert filled(template, RECORD) == text
 
