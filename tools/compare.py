@@ -163,7 +163,7 @@ def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
             continue
         name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{task}.{metric}")
         tokens = [row["tokens"] for row in points]
-        lines = [Series(task, tokens, [row["value"] for row in points], dots=True,
+        lines = [Series(task, tokens, [row["value"] for row in points],
                         errors=[row["stderr"] or 0.0 for row in points])]
         if points[0]["chance"] is not None:
             lines.append(Series("chance", tokens, [row["chance"] for row in points], faint=True))

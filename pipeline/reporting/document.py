@@ -65,7 +65,6 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     faint: bool = False
-    dots: bool = False
     errors: Sequence[float] | None = None
 
 

@@ -15,7 +15,7 @@ def checkpoints(facts: Facts) -> Iterator[Block]:
     bits = [results["heldout"]["overall"]["bits_per_byte"] for results in found.values()]
     tasks = dict.fromkeys(name for results in found.values() for name in results.get("tasks", {}))
     yield Lines("Validation bits per byte by checkpoint", "step", "bits per byte",
-                [Series("overall", list(found), bits, dots=True)] if len(found) > 1 else [])
+                [Series("overall", list(found), bits)] if len(found) > 1 else [])
     yield Table("Validation and tasks by step", {
         "step": "{step:,}", "bits per byte": "{heldout[overall][bits_per_byte]:.4f}",
         **{name: f"{{first[{number}][value]:.3f}}" for number, name in enumerate(tasks)}}, [

@@ -63,13 +63,11 @@ def _losses(facts: Facts) -> Iterator[Block]:
     texts = value("splits[heldout]", facts.counts("encode")) or {}
     validation, losses = [], _curve(facts.updates, "loss", name="training, ")
     for source in dict.fromkeys(source for record in measured for source in record["heldout_bpb"]):
-        found = {record["step"]: record["heldout_bpb"].get(source) for record in measured}
-        bits = {step: number for step, number in found.items() if number is not None}
-        validation.append(Series(source, list(bits), list(bits.values()), dots=True))
+        steps, bits = _points(measured, f"heldout_bpb[{source}]")
+        validation.append(Series(source, steps, bits))
         if text := texts.get(source):
             nats = math.log(2) * text["text_bytes"] / text["tokens"]
-            losses.append(Series(f"validation, {source}", list(bits), [nats * number for number in bits.values()],
-                                 dots=True))
+            losses.append(Series(f"validation, {source}", steps, [nats * number for number in bits]))
     yield Lines("Loss", "step", "nats per token", losses,
                 "Validation is measured in bits per byte, and converted here by the bytes per token of each source's "
                 "validation text." if validation else "")
@@ -79,12 +77,17 @@ def _losses(facts: Facts) -> Iterator[Block]:
 
 def _curve(records: Sequence[Record], field: str, smooth: bool = True, name: str = "") -> list[Series]:
     """The values of each step, and their mean over a window where there are many."""
-    found = {record["step"]: float(number) for record in records if (number := value(field, record)) is not None}
-    steps, values, window = list(found), list(found.values()), max(1, len(records) // 50)
+    steps, values = _points(records, field)
+    window = max(1, len(records) // 50)
     if window == 1 or not smooth:
         return [Series(f"{name}each step", steps, values)]
     return [Series(f"{name}each step", steps, values, faint=True),
             Series(f"{name}mean of {window}", steps, smoothed(values, window))]
+
+
+def _points(records: Sequence[Record], field: str) -> tuple[list[float], list[float]]:
+    found = {record["step"]: float(number) for record in records if (number := value(field, record)) is not None}
+    return list(found), list(found.values())
 
 
 def _steps(facts: Facts) -> Table:
