@@ -1,11 +1,11 @@
-# make setup | demo | test | test-all | test-again | soak | matrix | lint.  PYTHON chooses the interpreter (3.11 or newer).
+# make setup | demo | test | test-all | test-again | soak | matrix | picture | lint.  PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
 ARGS ?=
 
 PYTEST := $(PY) -m pytest --workers 5 --durations 10
 
-.PHONY: setup demo test test-all test-again soak lint matrix clean
+.PHONY: setup demo test test-all test-again soak lint matrix picture clean
 
 setup: .venv/installed
 
@@ -43,6 +43,11 @@ lint: setup
 # Every engine and layout against one process, and all options crossed (minutes); writes docs/matrix.md.
 matrix: setup
 	$(PY) -m tests.parallel.matrix_table
+
+# docs/report.png and its record, of the report of the finished demo: `make demo picture`, where the demo or the templates
+# of the report have changed. Needs Chromium.
+picture: setup
+	$(PY) -m tests.reporting.picture
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -94,6 +94,7 @@ CALLED_FROM_OUTSIDE = {
     "loglikelihood_rolling", "generate_until",  # by lm_eval
     "affinity",  # by submitit
     "seekable",  # by io.BufferedReader
+    "format_field",  # by string.Formatter
 }
 
 
@@ -207,7 +208,7 @@ def all_of(*rooms):
      "drover.tools.where.inverse", {"numpy"}),
     ("import drover.pipeline.encode", {"numpy"}),  # which its workers import
     ("import drover.pipeline.training.loop", {"torch", "numpy"}),
-    (all_of("pipeline/reporting"), {"numpy", "matplotlib", "jinja2"}),
+    (all_of("pipeline/reporting"), {"numpy", "jinja2"}),
     ("import torch; from drover.model.attention.choosing import Where, choose; "
      "from drover.model.config import ModelConfig; "
      "from drover.pipeline.formats.huggingface import parameter_shapes; "

@@ -103,7 +103,7 @@ def test_every_command_runs(outcomes, command):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "soak", "lint", "matrix"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "soak", "lint", "matrix", "picture"])
 def test_make_knows_its_targets(target):
     result = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and (target == "setup" or ".venv/bin/python" in result.stdout)

@@ -152,7 +152,8 @@ def _table(columns: dict[str, tuple[str, str]], rows: list[dict[str, Any]]) -> l
 
 def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
     """An SVG of each task's metrics over tokens, by `task.metric`; bars are one standard error up and down."""
-    from drover.pipeline.reporting.plots import Series, line_chart, standalone
+    from drover.pipeline.reporting.document import Lines, Series
+    from drover.pipeline.reporting.plots import standalone
 
     found = {}
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in scores):
@@ -162,11 +163,11 @@ def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
             continue
         name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{task}.{metric}")
         tokens = [row["tokens"] for row in points]
-        lines = [Series(task, tokens, [row["value"] for row in points], dots=True,
+        lines = [Series(task, tokens, [row["value"] for row in points],
                         errors=[row["stderr"] or 0.0 for row in points])]
         if points[0]["chance"] is not None:
             lines.append(Series("chance", tokens, [row["chance"] for row in points], faint=True))
-        found[name] = standalone(line_chart(name, lines, "tokens", f"{metric} of {task}"))
+        found[name] = standalone(Lines(f"{metric} of {task}", "tokens", f"{metric} of {task}", lines))
     return found
 
 

@@ -1,33 +1,123 @@
-"""What a report consists of, apart from its looks: the two templates render the same document."""
+"""What a report is made of, apart from its looks: chapters of blocks, which a writer shows as a page or as Markdown.
+
+Blocks without content are false, and left out. A paragraph is a plain string.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
 from typing import Any
+
+from drover.pipeline.console import duration, readable
+
+
+def compact(value: float) -> str:
+    """A number for an axis or a tile: 1,250; 12.5k; 3.21M; 0.0031."""
+    size = abs(value)
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+ALL = "all"
+"""A row whose first or second cell says this sums up others and stands out."""
+NONE = "–"
+FORMS: dict[str, Callable[[Any], str]] = {"B": readable, "s": duration, "k": compact}
+"""Ways to write a value that Python's format strings lack: bytes, seconds, and large numbers in few letters."""
+DIGEST = re.compile("[0-9a-f]{64}")
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text. The first `labels` columns are words, the others numbers and set flush right."""
+    """A table of records.
+
+    Attributes:
+        columns: by heading, what `filled` makes a cell of; those of numbers, which have a form, are set flush right.
+        records: one for each row; `strong` in it stresses the row.
+    """
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    labels: int = 1
+    columns: Mapping[str, str]
+    records: Sequence[Record]
     note: str = ""
-    strong: frozenset[int] = frozenset()
-    """Rows to stress."""
+
+    def __bool__(self) -> bool:
+        return bool(self.records)
+
+    @property
+    def rows(self) -> list[tuple[bool, list[str]]]:
+        """Whether a row stands out, and its cells."""
+        rows = [[filled(column, record) for column in self.columns.values()] for record in self.records]
+        return [(ALL in row[:2] or "strong" in record, row) for row, record in zip(rows, self.records, strict=True)]
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A chart as an <svg> element that we drew ourselves."""
+class Series:
+    """A line: its name and points. `faint` ones are in the background; errors: of each y, a bar of that length up and
+    down."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    faint: bool = False
+    errors: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A chart of lines. scale: `linear`, `from zero` or `log`; histogram: the points are shares of classes, each twice
+    as wide as the one before, and x is where a class ends, in bytes."""
 
     title: str
-    svg: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
     note: str = ""
+    scale: str = "linear"
+    percent: bool = False
+    histogram: bool = False
+
+    def __bool__(self) -> bool:
+        return any(line.x for line in self.series)
+
+    @property
+    def told(self) -> str:
+        """What a histogram shows, in words; of other lines tables tell."""
+        return "; ".join(f"{line.name} " + ", ".join(
+            f"{share:.1%} up to {readable(end)}" for end, share in zip(line.x, line.y, strict=True) if share)
+            for line in self.series if self.histogram)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A chart of horizontal bars: a value for each label, and the form (as a table's column has it) to write it in.
+    ours: the label of the bar that stands out."""
+
+    title: str
+    unit: str
+    bars: Mapping[str, float]
+    ours: str = ""
+    form: str = ".3f"
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.bars)
+
+    @property
+    def told(self) -> str:
+        """What it shows, in words."""
+        return ", ".join(f"{label} {text}" for label, text, _ in self.rows)
+
+    @property
+    def rows(self) -> list[tuple[str, str, float]]:
+        """Of each bar its label, its value, and its length, of 78 at most, which leaves room for the value."""
+        most = max(self.bars.values()) or 1
+        return [(label, written(value, self.form), round(78 * value / most, 1)) for label, value in self.bars.items()]
 
 
 @dataclass(frozen=True)
@@ -41,19 +131,25 @@ class Passage:
 
 @dataclass(frozen=True)
 class Fold:
-    """Something long that is shown on demand."""
+    """Something long that is shown on demand, and in print."""
 
     title: str
     text: str
 
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+
+Block = str | Table | Lines | Bars | Passage | Fold
+
 
 @dataclass(frozen=True)
 class Notice:
-    """Something the reader must know before believing the figures. kind: `warning` or `note`."""
+    """Something to know before the figures are believed. kind: `warning` or `note`."""
 
     kind: str
     text: str
-    items: Sequence[str] = ()
+    entries: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -65,20 +161,17 @@ class Tile:
     note: str = ""
 
 
-@dataclass
-class Section:
-    """One chapter: words, then charts, tables, passages, and what is folded away."""
+@dataclass(frozen=True)
+class Chapter:
+    """A chapter and its blocks in order."""
 
-    name: str
     title: str
-    words: list[str] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    passages: list[Passage] = field(default_factory=list)
-    folds: list[Fold] = field(default_factory=list)
+    blocks: Sequence[Block]
 
-    def __bool__(self) -> bool:
-        return bool(self.words or self.figures or self.tables or self.passages or self.folds)
+    @property
+    def name(self) -> str:
+        """The title as a link has it."""
+        return self.title.lower().replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -90,65 +183,84 @@ class Document:
     verdict: str
     notices: Sequence[Notice]
     tiles: Sequence[Tile]
-    sections: Sequence[Section]
+    chapters: Sequence[Chapter]
 
 
-DIGEST = re.compile("[0-9a-f]{64}")
+def pairs(title: str, values: Mapping[str, str], record: Record, note: str = "") -> Table:
+    """A table of labels and of what `filled` makes of the values, without those that are absent."""
+    rows = [{"label": label, "value": filled(value, record)} for label, value in values.items()]
+    return Table(title, {"": "{label}", " ": "{value}"}, [row for row in rows if row["value"] not in ("", NONE)], note)
 
 
-def shown(value: Any) -> str:
-    """A value for a table: 12,345; 0.0321; text as it is; a dash for nothing."""
+class _Filled(Formatter):
+    """Python's format strings over a record, with our forms, shares, and a dash for what is absent."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        part, *whole = (_found(name, kwargs) for name in field_name.split(" / "))
+        for divisor in whole:
+            part = part / divisor if divisor and part is not None else None
+        return part, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return written(value, format_spec)
+
+
+def _found(name: str, value: Any) -> Any:
+    """What `key[inner][0]` is in mappings and sequences; names of sources may be numbers, too."""
+    for key in name.rstrip("]").replace("][", "[").split("["):
+        if value is not None:
+            value = value.get(key) if isinstance(value, Mapping) else value[int(key)]
+    return value
+
+
+def filled(template: str, record: Record) -> str:
+    """A format string with the values of a record.
+
+    After the colon of `{steps:,}`, `{text_bytes[train]:B}` or `{changed / documents:.1%}` is the form: one of FORMS,
+    one of Python's, or `n` for any number. Without a colon it is words.
+    """
+    return _Filled().vformat(template, (), record)
+
+
+def value(name: str, record: Record) -> Any:
+    """What a field of a format string, such as `text_bytes[train]` or `changed / documents`, stands for; or None."""
+    return _Filled().get_field(name, (), record)[0]
+
+
+def written(value: Any, form: str = "") -> str:
+    """A value as people read it: 12,345; 0.0321; text as it is; a dash for nothing."""
     if value is None:
-        return "–"
+        return NONE
+    if form not in ("", "n") and not isinstance(value, str):
+        return FORMS[form](value) if form in FORMS else format(value, form)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        if abs(value) >= 10000:
-            return f"{value:,.0f}"
-        return f"{value:,.4g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(shown, value))
+        return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.2e}" if 0 < abs(value) < 1e-4 else f"{value:,.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {shown(item)}" for key, item in value.items())
+        return ", ".join(f"{words(key)} {written(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(written, value))
     text = str(value)
     return f"{text[:16]}…" if DIGEST.fullmatch(text) else text
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """0.1234 -> 12.3 %."""
-    return f"{100 * share:.{digits}f} %"
-
-
-def size(count: float) -> str:
-    """Bytes as a person says them, in powers of ten."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
 def words(key: str) -> str:
-    """A key of a manifest as words."""
+    """The name of a field as words."""
     return key.replace("_", " ")
 
 
-def count_tables(title: str, counts: Mapping[str, Any], leave_out: Iterable[str] = ()) -> list[Table]:
-    """Everything in a manifest's counts: single values in one table, each mapping in one of its own."""
-    left = {key: value for key, value in counts.items() if key not in set(leave_out)}
-    single = [(words(key), shown(value)) for key, value in left.items() if not isinstance(value, Mapping)]
-    tables = [Table(title, ["", ""], single)] if single else []
-    for key, value in left.items():
-        if isinstance(value, Mapping) and value:
-            tables.append(_mapping_table(f"{title}: {words(key)}", value))
-    return tables
+def spread(values: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the values, evenly; the first and the last are among them."""
+    count = min(most, len(values))
+    return [values[round(place * (len(values) - 1) / max(1, count - 1))] for place in range(count)]
 
 
-def _mapping_table(title: str, value: Mapping[str, Any]) -> Table:
-    """One row per key; where the values are mappings too, one column per inner key."""
-    if not all(isinstance(item, Mapping) for item in value.values()):
-        return Table(title, ["", ""], [(str(key), shown(item)) for key, item in value.items()])
-    columns = list(dict.fromkeys(column for item in value.values() for column in item))
-    rows = [(str(key), *(shown(item.get(column)) for column in columns)) for key, item in value.items()]
-    return Table(title, ["", *map(words, columns)], rows)
+def flat(nested: Record, *names: str) -> list[dict[str, Any]]:
+    """A record for each mapping, or other value (under `value`), in nested mappings, with the keys on the way to it
+    under these names."""
+    if not names:
+        return [dict(nested) if isinstance(nested, Mapping) else {"value": nested}]
+    return [{names[0]: key, **record} for key, inner in nested.items() for record in flat(inner, *names[1:])]

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.config.loading import dump_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.contract.state import read_attempts
 from drover.pipeline.files import read_lines, read_record
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, read_metrics
+
+ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
+                      r"""((?:[^\s/"',:\]]+/)?[^\s/"',:\]]+)(?=[\s"',:\]]|$)""")
+"""An absolute path; its last two names, if they are below the folder of a person."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +32,18 @@ class Facts:
 
     Attributes:
         manifests: of the stages before the report, in order.
-        metrics: one record a step; samples, events: as training wrote them.
         results: evaluate's results.json.
         goodput: where the time of training went; None where its records do not tell.
         evaluations: the results.json of checkpoints that were evaluated beside training, by step.
+        metrics: one record a step; samples, events: as training wrote them.
         tokenizer: the tokenizer stage's own report.
         changed_code: source files that changed since a stage ran, by stage.
         reused: the run that a stage was taken from, by stage.
+        earlier: seconds of each start of a stage before the one that finished it, by stage.
+        machine: that writes the report.
     """
 
     config: Config
-    config_text: str
     manifests: Mapping[str, Manifest]
     results: Mapping[str, Any] = field(default_factory=dict)
     goodput: Goodput | None = None
@@ -47,15 +54,21 @@ class Facts:
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     changed_code: Mapping[str, list[str]] = field(default_factory=dict)
     reused: Mapping[str, str] = field(default_factory=dict)
+    earlier: Mapping[str, list[float]] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
 
+    def counts(self, stage: str) -> dict[str, Any]:
+        """The counts of a stage's manifest."""
+        return self.manifests[stage].counts
+
+    def wall_s(self, stage: str) -> float:
+        """The seconds of all starts of a stage."""
+        return self.manifests[stage].wall_s + sum(self.earlier.get(stage, ()))
+
     @property
-    def drift(self) -> list[dict[str, Any]]:
-        """Every difference that --accept-drift let pass, once."""
-        found: list[dict[str, Any]] = []
-        for manifest in self.manifests.values():
-            found += [entry for entry in manifest.drift if entry not in found]
-        return found
+    def heldout(self) -> dict[str, Any]:
+        """What evaluate measured on held-out text; empty without."""
+        return self.results.get("heldout", {})
 
     @property
     def updates(self) -> list[dict[str, Any]]:
@@ -66,35 +79,59 @@ class Facts:
         """What training logged of one kind."""
         return [event for event in self.events if event.get("event") == kind]
 
-    @property
-    def heldout(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, bits per byte by source) of each measurement while training."""
-        return [(record["step"], record["heldout_bpb"]) for record in self.metrics if record.get("heldout_bpb")]
-
 
 def collect(run: Run) -> Facts:
     """Read the run; UserError for a stage that is not done or a file that is damaged."""
     manifests = {name: run.finished(name) for name in STAGES["report"].needs}
     folder = {name: run.stage_folder(name) for name in manifests}
+    # The launcher's records, and evaluations beside training, are no outputs of a stage before: they are told as they
+    # are found, and a report does not become stale where they change.
+    spent, attempts = goodput(run.folder), read_attempts(run.folder)
     return Facts(
-        config=run.config, config_text=dump_config(run.config), manifests=manifests,
-        results=_optional(folder["evaluate"] / "results.json"),
-        # The launcher's records and these evaluations are no outputs of a stage before: they are told as they are
-        # found, and a report does not become stale where they change.
-        goodput=goodput(run.folder), evaluations=_evaluations(run.folder / "evaluations"),
+        config=run.config, manifests=manifests, results=_optional(folder["evaluate"] / "results.json"), goodput=spent,
+        evaluations={step_of(path): found for path in named_after_steps(run.folder / "evaluations")
+                     if (found := _optional(path / "evaluate/results.json"))},
         metrics=read_metrics(folder["train"] / "metrics.jsonl"),
         samples=[sample for sample in read_lines(folder["train"] / "samples.jsonl", Line)
                  if sample["step"] <= manifests["train"].counts["steps"]],  # a plan made shorter left others
         events=list(read_lines(folder["train"] / "events.jsonl", Event)),
         tokenizer=_optional(folder["tokenizer"] / "report.json"),
         changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},
-        reused={name: str(folder[name].parent) for name in manifests if run.is_reused(name)}, machine=machine())
+        reused={name: folder[name].parent.name for name in manifests if run.is_reused(name)},
+        earlier={name: earlier(name, manifest, attempts, spent) for name, manifest in manifests.items()},
+        machine=machine())
 
 
-def _evaluations(folder: Path) -> dict[int, dict[str, Any]]:
-    """Results of checkpoints that were evaluated while training went on, each in a run folder of its own."""
-    found = {step_of(path): _optional(path / "evaluate/results.json") for path in named_after_steps(folder)}
-    return {step: results for step, results in found.items() if results}
+def earlier(stage: str, manifest: Manifest, attempts: Iterable[dict[str, Any]], spent: Goodput | None) -> list[float]:
+    """The seconds of each start of a stage that ended before the one that finished it began: of training by its own
+    records, else by the launcher's since the stage was last done. Time in which several ran at once counts once."""
+    last = _at(manifest.finished) - manifest.wall_s
+    times: dict[tuple[Any, ...], list[float]] = {}
+    if stage == "train" and spent is not None:
+        times = {(start.began,): [start.began, start.end] for start in spent.starts}
+        attempts = []
+    for record in attempts:
+        if record["stage"] == stage and record["event"] in ("attempt", "ended") and _at(record["at"]) <= last:
+            start = record["job"], record.get("restart"), record["start"], record.get("chain")
+            times.setdefault(start, []).append(_at(record["at"]))
+            # Elements of arrays, whose jobs are called ID_ELEMENT, are done with their share, not with the stage.
+            if record.get("status") == "done" and "_" not in record["job"]:
+                times.clear()
+    found, until = [], 0.0
+    for began, *ends in sorted(times.values()):
+        if ends and until < ends[0] <= last:
+            found.append(ends[0] - max(began, until))
+            until = ends[0]
+    return found
+
+
+def _at(time: str) -> float:
+    return datetime.fromisoformat(time).timestamp()
+
+
+def shareable(text: str) -> str:
+    """`text` with absolute paths cut to their last two names: a report is shown to others."""
+    return ABSOLUTE.sub(r"…/\1", text)
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -103,10 +140,9 @@ def _optional(path: Path) -> dict[str, Any]:
 
 def machine() -> dict[str, str]:
     """The machine that writes the report."""
-    found = {"host": platform.node(), "system": f"{platform.system()} {platform.release()}",
-             "processor": _processor(), "cores": str(os.cpu_count())}
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return {**found, "memory": f"{pages * page / 1e9:.0f} GB"}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"host": platform.node(), "system": f"{platform.system()} {platform.release()}",
+            "processor": _processor(), "cores": str(os.cpu_count()), "memory": f"{memory / 1e9:.0f} GB"}
 
 
 def _processor() -> str:

@@ -1,152 +1,100 @@
-"""Charts as inline SVG that takes its colours from the page, so that it is readable in light, dark and on paper."""
+"""Charts of lines as inline SVG that takes its colours from the page, so that it is readable in light, dark and on
+paper."""
 
 from __future__ import annotations
 
-import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from pathlib import Path
 
-import matplotlib
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-matplotlib.use("svg")
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from drover.pipeline.console import readable
+from drover.pipeline.reporting.document import Lines, Series, compact, spread
 
-WIDTH, HEIGHT = 5.0, 2.9
-"""Inches; at 72 units each the text keeps a readable size when a phone shows the chart 340 pixels wide."""
-
-# Drawn with stand-in colours, which `_inline` replaces by the page's own.
-INK, FAINT, GRID = "#010101", "#020202", "#030303"
-SERIES = ("#040404", "#050505", "#060606", "#070707", "#080808", "#090909")
-MUTED = "#0a0a0a"
-_VARIABLES = {INK: "var(--ink, #1c2024)", FAINT: "var(--faint, #60646c)", GRID: "var(--rule, #d9d9e0)",
-              MUTED: "var(--muted-bar, #b9bbc6)",
-              **{colour: f"var(--series-{number}, {fallback})" for number, (colour, fallback) in enumerate(zip(
-                  SERIES, ("#2563a8", "#c2410c", "#15803d", "#7c3aed", "#a16207", "#be185d"), strict=True), start=1)}}
-_STYLE: Any = {
-    "svg.fonttype": "none", "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": FAINT, "text.color": INK,
-    "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": FAINT, "ytick.labelcolor": FAINT,
-    "axes.spines.top": False, "axes.spines.right": False, "grid.color": GRID, "grid.linewidth": 0.6,
-    "axes.axisbelow": True, "path.simplify": True}
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).resolve().parent / "templates"), autoescape=True,
+                        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 346.0, 18.0, 158.0
+"""The edges of the plot; a phone shows the whole chart at about this size."""
+MOST_POINTS = 1500
+"""Points of a line; longer ones are thinned."""
+MOST_DOTS = 40
+"""Points of a line that are marked."""
+COLOURS = 6
 
 
 @dataclass(frozen=True)
-class Series:
-    """A line: its name, points, and whether it is the smoothed or main one of the chart; errors: of each y, a bar of
-    that length up and down."""
+class Axis:
+    """Where numbers from `low` to `high` are drawn: from `start` to `end`."""
 
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    faint: bool = False
-    dots: bool = False
-    errors: Sequence[float] | None = None
+    low: float
+    high: float
+    start: float
+    end: float
 
+    def at(self, value: float) -> float:
+        """The position of a number."""
+        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
-def line_chart(name: str, series: Sequence[Series], x_label: str, y_label: str, *, from_zero: bool = False,
-               log: bool = False, percent: bool = False) -> str:
-    """One chart of one or several lines; a legend only where there are several names to tell apart."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-        figure, axes = _axes(WIDTH, HEIGHT)
-        axes.grid(True, axis="y")
-        colours = iter(SERIES * (1 + len(series) // len(SERIES)))
-        for line in series:
-            colour = MUTED if line.faint else next(colours)
-            axes.plot(line.x, line.y, color=colour, linewidth=0.8 if line.faint else 1.6, label=line.name,
-                      marker="o" if line.dots else None, markersize=3, zorder=1 if line.faint else 2)
-            if line.errors is not None:
-                axes.errorbar(line.x, line.y, yerr=line.errors, fmt="none", ecolor=colour, elinewidth=1, capsize=2)
-        if log:
-            axes.set_yscale("log")
-        if from_zero:
-            axes.set_ylim(0, 1.12 * max(max(line.y) for line in series) or 1)
-        axes.margins(x=0.01)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if log else MaxNLocator(5))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(
-            (lambda value, _: f"{value:.3g} %") if percent else (lambda value, _: compact(value))))
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        if len(series) > 1:
-            axes.legend(frameon=False, fontsize=8, labelcolor=FAINT, loc="best")
-        return _inline(figure, name, f"{y_label} over {x_label}")
+    def ticks(self, most: int = 5) -> list[float]:
+        """About as many round numbers, with even distances."""
+        span = self.high - self.low
+        step = 10.0 ** math.floor(math.log10(span / most))
+        step *= next(factor for factor in (1, 2, 5, 10) if factor * step * most >= span * 0.999)
+        return [step * number for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+    def decades(self) -> list[float]:
+        """Logarithms: of powers of ten and, where there are few, of 2 and 5 times them."""
+        factors = (1, 2, 5) if self.high - self.low < 3 else (1,)
+        marks = [power + math.log10(factor) for power in range(math.floor(self.low), math.ceil(self.high) + 1)
+                 for factor in factors]
+        return [mark for mark in marks if self.low <= mark <= self.high]
 
 
-def bar_chart(name: str, bars: Sequence[tuple[str, float, bool]], x_label: str, *, digits: int = 3,
-              labels: Sequence[str] | None = None) -> str:
-    """Horizontal bars (label, value, whether it is ours), each with its value written beside it."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
-        figure, axes = _axes(WIDTH, 0.75 + 0.36 * len(bars))
-        places = range(len(bars))
-        drawn = axes.barh(places, [value for _, value, _ in bars], height=0.62,
-                          color=[SERIES[0] if ours else MUTED for _, _, ours in bars])
-        written = labels or [f"{value:.{digits}f}" for _, value, _ in bars]
-        axes.bar_label(drawn, written, padding=4, fontsize=9, color=INK)
-        axes.set_yticks(places, [label for label, _, _ in bars])
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.invert_yaxis()
-        axes.spines["left"].set_visible(False)
-        axes.set_xlim(0, max(value for _, value, _ in bars) * 1.22 or 1)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.set_xlabel(x_label)
-        described = ", ".join(f"{label} {text}" for (label, _, _), text in zip(bars, written, strict=True))
-        return _inline(figure, name, f"{x_label}: {described}")
+def draw(chart: Lines) -> str:
+    """The chart as an <svg> element for a page."""
+    log = chart.scale == "log"
+    curves = [_points(line, log, chart.histogram) for line in chart.series]
+    heights = [height for curve in curves for _, y, error in curve for height in (y - error, y + error)]
+    across = _axis([x for curve in curves for x, _, _ in curve], LEFT, RIGHT, 0.0)
+    up = _axis([*heights, *([0.0] if chart.scale == "from zero" else [])], BOTTOM, TOP, 0.04)
+    coloured = accumulate(not line.faint for line in chart.series)
+    lines = [{"name": line.name, "points": [(across.at(x), up.at(y)) for x, y, _ in curve],
+              "colour": 0 if line.faint else 1 + (number - 1) % COLOURS,
+              "dots": not line.faint and not chart.histogram and len(curve) <= MOST_DOTS,
+              "errors": [(across.at(x), up.at(y - error), up.at(y + error)) for x, y, error in curve if line.errors]}
+             for line, curve, number in zip(chart.series, curves, coloured, strict=True)]
+    x_ticks = [(across.at(tick), readable(2 ** tick) if chart.histogram else compact(tick))
+               for tick in across.ticks() if tick % 1 == 0]  # steps, tokens, powers of two
+    y_ticks = [(up.at(tick), f"{100 * tick:.3g}%" if chart.percent else compact(10 ** tick if log else tick))
+               for tick in (up.decades() if log else up.ticks())]
+    return TEMPLATES.get_template("lines.svg.j2").render(
+        chart=chart, lines=lines, left=LEFT, right=RIGHT, bottom=BOTTOM, x_ticks=x_ticks, y_ticks=y_ticks)
 
 
-def standalone(svg: str) -> str:
+def standalone(chart: Lines) -> str:
     """A chart as a file of its own: with the outside name that viewers ask for, on white, in fixed colours."""
-    fixed = re.sub(r"var\(--[\w-]+, (#[0-9a-f]{6})\)", r"\1", svg).replace("font-family: inherit",
-                                                                       "font-family: sans-serif")
-    return fixed.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-        "stroke-linejoin: round", "stroke-linejoin: round; background: #ffffff", 1) + "\n"
+    fixed = re.sub(r"var\(--[\w-]+, (#[0-9a-f]{6})\)", r"\1", draw(chart)).replace("inherit", "sans-serif")
+    return fixed.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1) + "\n"
 
 
-def compact(value: float) -> str:
-    """A number for an axis or a tile: 1,250; 12.5k; 3.21M; 0.0031."""
-    size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+def _points(line: Series, log: bool, histogram: bool) -> list[tuple[float, float, float]]:
+    """The points that can be drawn, and their errors; of a histogram the corners of its classes."""
+    errors = line.errors or [0.0] * len(line.x)
+    points = [(x, math.log10(y) if log else y, error) for x, y, error in zip(line.x, line.y, errors, strict=True)
+              if math.isfinite(y) and (y > 0 or not log)]
+    if histogram:
+        ends = [math.log2(x) for x, _, _ in points]
+        corners = [(end - before, share, 0.0) for end, (_, share, _) in zip(ends, points, strict=True)
+                   for before in (1, 0)]
+        points = [(ends[0] - 1, 0.0, 0.0), *corners, (ends[-1], 0.0, 0.0)]
+    return spread(points, MOST_POINTS)
 
 
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and those before it, up to `window` of them."""
-    result, total = [], 0.0
-    for index, value in enumerate(values):
-        total += value - (values[index - window] if index >= window else 0.0)
-        result.append(total / min(index + 1, window))
-    return result
-
-
-def _axes(width: float, height: float) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
-    axes.patch.set_alpha(0)
-    return figure, axes
-
-
-def _inline(figure: Figure, name: str, description: str) -> str:
-    """The figure as an <svg> element for a page: no prolog, no outside names, ids of its own, the page's colours."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg"):]
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    text = re.sub(r'font-family: [^;"]*', "font-family: inherit", text)
-    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", text, flags=re.DOTALL)  # it would style the page
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, variable)
-    escaped = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    box = re.search(r'viewBox="[^"]*"', text)
-    assert box is not None
-    head = f'<svg role="img" aria-label="{escaped}" {box.group()} style="stroke-linejoin: round">'
-    return head + text[text.index(">") + 1:].strip()
+def _axis(values: Sequence[float], start: float, end: float, margin: float) -> Axis:
+    """An axis for these values, with some room above them."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return Axis(low, high + margin * (high - low) if high > low else low + 1, start, end)

@@ -1,56 +1,59 @@
-"""The document as one HTML page and as Markdown."""
+"""The report: facts to a document, and the document as one HTML page or as Markdown."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from typing import Any
 
 from drover.pipeline.evaluation.results import fenced
-from drover.pipeline.reporting.corpus import data_section
-from drover.pipeline.reporting.course import training_section
-from drover.pipeline.reporting.document import Document
+from drover.pipeline.reporting.chapters.checkpoints import checkpoints
+from drover.pipeline.reporting.chapters.data import data
+from drover.pipeline.reporting.chapters.export import export
+from drover.pipeline.reporting.chapters.goodput import goodput
+from drover.pipeline.reporting.chapters.provenance import provenance
+from drover.pipeline.reporting.chapters.samples import samples
+from drover.pipeline.reporting.chapters.stages import stages
+from drover.pipeline.reporting.chapters.summary import notices, tiles, verdict
+from drover.pipeline.reporting.chapters.tasks import tasks
+from drover.pipeline.reporting.chapters.tokenizer import tokenizer
+from drover.pipeline.reporting.chapters.training import training
+from drover.pipeline.reporting.chapters.validation import validation
+from drover.pipeline.reporting.document import Chapter, Document
 from drover.pipeline.reporting.facts import Facts
-from drover.pipeline.reporting.headline import notices, tiles, verdict
-from drover.pipeline.reporting.measured import heldout_section, tasks_section, texts_section
-from drover.pipeline.reporting.provenance import export_section, provenance_section, time_section, tokenizer_section
-from drover.pipeline.reporting.spent import checkpoints_section, goodput_section
+from drover.pipeline.reporting.plots import TEMPLATES, draw
 
-TEMPLATES = Path(__file__).resolve().parent / "templates"
-CHAPTERS = (heldout_section, training_section, tasks_section, checkpoints_section, texts_section, data_section,
-            tokenizer_section, export_section, goodput_section, time_section, provenance_section)
+CHAPTERS = {"Validation": validation, "Training": training, "Tasks": tasks, "Checkpoints": checkpoints,
+            "Samples": samples, "Data": data, "Tokenizer": tokenizer, "Exported model": export, "Goodput": goodput,
+            "Stages and machines": stages, "Provenance": provenance}
 
 
 def compose(facts: Facts) -> Document:
     """What the report says."""
-    config = facts.config
-    finished = facts.manifests["evaluate"].finished.replace("T", " ").replace("+00:00", " UTC")
-    return Document(title=config.report.title or config.name,
-                    subtitle=f"Drover run {config.name}, evaluated {finished}",
-                    verdict=verdict(facts), notices=notices(facts), tiles=tiles(facts),
-                    sections=[section for make in CHAPTERS if (section := make(facts))])
+    name, finished = facts.config.name, facts.manifests["evaluate"].finished
+    chapters = (Chapter(title, [block for block in make(facts) if block]) for title, make in CHAPTERS.items())
+    return Document(facts.config.report.title or name, f"Drover run {name}, evaluated {finished[:19].replace('T', ' ')}"
+                    " UTC", verdict(facts), list(notices(facts)), list(tiles(facts)),
+                    [chapter for chapter in chapters if chapter.blocks])
 
 
 def html(document: Document) -> str:
     """One page that needs nothing else: no script, no network. Everything but our own charts is escaped."""
-    return _environment(autoescape=True).get_template("report.html.j2").render(report=document)
+    return _rendered("report.html.j2", document, autoescape=True)
 
 
 def markdown(document: Document) -> str:
-    """The same without charts."""
-    return _environment(autoescape=False).get_template("report.md.j2").render(report=document)
+    """The same with the values of charts in words, where no table has them."""
+    return _rendered("report.md.j2", document, autoescape=False)
 
 
-def _environment(autoescape: bool) -> Environment:
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=autoescape, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters.update(cell=_cell, fenced=fenced, plain=_plain)
-    return environment
+def _rendered(template: str, document: Document, autoescape: bool) -> str:
+    environment = TEMPLATES.overlay(autoescape=autoescape)
+    environment.filters.update(cell=lambda text: _plain(text).replace("|", "\\|"), draw=draw, fenced=fenced,
+                               kind=_kind, plain=_plain)
+    return environment.get_template(template).render(report=document)
 
 
-def _cell(text: str) -> str:
-    """Text for a cell of a Markdown table."""
-    return _plain(text).replace("|", "\\|")
+def _kind(block: Any) -> str:
+    return type(block).__name__
 
 
 def _plain(text: str) -> str:

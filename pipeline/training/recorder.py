@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from drover.pipeline.config.phases import PhasePlan
@@ -43,6 +44,8 @@ class Recorder:
         self.line = ProgressLine(plan.steps, say)
         self.log = open_log(work, progress.step, say) if ranks.leads else None
         self._progress = ProgressRecord(work.folder)
+        self._newest: Progress | None = None
+        self._trained = 0.0
         peak = peak_flops(ranks.device)
         self._peak = None if peak is None or not peaks_known else peak * ranks.world
         self.flops_per_token = 0.0
@@ -67,7 +70,7 @@ class Recorder:
             rate: learning rate.
         """
         tokens_per_s, now = (after.tokens - before.tokens) / step_s, time.time()
-        trained = round(train_s(before) + step_s, 5)
+        self._trained = round(train_s(before) + step_s, 5)
         record: dict[str, Any] = {
             "step": after.step, "loss": json_number(result.loss), "lr": rate,
             "grad_norm": json_number(result.grad_norm), "samples": [before.samples, after.samples],
@@ -75,8 +78,7 @@ class Recorder:
             "step_s": round(step_s, 5), "data_wait_s": round(waited_s, 5),
             "memory_mb": round(memory_mb(self.ranks.device), 1), **allocator_facts(self.ranks.device),
             "mfu": None if self._peak is None else round(tokens_per_s * self.flops_per_token / self._peak, 4),
-            "time": round(now, 3), "train_s": trained,
-            "goodput": round(min(1.0, trained / max(trained, now - self._first_start)), 4)}
+            "time": round(now, 3), "train_s": self._trained, "goodput": self._goodput(now)}
         seldom = {"plan_changes": self._plan_changes, "look_s": round(self.look_s, 3),
                   "compiled_graphs": compiled_graphs()}
         record |= {name: value for name, value in seldom.items() if value}
@@ -86,10 +88,15 @@ class Recorder:
             now_at = self.plan.tokens_at(after.step)
             done = max(1, now_at - self.plan.tokens_at(self._begun_at))
             left_s = (time.perf_counter() - self._began) / done * (self.plan.tokens - now_at)
-            self._progress.note(Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=record["loss"],
-                                         tokens_per_s=record["tokens_per_s"], goodput=record["goodput"]))
+            self._newest = Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=record["loss"],
+                                    tokens_per_s=record["tokens_per_s"], goodput=record["goodput"])
+            self._progress.note(self._newest)
             self.line.show(record, left_s)
         return record
+
+    def _goodput(self, now: float) -> float:
+        """The share of the time since the first start that went into steps that count."""
+        return round(min(1.0, self._trained / max(self._trained, now - self._first_start)), 4)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -109,7 +116,10 @@ class Recorder:
         self.event(PLAN_CHANGED, step=step, number=self._plan_changes, changes=changes)
 
     def close(self) -> None:
-        """Make everything durable; nothing is recorded any more."""
+        """Make everything durable; nothing is recorded any more. What came after the last step, such as its checkpoint,
+        is in the goodput that is left behind, as it is in the report's."""
+        if self._newest is not None:
+            self._progress.note(replace(self._newest, goodput=self._goodput(time.time())))
         self._progress.flush()
         if self.log is not None:
             self.log.close()

@@ -112,6 +112,12 @@ def metrics(steps: int = 600) -> list[dict]:
     return found
 
 
+def block(document, title):
+    """The table or chart of a report that has this title."""
+    return next(block for chapter in document.chapters for block in chapter.blocks
+                if getattr(block, "title", "") == title)
+
+
 def lines(path: Path, records: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -11,7 +11,7 @@ from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html, markdown
 from tests.records.recorded_time import Recorded
 from tests.records.test_goodput import launched
-from tests.reporting.made_up import results, write_run
+from tests.reporting.made_up import block, results, write_run
 
 
 @pytest.fixture
@@ -31,34 +31,34 @@ def made(tmp_path):
     return run
 
 
-def rows(document, name, title):
-    section = next(section for section in document.sections if section.name == name)
-    return next(table.rows for table in section.tables if table.title == title)
+def rows(document, title):
+    return [row for _, row in block(document, title).rows]
 
 
 def test_where_the_time_went(made):
     document = compose(collect(made))
-    told = {row[0]: row[2:] for row in rows(document, "goodput", "Time since the first start")}
-    assert told["preflight"] == ["17.0", "0.9 %"] and told["hang"] == ["610.0", "32.0 %"]
+    told = {row[0]: row[1:] for row in rows(document, "Time since the first start")}
+    assert told["preflight"][:2] == ["17.0", "0.9%"] and told["hang"][:2] == ["610.0", "32.0%"]
     assert float(told["all"][0].replace(",", "")) == pytest.approx(
-        sum(float(seconds.replace(",", "")) for cause, (seconds, _) in told.items() if cause != "all"))
-    starts = rows(document, "goodput", "Starts of training")
+        sum(float(seconds.replace(",", "")) for cause, (seconds, *_) in told.items() if cause != "all"))
+    assert told["all"][2] == "from the first start of training to its end" != told["productive steps"][2]
+    starts = rows(document, "Starts of training")
     assert [row[1] for row in starts] == \
         ["crashed: rank 1 was killed", "hung: rank 3 (n4) was late", "asked to stop (SIGTERM)"]
     assert [row[3:5] for row in starts] == [["0", "6"], ["4", "7"], ["4", "14"]]
     for form in (html(document), markdown(document)):
-        assert "Where the time went" in form and "rank 3 (n4) was late" in form
+        assert "Goodput" in form and "rank 3 (n4) was late" in form
 
 
 def test_checkpoints_on_the_way(made):
     document = compose(collect(made))
-    found = rows(document, "checkpoints", "Held-out text and tasks by step")
+    found = rows(document, "Validation and tasks by step")
     assert found == [["200", "2.5000", "0.725", "0.325"], ["400", "2.2500", "0.725", "0.325"],
                      ["600", "1.9313", "0.725", "0.325"]]
-    section = next(section for section in document.sections if section.name == "checkpoints")
-    assert "<svg" in section.figures[0].svg
+    [line] = block(document, "Validation bits per byte by checkpoint").series
+    assert line.y == [2.5, 2.25, 1.9313]
 
 
 def test_an_undisturbed_run_of_an_earlier_version_has_neither(tmp_path):
     run, _ = write_run(tmp_path)
-    assert {"goodput", "checkpoints"}.isdisjoint(section.name for section in compose(collect(run)).sections)
+    assert {"Goodput", "Checkpoints"}.isdisjoint(chapter.title for chapter in compose(collect(run)).chapters)

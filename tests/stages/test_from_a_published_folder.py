@@ -131,4 +131,4 @@ def test_everything_that_it_came_with_goes_out_again(further, source):
     assert shape.max_position_embeddings == 512 and shape.vocab_size == theirs.vocab_size + len(NAMES)
     assert shape.eos_token_id == after["eos_token_id"] and shape.pad_token_id == after["pad_token_id"]
     report = (config.parent / "runs/mini/report.md").read_text()
-    assert f"started from the weights in {source} and trained on" in report
+    assert f"started from the weights in …/{source.parent.name}/{source.name} and trained on" in report

@@ -6,8 +6,9 @@ import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.reporting.consumption import consumption_tables
-from drover.pipeline.reporting.course import training_section
+from drover.pipeline.reporting.chapters.consumption import consumption
+from drover.pipeline.reporting.chapters.training import training
+from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import Facts
 from drover.tools.audit import audit
 from drover.tools.verify import __main__ as verify
@@ -93,12 +94,12 @@ def as_told(config, counts):
     learned = [phase["learned"] for phase in counts["phases"]]
     assert sum(learned) == counts["tokens"] < 20480
     run = run_in(train_folder(config).parent)
-    facts = Facts(run.config, "", {name: run.finished(name) for name in ("encode", "train")},
+    facts = Facts(run.config, {name: run.finished(name) for name in ("encode", "train")},
                   events=events(config, "start") + events(config, "resume"))
-    [table] = consumption_tables(facts)
-    told = {row[0]: row[1] for one in training_section(facts).tables for row in one.rows if len(row) == 2}
-    assert told["packing 64"].startswith("sequences ") and "planned" not in told
-    assert [row[4] for row in table.rows if row[1] == "all, without padding"] == [f"{count:,}" for count in learned]
+    told = {row[0]: row[1] for one in training(facts) if isinstance(one, Table) for _, row in one.rows if len(row) == 2}
+    assert told["packing, 64"].startswith("sequences ") and "planned" not in told
+    assert [row[4] for _, row in consumption(facts).rows if row[1] == "all, without padding"] == \
+        [f"{count:,}" for count in learned]
 
 
 def test_what_is_to_come_may_change_and_what_was_may_not(phased):

@@ -27,7 +27,7 @@ def test_both_forms_are_written_committed_and_copied(made, capsys):
         inner = run.own_folder("report") / record["path"]
         assert inner.read_bytes() == (run.folder / record["path"]).read_bytes()
     told = capsys.readouterr().out
-    assert "9 % less than gzip -9" in told
+    assert "9% less than gzip -9" in told
     assert told.endswith(f"open {(run.folder / 'report.html').absolute()}\n")
 
 

@@ -15,6 +15,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import PROGRESS, Progress, read_state
 from drover.pipeline.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
+from drover.pipeline.records.goodput import goodput
 from tests.conftest import REPOSITORY, environment, stage_command
 from tests.stages.training import (
     curve,
@@ -50,6 +51,7 @@ def test_a_run_trains_and_says_so(fresh):
     assert [record["step"] for record in metrics if "heldout_bpb" in record] == [4, 8, 12]
     assert {record["step"] for record in lines(fresh, log="samples")} == {6, 12}
     assert [record["event"] for record in lines(fresh, log="events")] == ["start", *["checkpoint"] * 3, "finish"]
+    assert read_json(folder / PROGRESS)["goodput"] == pytest.approx(goodput(folder.parent).share, abs=0.02)
     assert len(list(checkpoints(fresh).iterdir())) == 2
     counts = read_manifest(folder).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0

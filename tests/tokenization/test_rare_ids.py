@@ -6,7 +6,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.files import read_json
-from drover.pipeline.reporting.corpus import _tokens
+from drover.pipeline.reporting.chapters.data import rare_ids as told_of
 from drover.pipeline.tokenization.kinds import load_tokenizer
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
@@ -47,8 +47,8 @@ def test_they_are_said_and_in_the_report():
     found = rare_ids([record(f"train/{number}.arrow", 0, 200) for number in range(30)], REPORT)
     told = warnings(found["outliers"])
     assert len(told) == 6 and "train/0.arrow: 20.00% byte-fallback ids, 2.00%" in told[0] and "25 more" in told[-1]
-    table = _tokens({"splits": {}, "dtype": "uint16", "rare_ids": found})[1]
-    assert table.rows[0][:3] == ["train/0.arrow", "byte-fallback ids", "20.0 %"] and len(table.rows) == 20
+    table = told_of({"rare_ids": found})
+    assert table.rows[0][1][:3] == ["train/0.arrow", "byte-fallback ids", "20.0%"] and len(table.rows) == 20
     assert warnings([]) == []
 
 

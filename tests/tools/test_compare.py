@@ -97,7 +97,7 @@ def test_a_plot_of_each_score_over_tokens(over_time):
         re.sub(r"[^\w-]", "-", f"{row['task']}.{row['metric']}") for row in results["scores"]}
     text = (to / "capitals-acc.svg").read_text()
     assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg" and "var(" not in text
-    assert "tokens" in text and ">chance</text>" in text and "LineCollection" in text, "the bars of the errors"
+    assert "tokens" in text and ">chance</text>" in text and "h6M" in text, "the bars of the errors"
 
 
 @pytest.mark.slow

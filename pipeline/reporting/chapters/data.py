@@ -1,0 +1,147 @@
+"""The text: what came in, what became of it, and what each source is like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drover.pipeline.data.filters.chain import total
+from drover.pipeline.data.filters.decontamination import OUTPUT
+from drover.pipeline.reporting.chapters.consumption import consumption
+from drover.pipeline.reporting.document import ALL, Block, Fold, Lines, Record, Series, Table, filled, flat
+from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.tokenization.rare_ids import BEYOND, KINDS, TIMES
+
+SPLITS = {"train": "training", "heldout": "validation"}
+RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}
+"""How held-out documents were chosen, by shard.heldout_rule."""
+MOST_SOURCES = 8
+"""Sources whose lengths are shown apart."""
+MOST_OUTLIERS = 20
+"""Shards with many rare ids that are listed."""
+
+
+def data(facts: Facts) -> Iterator[Block]:
+    """The chapter."""
+    counts, encoded = facts.counts("shard"), facts.counts("encode")
+    if sources := counts.get("sources", {}):
+        cut = ", and {cut_in_two:,} by cutting one in two" if counts.get("cut_in_two") else ""
+        yield filled(f"{{documents_in:,}} documents came in{cut}: {{train:,}} for training, {{heldout:,}} for "
+                     f"validation, chosen {RULES[facts.config.shard.heldout_rule]}, "
+                     f"{sum(counts['dropped'].values()):,} dropped, {{rejected:,}} unreadable.", counts)
+        entries = {**sources, ALL: counts} if len(sources) > 1 else sources
+        yield _documents(counts, entries)
+        yield from _filters(counts, entries, facts.config.shard.keep_dropped)
+        yield from _sources(counts, encoded.get("splits", {}))
+    yield tokens(encoded)
+    yield rare_ids(encoded)
+    yield consumption(facts)
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for content, stage in (("text", "shard"), ("tokens", "encode")):
+        for record in facts.manifests[stage].outputs:
+            if record.get("split") in SPLITS:
+                groups.setdefault((record["source"], SPLITS[record["split"]], content), []).append(record["bytes"])
+    yield Table("Shards on disk", {"source": "{group[0]}", "split": "{group[1]}", "content": "{group[2]}",
+                                   "files": "{files:,}", "size": "{bytes:B}"},
+                [{"group": group, "files": len(sizes), "bytes": sum(sizes)} for group, sizes in groups.items()])
+
+
+def _documents(counts: Record, entries: Record) -> Table:
+    """What became of every document: each row adds up."""
+    came = {"came in": "{documents_in:,}", **({"cut in two": "{cut_in_two:,}"} if counts.get("cut_in_two") else {})}
+    became = {"training": "{train:,}", "validation": "{heldout:,}",
+              **{reason: f"{{dropped[{reason}]:,}}" for reason in counts["dropped"]}, "unreadable": "{rejected:,}"}
+    none = dict.fromkeys(counts["dropped"], 0)
+    return Table("Documents", {"source": "{source}", **came, **became, "training text": "{text_bytes[train]:B}",
+                               "validation text": "{text_bytes[heldout]:B}"},
+                 [{**own, "dropped": none | own["dropped"]} for own in flat(entries, "source")],
+                 f"{' + '.join(came).capitalize()} = {' + '.join(became)}.")
+
+
+def _filters(counts: Record, entries: Record, kept: bool) -> Iterator[Block]:
+    """What each filter dropped and changed, by source, and for which reasons; what it found of evaluation sets."""
+    filters = counts.get("filters", {})
+    yield Table("Filters", {"filter": "{filter}", "source": "{source}", "dropped": "{documents:,}",
+                            "dropped text": "{bytes:B}", "changed": "{changed:,}"},
+                flat({name: {source: own["filters"][name] for source, own in entries.items()} for name in filters},
+                     "filter", "source"),
+                "In the order in which they ran, before deduplication. Each filter sees the documents that those "
+                "before it kept, as they changed them." + " The dropped ones are in shard/dropped." * kept)
+    yield Table("Why filters dropped documents", {"filter": "{filter}", "reason": "{reason}", "documents": "{value:,}"},
+                flat({name: own["reasons"] for name, own in filters.items()}, "filter", "reason"))
+    found = flat(counts.get("contamination", {}), "filter", "task")
+    rules = [filled("{filter}: {n:,} words in a row, or a whole item of {least_words:,} to {n:,} words; such documents "
+                    "were " + ("dropped" if own["action"] == "drop" else "kept, and flagged"), own) for own in found]
+    yield Table("Evaluation sets found in the text", {
+        "filter": "{filter}", "task": "{task}", "documents": "{documents:,}", "items found": "{found:,}",
+        "items": "{items:,}", "too short to tell": "{too_short:,}"}, found,
+        f"Rule: {'; '.join(dict.fromkeys(rules))}. Each item that was found is in shard/{OUTPUT}.")
+
+
+def _sources(counts: Record, splits: Record) -> Iterator[Block]:
+    """What each source is like: sizes, lengths, fields, languages, and what filters dropped, to be looked at."""
+    cards = {source: {"fields": {}, "languages": {}, **card} for source, card in counts.get("cards", {}).items()
+             if card["documents"]}
+    dropped = {source: counts["sources"][source]["dropped"] for source in cards}
+    yield Table("Sources", {
+        "source": "{source}", "documents": "{documents:,}", "changed": "{changed / documents:.1%}",
+        "duplicates": "{copies / documents:.1%}", "text": "{bytes:B}", "characters": "{characters:,}",
+        "bytes per character": "{bytes / characters:n}", "bytes per document": "{bytes / documents:n}",
+        "tokens": "{tokens:,}", "bytes per token": "{text_bytes / tokens:n}"}, [
+        {"source": source, **card, **total(own.get(source, {}) for own in splits.values()),
+         "copies": sum(count for reason, count in dropped[source].items() if "duplicate" in reason)}
+        for source, card in cards.items()],
+        "Documents that the filters kept, before deduplication; tokens are those of both splits. Changed: by a filter. "
+        "Duplicates: near-duplicates included, where they were looked for.")
+    yield _lengths(cards)
+    yield Table("Meta fields", {"source": "{source}", "field": "{field}", "documents with it": "{in:,}",
+                                "documents": "{of:,}", "share": "{in / of:.1%}"},
+                flat({source: card["fields"] for source, card in cards.items()}, "source", "field"),
+                "Of the documents that could be read. The field of the others is null.")
+    languages = {source: {name: {language: {"count": count, "all": sum(found.values())}
+                                 for language, count in found.items()} for name, found in card["languages"].items()}
+                 for source, card in cards.items()}
+    yield Table("Languages", {"source": "{source}", "identified by": "{filter}", "language": "{language}",
+                              "documents": "{count:,}", "share": "{count / all:.1%}"},
+                flat(languages, "source", "filter", "language"),
+                "Of all documents that the filter saw, dropped ones included.")
+    examples = flat({source: card["examples"] for source, card in cards.items()}, "source", "filter", "reason")
+    yield Fold("Documents that filters dropped: the first for each reason, as the filter saw them", "\n\n".join(
+        "\n  ".join([filled("{source}, {filter}: {reason}", found),
+                     *(f"{example['id']}  {' '.join(example['text'].split())}" for example in found["value"])])
+        for found in examples))
+
+
+def _lengths(cards: Record) -> Lines:
+    """Shares of documents by length, in classes of powers of two: of the largest sources, and of all."""
+    largest = sorted(cards, key=lambda source: -cards[source]["documents"])[:MOST_SOURCES]
+    shown = {source: cards[source] for source in cards if source in largest}
+    if len(cards) > 1:
+        shown[ALL] = total({key: card[key] for key in ("documents", "lengths")} for card in cards.values())
+    places = sorted({int(length) for card in cards.values() for length in card["lengths"]})
+    classes = range(places[0], places[-1] + 1) if places else ()
+    left = len(cards) - len(largest)
+    return Lines("Document lengths", "bytes of text", "share of documents", [
+        Series(source, [2.0 ** place for place in classes],
+               [card["lengths"].get(str(place), 0) / card["documents"] for place in classes])
+        for source, card in shown.items()],
+        f"The {left:,} sources with fewer documents are only in all." if left else "",
+        "from zero", percent=True, histogram=True)
+
+
+def tokens(counts: Record) -> Table:
+    """Tokens by split and source."""
+    found = {SPLITS[split]: sources for split, sources in counts.get("splits", {}).items()}
+    return Table("Tokens", {"source": "{source}", "split": "{split}", "tokens": "{tokens:,}", "documents": "{docs:,}",
+                            "bytes of text": "{text_bytes:,}", "bytes per token": "{text_bytes / tokens:n}"},
+                 flat(found, "split", "source"),
+                 filled("Stored as {dtype}; each document's BOS and EOS count as tokens.", counts))
+
+
+def rare_ids(counts: Record) -> Table:
+    """The shards that have far more unknown or byte-fallback ids than the tokenizer's report."""
+    outliers = counts.get("rare_ids", {}).get("outliers", [])
+    more = f" {len(outliers) - MOST_OUTLIERS:,} more are in encode's manifest." if len(outliers) > MOST_OUTLIERS else ""
+    return Table("Shards with text that the vocabulary lacks", {
+        "shard": "{path}", "ids": "{kind}", "share": "{share:.1%}", "in the tokenizer's report": "{reported:.1%}"},
+        [{**one, "kind": KINDS[one["kind"]]} for one in outliers[:MOST_OUTLIERS]],
+        f"More than {TIMES:g} times the share in the tokenizer's report, and {BEYOND:.1%} of all ids beyond it.{more}")

@@ -1,0 +1,78 @@
+"""The top of the report: the result in a sentence and a few figures, and what casts doubt on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from drover.pipeline.reporting.document import NONE, Notice, Tile, filled
+from drover.pipeline.reporting.facts import Facts, shareable
+
+NAMES = {"unigram": "a unigram byte model"}
+TILES = (
+    ("validation bits per byte", "{total[bits_per_byte]:.3f}", "{total[bytes]:B}, {total[documents]:,} documents"),
+    ("validation perplexity", "{total[perplexity]:.2f}", "per token"),
+    ("parameters", "{parameters:k}", "{model[non_embedding_parameters]:k} without embeddings"),
+    ("training tokens", "{tokens:k}", "{steps:,} steps"),
+    ("tokens per second", "{speed:k}", "median step, all ranks"),
+    ("goodput", "{goodput:.1%}", "of the time since training first started"),
+    ("run time", "{run_s:s}", "training {train_s:s}"))
+NOTES = {
+    "changed": "Made with uncommitted changes in the code: {changed}.",
+    "commits": "The stages were made by {commits} commits: see Provenance.",
+    "marks_as_spaces": "The tokenizer decodes U+2581 (\u2581) as a space. Documents with that character: "
+                       "{marks_as_spaces:,}.",
+    "restarts": "Restarts of training: {restarts:,}. Repeated steps are shown once.",
+    "anomalies": "Steps with a loss or gradient norm that was NaN or far above those before: {skipped:,} skipped, "
+                 "{spikes:,} trained on; {rollbacks:,} rollbacks removed samples. The curves show the applied updates; "
+                 "the events are under Training.",
+    "failed": "Attempts to save a checkpoint that failed before another succeeded: {failed:,}.",
+    "unmeasured": "No validation documents, and so no figures, for {unmeasured}."}
+"""What is noted if the fact of this name is there."""
+
+
+def verdict(facts: Facts) -> str:
+    """One sentence."""
+    total, start = facts.heldout.get("overall", {}), facts.config.train.init_from
+    made = filled("A Llama with {parameters:k} parameters, {begun}trained on {tokens:k} tokens of {names}", {
+        **facts.counts("train"), "names": [source.name for source in facts.config.shard.sources],
+        "begun": f"started from the weights in {shareable(str(start))} and " if start is not None else ""})
+    if (ours := total.get("bits_per_byte")) is None:
+        return f"{made}. It was not evaluated on validation text."
+    compared = [f"{abs(1 - ours / other):.0%} {'less' if ours <= other else 'more'} than {NAMES.get(name, name)}"
+                for name, other in total["baselines"].items() if other]
+    return f"{made}, needs {ours:.3f} bits per byte of validation text: {', '.join(compared)}."
+
+
+def tiles(facts: Facts) -> Iterator[Tile]:
+    """The headline figures."""
+    speeds = [record["tokens_per_s"] for record in facts.metrics if record.get("tokens_per_s")]
+    known = {**facts.counts("train"), "total": facts.heldout.get("overall"), "model": facts.results.get("model"),
+             "speed": median(speeds) if speeds else None, "goodput": facts.goodput and facts.goodput.share,
+             "run_s": sum(facts.wall_s(name) for name in facts.manifests if name not in facts.reused),
+             "train_s": facts.wall_s("train")}
+    for label, value, note in TILES:
+        if (figure := filled(value, known)) != NONE:
+            yield Tile(label, figure, filled(note, known))
+
+
+def notices(facts: Facts) -> Iterator[Notice]:
+    """What must be known before the figures are believed."""
+    manifests = facts.manifests.values()
+    if drift := [shareable(f"{entry['stage']}: {difference}") for manifest in manifests for entry in manifest.drift
+                 for difference in entry["differences"]]:
+        yield Notice("warning", "Stages of this run were made with other settings or inputs than the configuration "
+                                "names now (--accept-drift allowed it):", list(dict.fromkeys(drift)))
+    if facts.changed_code:
+        yield Notice("warning", "The code has changed since these stages ran; --force rebuilds them:",
+                     [f"{stage}: {', '.join(files)}" for stage, files in facts.changed_code.items()])
+    commits = {manifest.git["commit"] for manifest in manifests if manifest.git.get("commit")}
+    spikes, counts = len(facts.events_of("spike")), facts.counts("train")
+    known = {**counts, "marks_as_spaces": facts.tokenizer.get("marks_as_spaces"), "spikes": spikes,
+             "changed": [manifest.stage for manifest in manifests if manifest.git.get("changed")],
+             "commits": len(commits) if len(commits) > 1 else 0, "failed": len(facts.events_of("checkpoint_failed")),
+             "anomalies": spikes or counts.get("skipped") or counts.get("rollbacks"),
+             "unmeasured": facts.heldout.get("without_heldout_text")}
+    for name, text in NOTES.items():
+        if known.get(name):
+            yield Notice("note", filled(text, known))
