@@ -20,7 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 from pydantic import ConfigDict, PydanticUserError, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from drover.pipeline.config.section import Section
+from drover.pipeline.config.section import Section, advice, sentence
 from drover.pipeline.errors import UserError, listed
 
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -143,7 +143,10 @@ class Kinds(Generic[Of]):
         except PydanticUserError as error:  # of a field's type, when the class is first used
             raise UserError(f"{at}.kind names {item.kind}, which pydantic cannot use: {error.message}") from error
         except ValidationError as error:
-            raise UserError(listed([_sentence(problem, at, section) for problem in error.errors()])) from None
+            raise UserError(listed([
+                sentence(problem, ".".join([at, *map(str, problem["loc"])]), advice(str(problem["loc"][-1]),
+                                                                                   section.model_fields))
+                for problem in error.errors()])) from None
 
 
 def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:
@@ -167,15 +170,3 @@ def source_of(module: str) -> Path | None:
 def _named(text: str) -> Any:
     module, _, name = text.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _sentence(problem: Any, at: str, section: type[Section]) -> str:
-    """A wrong setting of a class from outside, as the configuration's own are told."""
-    key = ".".join([at, *map(str, problem["loc"])])
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(problem["loc"][-1]), section.model_fields, n=1, cutoff=0.5)
-        return f"unknown key '{key}'; " + (f"did you mean '{close[0]}'?" if close else
-                                           f"known here: {', '.join(section.model_fields)}.")
-    if problem["type"] == "missing":
-        return f"'{key}' is missing."
-    return f"'{key}' is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."

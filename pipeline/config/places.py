@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drover.pipeline.config.partial import UnknownSettingError
 from drover.pipeline.errors import UserError, is_full_disk
 from drover.pipeline.stores.store import SCHEMES, Store, is_url
 
@@ -132,19 +130,15 @@ def make_folder(folder: Path) -> None:
 
 def store_problems(config: Config) -> Iterator[str]:
     """Why stores that are written to, or trained from, cannot be used as they are given."""
-    given: dict[str, Callable[[], str | None]] = {
-        "encode.copy_to": lambda: config.encode.copy_to,
-        "train.tokens_from": lambda: config.train.tokens_from,
-        "train.checkpoint.copy_to": lambda: config.train.checkpoint.copy_to,
-        "convert.copy_to": lambda: config.convert.copy_to}
+    stores = {"encode.copy_to": config.encode.copy_to, "train.tokens_from": config.train.tokens_from,
+              "train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
     found = {}
-    for key, value in given.items():
-        with suppress(UnknownSettingError):
-            if (url := value()) is not None:
-                if problems := list(unusable_url(key, url)):
-                    yield from problems  # not compared with the others: a password would be printed
-                else:
-                    found[key] = f"{url.rstrip('/')}/"
+    for key, url in stores.items():
+        if url is not None:
+            if problems := list(unusable_url(key, url)):
+                yield from problems  # not compared with the others: a password would be printed
+            else:
+                found[key] = f"{url.rstrip('/')}/"
     written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
     for key in written:
         for other in written:

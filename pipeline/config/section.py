@@ -1,10 +1,13 @@
-"""The base of every configuration section, and the mark of a field that does not change what is computed."""
+"""The base of every configuration section, the marks of its fields, and what can be said of any section."""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -67,3 +70,42 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in items:
         flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
     return flat
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: itself, in a union, or as items of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in sections_in(part)]
+
+
+def fields_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
+    """Every setting and section, dotted, without those of items of lists; with the section that it is in."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, section, field
+        if (nested := section_of(field)) is not None:
+            yield from fields_of(nested, f"{prefix}{name}.")
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field is; None for a single setting or a list."""
+    return None if get_origin(field.annotation) in (list, dict) else next(iter(sections_in(field.annotation)), None)
+
+
+def advice(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that is not among the known ones."""
+    close = difflib.get_close_matches(name, known := list(known), n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(known)}."
+
+
+def sentence(problem: Any, key: str, instead: str) -> str:
+    """One of pydantic's errors in words. key: the setting, dotted. instead: what to say where the key is unknown."""
+    kind, given, message = problem["type"], problem.get("input"), problem["msg"][0].lower() + problem["msg"][1:]
+    if kind == "extra_forbidden":
+        return f"unknown key '{key}'; {instead}"
+    if kind == "missing":
+        return f"'{key}' is missing."
+    if kind == "impossible":
+        return f"'{key}': {message}."
+    shown = f"a {type(given).__name__}" if isinstance(given, (dict, list)) else repr(given)
+    return f"'{key}' is {shown} ({type(given).__name__}): {message}{'' if message.endswith('?') else '.'}"

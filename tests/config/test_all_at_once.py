@@ -27,7 +27,7 @@ encode: {dtype: uint16}
                      "heads (6) must be divisible by kv_heads (4)", "warmup_steps 60 is more than train.steps 50",
                      "batch_tokens 1000 is not a multiple of train.sequence_length 300",
                      "sequence_length 300 is longer than model.context_length 128",
-                     "uint16 holds ids up to 65535, but the vocabulary has 70016",
+                     "holds ids up to 65535, but the vocabulary of the tokenizer has 70016",
                      "train.sample_tokens 128 leaves no room"):
         assert expected in said, said
 
@@ -85,8 +85,8 @@ def test_other_names_of_a_setting(tmp_path, key, said):
 
 
 def test_explain_understands_other_names_too():
-    for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim")):
-        with pytest.raises(UserError, match=f"There is no setting '{key}'. Nearest: {meant}[,.]"):
+    for key, meant in (("train.learning_rate", "lr"), ("train.lrr", "lr"), ("hidden_size", "model.dim")):
+        with pytest.raises(UserError, match=f"There is no setting '{key}'; .* '{meant}'"):
             explain(Config(), key)
 
 
@@ -96,7 +96,7 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
     for key, names in ELSEWHERE.items():
         section = key.rpartition(".")[0]
         assert not [name for name in names.split() if f"{section}.{name}".strip(".") in known - {key}], key
-    assert suggestion("train", "learning_rate", ["steps", "lr"]) == ("did you mean 'lr'?", "train.lr")
+    assert suggestion("train.learning_rate", ["steps", "lr"]) == ("did you mean 'lr'?", "train.lr")
 
 
 @pytest.mark.parametrize(("settings", "said"), [
