@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
     from drover.pipeline.tokenization.base import Tokenizer
 
+TRAINING_BYTES = 1_000_000_000
+"""Training text that the unigram byte baseline is fitted on, spread evenly over the shards."""
+
 
 def evaluate(work: Work) -> None:
     """Measure everything that is configured and commit results.json and results.md."""
@@ -53,7 +56,7 @@ def evaluate(work: Work) -> None:
                 lambda: measure_heldout(work, ranks, placed))
             texts = kept.get(
                 "continuations", {**kept.inputs("tokenizer", "convert"),
-                                  **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "seed", "dtype")},
+                                  **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "dtype")},
                 lambda: continue_prompts(work, ranks, placed, tokenizer))
             tasks = measure_tasks(work, ranks, kept, placed, tokenizer)
             if work.config.evaluate.contamination:
@@ -122,11 +125,11 @@ def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Bas
     from drover.pipeline.evaluation.compressing import Baselines
 
     settings, shard = work.config.evaluate, work.input("shard")
-    decides = {**kept.inputs("shard", "encode"), **kept.settings("heldout_tokens", "baseline_mb", "compressed_mb")}
+    decides = {**kept.inputs("shard", "encode"), **kept.settings("heldout_tokens", "compressed_mb")}
     wanted = None
     if not kept.has("baselines", decides):
         wanted = ranks.by_leader(lambda: _wanted(work), share=False)
-    with Baselines(ranks, shard, wanted or {}, train_bytes=int(settings.baseline_mb * 1e6),
+    with Baselines(ranks, shard, wanted or {}, train_bytes=TRAINING_BYTES,
                    most=int(settings.compressed_mb * 1e6)) as begun:
         yield begun, decides
 
@@ -246,7 +249,7 @@ def continue_prompts(work: Work, ranks: Ranks, placed: Placed, tokenizer: Tokeni
     with placed.together:
         for number, prompt, ids, room in asked[ranks.rank::ranks.world]:
             new, = generate(model, [ids], room, temperature=settings.temperature, top_p=settings.top_p,
-                            seed=settings.seed + number, stop_ids={tokenizer.eos_id})
+                            seed=number, stop_ids={tokenizer.eos_id})
             written[number] = {"prompt": prompt, "text": tokenizer.decode(new), "tokens": len(new),
                                "ended": len(new) < room}
     return [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]

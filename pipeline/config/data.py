@@ -164,14 +164,10 @@ class TokenizerConfig(Section):
     vocab_size: int = Field(32768, gt=0)
     """Ids in all, with the 256 special ids; a multiple of 128. Applies to trained vocabularies only."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
-    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower. This and the next three
-    settings mean nothing to `kind: bpe`."""
+    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower. This and the next setting
+    mean nothing to `kind: bpe`."""
     character_coverage: float = Field(0.9999, gt=0, le=1)
     """Share of the corpus's characters that get a piece of their own; the rest are spelled in bytes."""
-    split_digits: bool = True
-    """Every digit is a piece of its own."""
-    max_piece_length: int = Field(16, gt=0)
-    """Longest piece in characters."""
     train_mb: float = Field(2000.0, gt=0)
     """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory. Of a
     corpus more than four times as large only some shards are read, chosen by their hashes, of each source as its share
@@ -182,8 +178,6 @@ class TokenizerConfig(Section):
     check_mb: float = added(64.0, gt=0)
     """Held-out text in MB that is checked of each source: that it is read back and has equal ids in the exported
     tokenizer. Of more than that, the beginnings of shards that are chosen by their hashes."""
-    seed: int = 0
-    """Picks the sample of documents where the corpus is larger than `train_mb`."""
 
 
 class EncodeConfig(Section):

@@ -20,13 +20,10 @@ class ConvertConfig(Section):
     """Type of the exported weights."""
     max_shard_mb: float = Field(4000.0, gt=0)
     """Largest safetensors file."""
-    check_tokens: int = execution(512, gt=0)
-    """Held-out tokens on which what transformers computes of the export, and the training model, are each compared with
-    a float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
     check_memory_gb: float = execution(16.0, gt=0)
-    """Up to so much memory in float32, transformers loads the whole export for that comparison, as a user would. Of a
-    larger model its network is given the weights of one block at a time, as our own passes always are: all layers are
-    compared at any size, in 12 bytes a parameter of the largest block or embedding."""
+    """Up to so much memory in float32, transformers loads the whole export to compare it with the checkpoint, as a user
+    would. Of a larger model its network is given the weights of one block at a time, as our own passes always are:
+    all layers are compared at any size, in 12 bytes a parameter of the largest block or embedding."""
     copy_to: str | None = execution(None)
     """Address in an object store (`s3://bucket/models/mine`) to which the folder is copied once it is done, for this
     run's export alone; null: nowhere. Set later, it copies without converting again."""
@@ -45,8 +42,6 @@ class EvaluateConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic that the model is measured in. bfloat16 halves the memory and rounds: bits per byte move in the fourth
     decimal or so, which is why it belongs to the identity of the results."""
-    baseline_mb: float = Field(1000.0, gt=0)
-    """Training text in MB that the unigram byte baseline is fitted on, spread evenly over the shards."""
     compressed_mb: float = added(64.0, gt=0)
     """Held-out text in MB that gzip and xz are given, of each source and of all together: whole documents, the first
     ones. A process of its own compresses them, beside the ranks' work."""
@@ -78,9 +73,7 @@ class EvaluateConfig(Section):
     temperature: float = Field(0.8, ge=0)
     """Sampling temperature of the continuations; 0: always the likeliest token."""
     top_p: float = Field(0.95, gt=0, le=1)
-    """Nucleus of the sampling."""
-    seed: int = 0
-    """Seed of the sampling; prompt i draws with seed + i."""
+    """Nucleus of the sampling. Prompt i draws with seed i."""
 
 
 class ReportConfig(Section):

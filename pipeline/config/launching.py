@@ -49,14 +49,6 @@ class Resources(Section):
 
     partition: str | None = None
     """Slurm partition."""
-    account: str | None = None
-    """Slurm account."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that the nodes must have."""
-    exclude: str | None = None
-    """Nodes to leave out, in Slurm's notation (`n[3-4],n9`), besides those that failed twice."""
     cpus: int | None = Field(None, gt=0)
     """CPU cores per rank; of a stage without ranks, per job."""
     mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
@@ -64,8 +56,9 @@ class Resources(Section):
     time: Time | None = None
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
     extra: dict[str, str | int | bool] | None = None
-    """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`; only those that no setting
-    decides. `{gres: "gpu:h100:8"}` names the type of the GPUs. false: without the option."""
+    """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`; account, qos and constraint of
+    this stage, and those that no setting decides. `{gres: "gpu:h100:8"}` names the type of the GPUs. false: without the
+    option."""
 
 
 class GpuResources(Resources):
@@ -138,7 +131,7 @@ class LaunchConfig(Section):
     qos: str | None = None
     """Quality of service; null: the site's default."""
     constraint: str | None = None
-    """Features that the nodes must have."""
+    """Features that the nodes must have. A stage's own account, qos or constraint stands in its `extra`."""
     exclude: str | None = None
     """Nodes to leave out, in Slurm's notation, besides those that failed twice."""
     cpus: int = Field(4, gt=0)
@@ -185,8 +178,6 @@ class LaunchConfig(Section):
     preflight_s: int | None = Field(None, gt=0)
     """Seconds that this may take; null: 180, and one more for every two nodes, half an hour at most. Nodes that have
     not answered by then are slow, not bad."""
-    preflight_factor: float = Field(4.0, gt=1)
-    """A rank slower than the group's median by more than this makes its node a bad one."""
     limits: SiteLimits = Field({}, validate_default=True)
     """What the site allows."""
     shard: ArrayResources = Field({}, validate_default=True)

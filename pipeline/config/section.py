@@ -89,7 +89,8 @@ def fields_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a field is; None for a single setting or a list."""
-    return None if get_origin(field.annotation) in (list, dict) else next(iter(sections_in(field.annotation)), None)
+    found = [one for one in (field.annotation, *get_args(field.annotation)) if one in sections_in(one)]
+    return found[0] if found and get_origin(field.annotation) is not list else None
 
 
 def advice(name: str, known: Iterable[str]) -> str:

@@ -86,7 +86,7 @@ def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, An
                   "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
         "heldout": {**heldout_results(found["heldout"]), "window": window}, "tasks": tasks,
         "continuations": found["continuations"],
-        "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed,
+        "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
         "definitions": DEFINITIONS,
         "versions": {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")},
