@@ -47,6 +47,9 @@ class HarnessModel(TemplateLM):
         rank, world: this process among all.
         length: tokens per forward pass; None: the model's context.
         placed: how the model lies on the ranks, where it is sharded over them.
+
+    Raises:
+        UserError: the length is more than the model's context.
     """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, *, batch: int, rank: int = 0, world: int = 1,
@@ -55,6 +58,9 @@ class HarnessModel(TemplateLM):
         self.placed = placed or Placed(model)
         self.model, self._tokenizer, self.batch = model, tokenizer, batch
         self.length = length or model.config.context_length
+        if self.length > model.config.context_length:
+            raise UserError(f"Windows of {length} tokens are more than the model's context of "
+                            f"{model.config.context_length}.")
         self.share = (rank, world)
         self.truncated = 0
         self._device = next(model.parameters()).device

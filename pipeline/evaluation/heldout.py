@@ -18,7 +18,11 @@ from drover.pipeline.data.stored.opening import opener_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
-from drover.pipeline.evaluation.baselines import byte_counts
+
+
+def byte_counts(text: bytes) -> np.ndarray:
+    """How often each byte value occurs: (256,) int64."""
+    return np.bincount(np.frombuffer(text, np.uint8), minlength=256).astype(np.int64)
 
 
 def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
