@@ -13,14 +13,17 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from drover.pipeline.config.tree import Config
 from drover.pipeline.config.yaml_source import read_task
-from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from drover.pipeline.config.tree import Config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class _Loader(yaml.SafeLoader):
