@@ -108,18 +108,17 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
     meant = _KEYS.get(name.lower().replace("-", "_"), [])
-    here = [other for other in meant if other.rpartition(".")[0] == section]
+    very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
+                         for cutoff in (0.85, 0.5))
     elsewhere = [other for other in all_keys() if other.rpartition(".")[2] == name]
-    very_close, close = (difflib.get_close_matches(name, known, n=1, cutoff=cutoff) for cutoff in (0.85, 0.5))
-    found = [*here[:1], *(inside + other for other in very_close), *meant[:1],
-             *(elsewhere if len(elsewhere) == 1 else []), *(inside + other for other in close)]
+    found = [*(other for other in meant if other.rpartition(".")[0] == section), *very_close, *meant,
+             *elsewhere * (len(elsewhere) == 1), *close]
     if not found:
         return f"known here: {', '.join(known)}.", None
-    explained = f" ({MEANINGS[found[0]]})" if found[0] in MEANINGS else ""
-    if found[0] in meant and found[0] not in here:
-        return f"here that is '{found[0]}'{explained}.", found[0]
-    shown = found[0].removeprefix(inside) if "." not in found[0].removeprefix(inside) else found[0]
-    return f"did you mean '{shown}'{explained}?", found[0]
+    shown = found[0].removeprefix(inside) if found[0].rpartition(".")[0] == section else found[0]
+    explained = f"'{shown}'" + (f" ({MEANINGS[found[0]]})" if found[0] in MEANINGS else "")
+    other_section = found[0] in meant and shown == found[0] and "." in shown
+    return f"here that is {explained}." if other_section else f"did you mean {explained}?", found[0]
 
 
 def all_keys() -> list[str]:

@@ -10,8 +10,6 @@ from pydantic import AfterValidator, Field
 
 from drover.pipeline.config.section import Section
 
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
-
 
 def minutes(time: int | str) -> int:
     """A time limit in minutes, rounded up, from any of Slurm's notations: minutes, minutes:seconds,
@@ -20,16 +18,12 @@ def minutes(time: int | str) -> int:
     Raises:
         ValueError: it is none of them.
     """
-    found = _TIME.fullmatch(str(time).strip())
-    if found is None:
+    text = str(time).strip()
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         raise ValueError(f"{time!r} is no time limit: write minutes, HH:MM:SS or D-HH:MM:SS")
-    days, first, second, third = (None if part is None else int(part) for part in found.groups())
-    if days is not None:
-        seconds = ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
-    elif third is not None:
-        seconds = ((first or 0) * 60 + (second or 0)) * 60 + third
-    else:
-        seconds = (first or 0) * 60 + (second or 0)
+    days, dash, rest = text.rpartition("-")
+    units = (3600, 60, 1) if dash or rest.count(":") == 2 else (60, 1)
+    seconds = int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(rest.split(":"), units, strict=False))
     if not seconds:
         raise ValueError(f"{time!r} is no time at all")
     return math.ceil(seconds / 60)
@@ -45,7 +39,7 @@ Time = Annotated[int | str, AfterValidator(_time)]
 
 
 class Resources(Section):
-    """What the jobs of one stage ask of Slurm; null: what `launch` asks for every stage."""
+    """What jobs ask of Slurm. Of a stage, null means what `launch` says for all; there, the site's default."""
 
     partition: str | None = None
     """Slurm partition."""
@@ -113,7 +107,7 @@ class SiteLimits(Section):
     """Memory of one GPU in GB: weights, gradients and moments of a rank must fit."""
 
 
-class LaunchConfig(Section):
+class LaunchConfig(Resources):
     """Processes on one box, and what is asked of Slurm, for all stages and for each."""
 
     processes: int | None = Field(None, gt=0)
@@ -124,8 +118,6 @@ class LaunchConfig(Section):
     what is saved of a run holds its settings in place of its name."""
     gpus_per_node: int = Field(0, ge=0)
     """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node."""
-    partition: str | None = None
-    """Slurm partition; null: the site's default."""
     account: str | None = None
     """Slurm account; null: the user's default."""
     qos: str | None = None
@@ -136,8 +128,6 @@ class LaunchConfig(Section):
     """Nodes to leave out, in Slurm's notation, besides those that failed twice."""
     cpus: int = Field(4, gt=0)
     """CPU cores per rank, and of a stage without ranks (which gets more if `processes` is more)."""
-    mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
-    """Memory per node as Slurm writes it (`500G`; `0`: all of it); null: the site's default."""
     time: Time = 240
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
     extra: dict[str, str | int | bool] = {}

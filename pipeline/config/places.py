@@ -79,40 +79,33 @@ def unusable_url(key: str, url: str) -> Iterator[str]:
         yield f"{key}: {error}"
 
 
-def blocked(folder: Path) -> str | None:
-    """What stands where `folder` or a folder above it should be, as a sentence; None where nothing does."""
+def blocked(folder: Path, *, write: bool = False) -> str | None:
+    """What stands where `folder` or a folder above it should be, as a sentence; None where nothing does.
+
+    write: also why nothing could be written into it, should it be made where it is not. Makes nothing.
+    """
+    made, here = f"runs_dir and name make the folder {folder}", folder.absolute()
     try:
-        here = _nearest(folder)
-        if here.is_dir():
-            return None
-    except OSError as error:  # a name that is too long, a link to itself
-        return f"runs_dir and name make the folder {folder}, which cannot be: {error.strerror}. Set another runs_dir."
-    what = "a file" if here.exists() else "a link to something that is not there"
-    return (f"runs_dir and name make the folder {folder}, but {here} is {what}, not a folder: set another runs_dir, or "
-            f"move it away.")
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or what is there on the way to it: the nearest above it that there is, of whatever kind."""
-    here = folder.absolute()
-    while True:
-        try:
-            here.lstat()
-        except (FileNotFoundError, NotADirectoryError):
+        while not _is_there(here):
             here = here.parent
-        else:
-            return here
+        if not here.is_dir():
+            what = "a file" if here.exists() else "a link to something that is not there"
+            return f"{made}, but {here} is {what}, not a folder: set another runs_dir, or move it away."
+    except OSError as error:  # a name that is too long, a link to itself
+        return f"{made}, which cannot be: {error.strerror}. Set another runs_dir."
+    if write and not os.access(here, os.W_OK | os.X_OK):
+        return (f"{made}, but you may not write into {here}: set runs_dir to a folder of yours, or have its "
+                f"permissions changed.")
+    return None
 
 
-def unwritable(folder: Path) -> str | None:
-    """Why nothing can be written into `folder`, should it be made where it is not, as a sentence; None where it seems
-    that it can. Makes nothing."""
-    if (found := blocked(folder)) is not None:
-        return found
-    if os.access(here := _nearest(folder), os.W_OK | os.X_OK):
-        return None
-    return (f"runs_dir and name make the folder {folder}, but you may not write into {here}: set runs_dir to a folder "
-            f"of yours, or have its permissions changed.")
+def _is_there(path: Path) -> bool:
+    """Whether a path is there, of whatever kind, a broken link too."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def make_folder(folder: Path) -> None:
@@ -122,9 +115,9 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         if is_full_disk(error):
             raise
-        raise UserError(unwritable(folder) or f"runs_dir and name make the folder {folder}, which cannot be made: "
-                                              f"{error.strerror}. Set another runs_dir.") from None
-    if (found := unwritable(folder)) is not None:
+        raise UserError(blocked(folder, write=True) or f"runs_dir and name make the folder {folder}, which cannot be "
+                        f"made: {error.strerror}. Set another runs_dir.") from None
+    if (found := blocked(folder, write=True)) is not None:
         raise UserError(found)
 
 
