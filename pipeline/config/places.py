@@ -52,31 +52,21 @@ def unreadable(text: str) -> str | None:
     """What to say of an address that is no source: neither a path nor a URL of an object store; None of a source."""
     if not is_url(text):
         return not_a_path(text)
-    if _LOGIN.match(text):
+    if text.partition("://")[0] not in SCHEMES and not _LOGIN.match(text):
+        return f"{not_a_path(text)} Sources are also read from {', '.join(f'{name}://' for name in SCHEMES)}."
+    return unusable_url(text)
+
+
+def unusable_url(url: str) -> str | None:
+    """Why an address cannot be used, as a sentence without what is secret in it. Nothing is contacted."""
+    if _LOGIN.match(url):
         return ("an address holds a name or password before @, which would be written to files; give the address "
                 "alone, and the credentials in the environment.")
-    if text.partition("://")[0] not in SCHEMES:
-        return f"{not_a_path(text)} Sources are also read from {', '.join(f'{name}://' for name in SCHEMES)}."
-    try:
-        Store(text)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def unusable_url(key: str, url: str) -> Iterator[str]:
-    """Why the address `url` of the setting `key` cannot be written to, as a sentence. Nothing is contacted."""
-    if _LOGIN.match(url):
-        yield (f"{key} holds a name or password before @, which would be written to files; give the address alone, and "
-               f"the credentials in the environment.")
-        return
-    if "?" in url:
-        yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
-        return
     try:
         Store(url)
     except UserError as error:
-        yield f"{key}: {error}"
+        return str(error)
+    return None
 
 
 def blocked(folder: Path, *, write: bool = False) -> str | None:
@@ -127,11 +117,12 @@ def store_problems(config: Config) -> Iterator[str]:
               "train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
     found = {}
     for key, url in stores.items():
-        if url is not None:
-            if problems := list(unusable_url(key, url)):
-                yield from problems  # not compared with the others: a password would be printed
-            else:
-                found[key] = f"{url.rstrip('/')}/"
+        if url is not None and "?" in url:
+            yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
+        elif url is not None and (said := unusable_url(url)):
+            yield f"{key}: {said}"
+        elif url is not None:  # others are not compared: a password would be printed
+            found[key] = f"{url.rstrip('/')}/"
     written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
     for key in written:
         for other in written:

@@ -33,15 +33,9 @@ def execution(default: Any = ..., **extra: Any) -> Any:
     return Field(default, json_schema_extra={"execution": True}, **extra)
 
 
-def is_execution(field: Any) -> bool:
+def is_execution(field: FieldInfo) -> bool:
     """Whether a pydantic field was declared with `execution`."""
-    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("execution"))
-
-
-def _is_as_before(field: Any, value: Any) -> bool:
-    """Whether a pydantic field was declared with `added` and computes what was computed before it was there."""
-    added_later = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("added")
-    return bool(added_later) and value == field.default
+    return field.json_schema_extra == {"execution": True}
 
 
 def identity(value: Any) -> Any:
@@ -52,7 +46,8 @@ def identity(value: Any) -> Any:
     if isinstance(value, BaseModel):
         fields = ((name, field, getattr(value, name)) for name, field in type(value).model_fields.items())
         own = {name: identity(here) for name, field, here in fields
-               if not is_execution(field) and not _is_as_before(field, here)}
+               if not is_execution(field)
+               and not (field.json_schema_extra == {"added": True} and here == field.default)}
         return own | identity(value.model_extra or {})
     if isinstance(value, (list, tuple)):
         return [identity(item) for item in value]
