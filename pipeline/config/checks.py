@@ -21,7 +21,7 @@ from drover.pipeline.config.mixture import mixture_problems
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import in_phases, plan_problems
-from drover.pipeline.config.places import not_a_path, store_problems, unreadable
+from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.config.tree import Config
 
@@ -39,7 +39,7 @@ def problems(config: Config, unknown: Iterable[str] = ()) -> list[str]:
         problem that depends on one of them is left out.
     """
     found = [*_broken(_rules(config), config), *plan_problems(config.train), *_listed(config),
-             *store_problems(config), *place_problems(config)]
+             *_stores(config), *place_problems(config)]
     in_phase: dict[str, str] = {}  # each where it is met first
     for phase, within in in_phases(config):
         for problem in (*_broken(_rules_of_phase(within), within), *_mixture(within)):
@@ -280,3 +280,23 @@ def place_problems(config: Config) -> Iterator[str]:
         paths += [(f"the filter {name_of(item)}", path) for path in
                   ([own] if isinstance(own, str) else [file.path for file in getattr(item, "files", [])])]
     yield from (f"{key}: {said}" for key, path in paths if path and (said := not_a_path(path)))
+
+
+def _stores(config: Config) -> Iterator[str]:
+    """Why stores that are written to, or trained from, cannot be used as they are given."""
+    stores = {"encode.copy_to": config.encode.copy_to, "train.tokens_from": config.train.tokens_from,
+              "train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
+    found = {}
+    for key, url in stores.items():
+        if url is not None and "?" in url:
+            yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
+        elif url is not None and (said := unusable_url(url)):
+            yield f"{key}: {said}"
+        elif url is not None:  # others are not compared: a password would be printed
+            found[key] = f"{url.rstrip('/')}/"
+    written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
+    for key in written:
+        for other in written:
+            if key != other and found[key].startswith(found[other]) and (found[key] != found[other] or key > other):
+                yield (f"{key} {found[key][:-1]} lies in {other} {found[other][:-1]}: token shards, checkpoints and "
+                       f"the export need places of their own.")

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drover.pipeline.config.kinds import imported
+from drover.pipeline.config.training import Setting, TrainConfig
 from drover.pipeline.errors import UserError
-
-if TYPE_CHECKING:
-    from drover.pipeline.config.training import TrainConfig
-
-Setting = bool | int | float | str
-"""A value in train.optimizer_settings."""
 
 
 @dataclass(frozen=True)

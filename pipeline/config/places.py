@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drover.pipeline.errors import UserError, is_full_disk
 from drover.pipeline.stores.store import SCHEMES, Store, is_url
-
-if TYPE_CHECKING:
-    from drover.pipeline.config.tree import Config
 
 OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
 """Names of settings that say where files from outside of the run are: what is read there, not where, decides."""
@@ -109,23 +104,3 @@ def make_folder(folder: Path) -> None:
                         f"made: {error.strerror}. Set another runs_dir.") from None
     if (found := blocked(folder, write=True)) is not None:
         raise UserError(found)
-
-
-def store_problems(config: Config) -> Iterator[str]:
-    """Why stores that are written to, or trained from, cannot be used as they are given."""
-    stores = {"encode.copy_to": config.encode.copy_to, "train.tokens_from": config.train.tokens_from,
-              "train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
-    found = {}
-    for key, url in stores.items():
-        if url is not None and "?" in url:
-            yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
-        elif url is not None and (said := unusable_url(url)):
-            yield f"{key}: {said}"
-        elif url is not None:  # others are not compared: a password would be printed
-            found[key] = f"{url.rstrip('/')}/"
-    written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
-    for key in written:
-        for other in written:
-            if key != other and found[key].startswith(found[other]) and (found[key] != found[other] or key > other):
-                yield (f"{key} {found[key][:-1]} lies in {other} {found[other][:-1]}: token shards, checkpoints and "
-                       f"the export need places of their own.")

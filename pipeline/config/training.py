@@ -8,12 +8,12 @@ from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
 from drover.pipeline.config.guarding import GuardConfig
 from drover.pipeline.config.kinds import Kind
-from drover.pipeline.config.mixture import Mixture
-from drover.pipeline.config.optimizers import Setting
-from drover.pipeline.config.phases import PhaseConfig, PhasePlan
+from drover.pipeline.config.mixture import Mixture, TokenCount
 from drover.pipeline.config.section import Section, added, execution
 from drover.pipeline.config.shipped import HOOKS, SINKS
 
+Setting = bool | int | float | str
+"""A value in train.optimizer_settings."""
 LogSink = Annotated[SerializeAsAny[Kind], PlainValidator(SINKS.read)]
 TrainingHook = Annotated[SerializeAsAny[Kind], PlainValidator(HOOKS.read)]
 
@@ -69,6 +69,43 @@ class ProfileConfig(Section):
     """How many steps are profiled, one after another."""
     ranks: list[Annotated[int, Field(ge=0)]] = execution([0])
     """Ranks that are profiled; each writes its files into train/profile."""
+
+
+class PhaseConfig(Section):
+    """A part of training with settings of its own; what it does not say is as `train` says it."""
+
+    until: TokenCount = Field(gt=0)
+    """Where it ends: tokens since the beginning of the run, as a number or as 250M, 10B. Rounded up to a whole step.
+    The last phase's is the end of the run."""
+    mixture: Mixture | None = None
+    """Weights of the sources in it, as in train.mixture."""
+    sequence_length: int | None = Field(None, gt=0)
+    """Tokens per sequence in it."""
+    batch_tokens: TokenCount | None = Field(None, gt=0)
+    """Tokens per optimizer step in it."""
+    micro_batch: int | None = execution(None, gt=0)
+    """The most sequences that a rank takes through the model at once in it."""
+    lr: float | None = Field(None, ge=0)
+    """A phase that says anything of its learning rate begins a curve of its own, which lasts until the next phase that
+    does. This is where it begins (after `warmup_steps`); null: where the curve before had come to. Phases that say
+    nothing go on along the curve they find; the first one's is train's own (lr, schedule, warmup_steps)."""
+    lr_end: float | None = Field(None, ge=0)
+    """Where a curve that is not constant ends; null: at its begin times train.min_lr_share. 0 anneals."""
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """The form of the curve that begins here; null: linear if `lr_end` is given, else constant."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear growth from 0 at the beginning of the curve; null: none (in the first phase, train's)."""
+
+    @property
+    def overlaid(self) -> dict[str, Any]:
+        """What it says in place of train."""
+        return {name: value for name in ("mixture", "sequence_length", "batch_tokens", "micro_batch")
+                if (value := getattr(self, name)) is not None}
+
+    @property
+    def begins_curve(self) -> bool:
+        """Whether it says anything of its learning rate."""
+        return (self.lr, self.lr_end, self.schedule, self.warmup_steps) != (None, None, None, None)
 
 
 class TrainConfig(Section):
@@ -240,5 +277,14 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _steps_of_phases(self) -> TrainConfig:
         if self.phases and "steps" not in self.model_fields_set:
-            self.__dict__["steps"] = max(1, PhasePlan.of(self).steps)
+            self.__dict__["steps"] = max(1, sum(self.phase_steps()))
         return self
+
+    def phase_steps(self) -> list[int]:
+        """Steps of each phase, however senseless: one without tokens has none."""
+        found, token = list[int](), 0
+        for phase in self.phases:
+            batch = phase.batch_tokens or self.batch_tokens
+            found.append(max(0, -(-(phase.until - token) // batch)))
+            token += found[-1] * batch
+        return found
