@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from drover.pipeline.config.field_names import suggestion
 from drover.pipeline.config.places import OUTSIDE
 from drover.pipeline.config.section import is_execution, section_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.errors import UserError
+
+LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "of length >=", "pattern": "like"}
 
 
 def explain(config: Config, key: str = "") -> str:
@@ -57,39 +58,48 @@ def field_texts(section: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _entries(section: type[BaseModel], value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool = False) -> Iterator[tuple[str, str]]:
+    """execution: nothing in the section decides what is computed."""
     texts = field_texts(section)
     for name, field in section.model_fields.items():
-        key, current = f"{prefix}{name}", getattr(value, name, None)
+        key, current, how = f"{prefix}{name}", getattr(value, name, None), execution or is_execution(field)
         nested = section_of(field)
         items = current if isinstance(current, list) and current and isinstance(current[0], BaseModel) else []
         text = _flow(texts.get(name) or (nested and nested.__doc__) or "")
         if nested is not None:
             yield key, f"{key}: {text}"
-            yield from _entries(nested, current, f"{key}.")
+            yield from _entries(nested, current, f"{key}.", how)
         else:
             default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
             now = f"{len(items)} item(s), below" if items else repr(current)
-            yield key, "\n".join([key, f"  {text}", f"  type: {_type_name(field)}   default: {default}   now: {now}",
-                                  *_stale(name, field)])
+            kind = _type_name(field.annotation, field.metadata)
+            yield key, "\n".join([key, f"  {text}", f"  type: {kind}   default: {default}   now: {now}",
+                                  *_stale(name, how)])
         for index, item in enumerate(items):
             yield from _entries(type(item), item, f"{key}.{index}.")
 
 
-def _stale(name: str, field: FieldInfo) -> list[str]:
+def _stale(name: str, execution: bool) -> list[str]:
     if name in OUTSIDE:
         return ["  (where files lie makes nothing stale; what is in them does)"]
-    return ["  (how the work is done; never makes a finished stage stale)"] if is_execution(field) else []
+    return ["  (how the work is done; never makes a finished stage stale)"] if execution else []
 
 
-def _type_name(field: FieldInfo) -> str:
-    alone = inspect.isclass(field.annotation) and not get_args(field.annotation)
-    text = re.sub(r"(typing|drover)\.([\w.]*\.)?", "", field.annotation.__name__ if alone and field.annotation else
-                  str(field.annotation))
-    limits = ", ".join(f"{type(limit).__name__.lower()} {next(iter(vars(limit).values()))}"
-                       for limit in field.metadata if getattr(limit, "__dict__", None))
-    text = re.sub(r"Annotated\[([^,\]]+), .*\]\]$", r"\1]", text)
-    return f"{text} ({limits.replace('_pydanticgeneralmetadata', 'pattern')})" if limits else text
+def _type_name(kind: Any, marks: Iterable[Any]) -> str:
+    """A type as a person writes it: `int > 0 | null`. marks: pydantic's limits."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type_name(inner[0], [*inner[1:], *marks])
+    if origin is Literal:
+        text = " | ".join(map(repr, inner))
+    elif origin in (Union, UnionType):
+        text = " | ".join(_type_name(part, ()) for part in inner)
+    elif origin is not None:
+        text = f"{origin.__name__}[{', '.join(_type_name(part, ()) for part in inner)}]"
+    else:
+        text = "null" if kind is NoneType else getattr(kind, "__name__", str(kind))
+    return " ".join([text, *(f"{sign} {getattr(mark, limit)}" for mark in marks for limit, sign in LIMITS.items()
+                             if hasattr(mark, limit))])
 
 
 def _flow(text: str) -> str:

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drover.pipeline.config.section import Section
 
@@ -43,7 +43,7 @@ class Resources(Section):
 
     partition: str | None = None
     """Slurm partition."""
-    cpus: int | None = Field(None, gt=0)
+    cpus: PositiveInt | None = None
     """CPU cores per rank; of a stage without ranks, per job."""
     mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
     """Memory per node as Slurm writes it: `64G`; `0` is all that the node has."""
@@ -58,26 +58,26 @@ class Resources(Section):
 class GpuResources(Resources):
     """What the jobs of a stage with ranks ask of Slurm."""
 
-    gpus_per_node: int | None = Field(None, ge=0)
+    gpus_per_node: NonNegativeInt | None = None
     """GPUs, and so ranks, per node."""
 
 
 class ArrayResources(Resources):
     """What the jobs of a stage that can be cut into parts ask of Slurm."""
 
-    array: int | None = Field(None, gt=0)
+    array: PositiveInt | None = None
     """Parts to do as elements of a Slurm array, each on a node of its own if there are enough; one more job then
     finishes the stage. null: as many as train has nodes, at most 64; 1: no array."""
-    at_once: int | None = Field(None, gt=0)
+    at_once: PositiveInt | None = None
     """Elements that may run at the same time; null: all."""
 
 
 class TrainResources(GpuResources):
     """What the jobs of train ask of Slurm."""
 
-    nodes: int = Field(1, gt=0)
+    nodes: PositiveInt = 1
     """Nodes."""
-    links: int = Field(1, gt=0)
+    links: PositiveInt = 1
     """Jobs to queue one after the other, for sites that let no job requeue itself: each goes on where the one before
     was stopped, and those that find training done end at once."""
 
@@ -85,9 +85,9 @@ class TrainResources(GpuResources):
 class EvaluateResources(GpuResources):
     """What the jobs of evaluate ask of Slurm."""
 
-    nodes: int = Field(1, gt=0)
+    nodes: PositiveInt = 1
     """Nodes; every rank holds the whole model and does its share of the text and tasks."""
-    every_checkpoints: int | None = Field(None, gt=0)
+    every_checkpoints: PositiveInt | None = None
     """Convert and evaluate every so many checkpoints (of `train.checkpoint.every_steps`) beside training, in jobs of
     their own; a checkpoint that is owed a result is kept until it has one. null: the last one only."""
 
@@ -95,28 +95,28 @@ class EvaluateResources(GpuResources):
 class SiteLimits(Section):
     """What the site allows; null: not known here, Slurm will say. For cluster profiles."""
 
-    nodes: int | None = Field(None, gt=0)
+    nodes: PositiveInt | None = None
     """Nodes of one job."""
     time: Time | None = None
     """Longest time limit."""
-    array: int | None = Field(None, gt=0)
+    array: PositiveInt | None = None
     """Elements of one array (MaxArraySize)."""
-    jobs: int | None = Field(None, gt=0)
+    jobs: PositiveInt | None = None
     """Jobs of one user in the queue."""
-    gpu_memory_gb: float | None = Field(None, gt=0)
+    gpu_memory_gb: PositiveFloat | None = None
     """Memory of one GPU in GB: weights, gradients and moments of a rank must fit."""
 
 
 class LaunchConfig(Resources):
     """Processes on one box, and what is asked of Slurm, for all stages and for each."""
 
-    processes: int | None = Field(None, gt=0)
+    processes: PositiveInt | None = None
     """Processes on one box: ranks of train and evaluate (never more than GPUs, where there are any), workers of
     shard, tokenizer and encode. null: one rank per GPU (1 without), a worker per core."""
     cluster: str | None = None
     """Profile of a Slurm cluster: `lab` for configs/clusters/lab.yaml, or a file. It is laid under this section, and
     what is saved of a run holds its settings in place of its name."""
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: NonNegativeInt = 0
     """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node."""
     account: str | None = None
     """Slurm account; null: the user's default."""
@@ -126,7 +126,7 @@ class LaunchConfig(Resources):
     """Features that the nodes must have. A stage's own account, qos or constraint stands in its `extra`."""
     exclude: str | None = None
     """Nodes to leave out, in Slurm's notation, besides those that failed twice."""
-    cpus: int = Field(4, gt=0)
+    cpus: PositiveInt = 4
     """CPU cores per rank, and of a stage without ranks (which gets more if `processes` is more)."""
     time: Time = 240
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
@@ -155,7 +155,7 @@ class LaunchConfig(Resources):
     signal_s: int = Field(120, ge=60)
     """Seconds before the time limit at which training is told to save and leave: at least a step and a save. Slurm may
     be a minute early."""
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: NonNegativeInt = 3
     """Restarts in a row without a new checkpoint after which a stage stops for good."""
     trusted_group: str | None = None
     """A group that may write the run folder, though jobs execute what is there, and whose members may own parts of it.
@@ -165,7 +165,7 @@ class LaunchConfig(Resources):
     the file system does not show true ones; the content is compared in any case."""
     preflight: bool = True
     """Try every node (devices, memory, disk, network, clock) before training."""
-    preflight_s: int | None = Field(None, gt=0)
+    preflight_s: PositiveInt | None = None
     """Seconds that this may take; null: 180, and one more for every two nodes, half an hour at most. Nodes that have
     not answered by then are slow, not bad."""
     limits: SiteLimits = Field({}, validate_default=True)
