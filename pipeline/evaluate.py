@@ -17,7 +17,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from drover.pipeline.errors import UserError, listed
-from drover.pipeline.evaluation.tasks import chosen_tasks, folders, go_offline
+from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
 from drover.pipeline.files import output_record, sha256_json, write_json, write_text
 
 if TYPE_CHECKING:
@@ -198,8 +198,7 @@ def measure_tasks(work: Work, ranks: Ranks, kept: Kept, placed: Placed, tokenize
                            length=window_length(work, placed.model), placed=placed)
     log = work.folder / "lm_eval.log"
     decide = kept.deciding("tokenizer convert", "sequence_length dtype task_limit bootstrap_iters")
-    runner = TaskRunner(harness, folders(work.config), settings.task_limit, settings.bootstrap_iters,
-                        log if ranks.leads else None)
+    runner = TaskRunner(harness, settings.task_limit, settings.bootstrap_iters, log if ranks.leads else None)
     for task in tasks:
         files = {name: digest for name, digest in work.fingerprint["files"].items()
                  if name.startswith(f"{task.name}/")}

@@ -110,7 +110,7 @@ def _conditions(options: argparse.Namespace) -> Conditions:
         raise UserError("There is nothing to measure: give --tasks, --heldout or both.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
     heldout = None if options.heldout is None else run_in(options.heldout)
-    return Conditions(tasks, options.task_folders, options.limit, options.dtype, options.batch, options.length,
+    return Conditions(tasks, options.limit, options.dtype, options.batch, options.length,
                       options.bootstrap_iters, heldout, options.heldout_documents)
 
 

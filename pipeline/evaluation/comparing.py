@@ -37,7 +37,6 @@ class Conditions:
 
     Attributes:
         tasks: to measure, in this order.
-        places: folders that tasks are loaded from.
         limit: items per task; None: all.
         dtype: arithmetic, float32 or bfloat16.
         batch: sequences per forward pass.
@@ -48,7 +47,6 @@ class Conditions:
     """
 
     tasks: Sequence[TaskFile]
-    places: list[Path]
     limit: int | None = None
     dtype: str = "float32"
     batch: int = 16
@@ -107,7 +105,7 @@ def measured(candidate: Candidate, conditions: Conditions, kept: KeptParts, rank
     def by_task(task: TaskFile) -> dict[str, Any]:
         from drover.pipeline.evaluation.running import TaskRunner
 
-        return TaskRunner(harness(), conditions.places, conditions.limit, conditions.bootstrap_iters,
+        return TaskRunner(harness(), conditions.limit, conditions.bootstrap_iters,
                           log if ranks.leads else None).measure(task)
 
     own = {"weights": weights_identity(candidate.path), "dtype": conditions.dtype, "length": conditions.length}

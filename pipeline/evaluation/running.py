@@ -8,13 +8,12 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
-from drover.pipeline.evaluation.tasks import TaskFile, go_offline
+from drover.pipeline.evaluation.tasks import TaskFile, go_offline, write_absolute
 
 if TYPE_CHECKING:
     from drover.pipeline.evaluation.harness import HarnessModel
@@ -25,19 +24,17 @@ TALKATIVE = ("lm_eval", "datasets", "evaluate")
 
 
 class TaskRunner:
-    """The harness, opened at the first task that is measured.
+    """Measures tasks by the harness.
 
     Args:
         model: deals its requests out to the ranks; every rank measures the same tasks in the same order.
-        places: folders with task files.
         limit: items per task; None: all.
         bootstrap_iters: draws of bootstrapped standard errors, as the harness takes it.
         log: file that what the harness prints and logs is appended to; None: it is dropped.
     """
 
-    def __init__(self, model: HarnessModel, places: list[Path], limit: int | None, bootstrap_iters: int,
-                 log: Path | None = None) -> None:
-        self.model, self.places, self.limit, self.log = model, places, limit, log
+    def __init__(self, model: HarnessModel, limit: int | None, bootstrap_iters: int, log: Path | None = None) -> None:
+        self.model, self.limit, self.log = model, limit, log
         # The harness draws in as many processes as the machine has cores: one rank does it for all.
         self.bootstrap_iters = bootstrap_iters if model.share[0] == 0 else 0
 
@@ -68,8 +65,11 @@ class TaskRunner:
         from lm_eval.evaluator import evaluate
 
         name, truncated = task_file.name, self.model.truncated
-        with tempfile.TemporaryDirectory(prefix="drover-tasks-") as cache:
-            task = self._load(task_file, cache)
+        with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder:
+            try:
+                task = _load(task_file, Path(folder))
+            except Exception as error:
+                raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
             found = evaluate(self.model, {"tasks": {name: task}}, limit=self.limit, log_samples=True,
                              bootstrap_iters=self.bootstrap_iters)
             summary, per_item = _summary(name, task, found), item_scores(task, found["samples"][name])
@@ -78,28 +78,21 @@ class TaskRunner:
                 summary["metrics"][metric]["stderr"] = stderr
         return {**summary, "contexts_truncated": self.model.truncated - truncated, "per_item": per_item}
 
-    def _load(self, task_file: TaskFile, cache: str) -> Any:
-        """The harness's task object, its data read from absolute paths into a cache of our own."""
-        kwargs = {**task_file.settings["dataset_kwargs"], "data_files": task_file.data_files, "cache_dir": cache}
-        member = {"task": task_file.name, "dataset_kwargs": kwargs}
-        # A group of one is the harness's way to load a registered task with some settings replaced.
-        try:
-            task = self._manager.load([{"group": "drover", "task": [member]}])["tasks"][task_file.name]
-        except Exception as error:
-            raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=FEW_SHOT_SEED)
-        return task
 
-    @cached_property
-    def _manager(self) -> Any:
-        go_offline()
-        import datasets
-        from lm_eval.tasks import TaskManager
+def _load(task_file: TaskFile, folder: Path) -> Any:
+    """The harness's task object, its data read from absolute paths into a cache of our own, in the folder."""
+    go_offline()
+    import datasets
+    from lm_eval.tasks import TaskManager
 
-        datasets.disable_progress_bars()
-        return TaskManager(include_path=list(self.places), include_defaults=False)
+    datasets.disable_progress_bars()
+    write_absolute([task_file], folder, cache_dir=str(folder / "cache"))
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    task = manager.load([task_file.name])["tasks"][task_file.name]
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=FEW_SHOT_SEED)
+    return task
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class Simplest(LM):
 
 def ours(model, folder, *names, log=None, **settings):
     tasks = chosen_tasks(Config(evaluate=EvaluateConfig(tasks=list(names), task_folders=[str(folder)])))
-    runner = TaskRunner(HarnessModel(model, VOCABULARY, batch=3), [folder], None, ITERS, log)
+    runner = TaskRunner(HarnessModel(model, VOCABULARY, batch=3), None, ITERS, log)
     return {task.name: runner.measure(task) for task in tasks}
 
 
