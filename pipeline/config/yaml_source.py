@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -122,33 +123,27 @@ class Written(dict[str, Any]):
     def override(self, dotted: str, text: str) -> None:
         """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
         said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
-        try:
-            value = load_bounded(text, _Loader, f"The override {dotted}")
-        except (yaml.YAMLError, ValueError) as error:
-            raise UserError(f"{said} is not valid YAML: {error}. Quote the value.") from None
+        value = _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
         node: Any = self
         keys = dotted.split(".")
         for number, key in enumerate(keys, 1):
-            at: Any = key
-            if isinstance(node, list):
-                if not (key.isdigit() and int(key) < len(node)):
-                    raise UserError(f"{said} names no place in the configuration: the list "
-                                    f"{'.'.join(keys[:number - 1])} has {len(node)} items, counted from 0.")
-                at = int(key)
-            inner = value if number == len(keys) else node[at] if isinstance(node, list) else node.get(at)
-            if number < len(keys) and not isinstance(inner, (dict, list)):
-                inner = {}
-            inner = written(inner, place)
-            if isinstance(node, list):
-                node[at] = inner
+            last, listed = number == len(keys), isinstance(node, list)
+            if listed and not (key.isdigit() and int(key) < len(node)):
+                raise UserError(f"{said} names no place in the configuration: the list "
+                                f"{'.'.join(keys[:number - 1])} has {len(node)} items, counted from 0.")
+            inner = value if last else node[int(key)] if listed else node.get(key)
+            if not last and not isinstance(inner, (dict, list)):
+                inner = Written(place)
+            if listed:
+                node[int(key)] = inner
             else:
-                node.put(at, inner, place)
-                node.words |= {at: text} if number == len(keys) else {}
+                node.put(key, inner, place)
+                node.words |= {key: text} if last else {}
             node = inner
 
 
 def written(value: Any, place: str) -> Any:
-    """Values of an override, as written there."""
+    """A value as if it was written in this place."""
     if not isinstance(value, dict) or isinstance(value, Written):
         return value
     found = Written(place)
@@ -166,10 +161,17 @@ def read_yaml(path: Path, named_by: str = "") -> Written:
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
-    text = _decoded(path, named_by)
+    found = _built(_decoded(path, named_by), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
+    if found is None:
+        return Written(str(path))
+    if not isinstance(found, Written):
+        raise UserError(f"{path} does not hold a mapping of settings, but a {type(found).__name__}.")
+    return found
 
+
+def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
+    """The value of a text, in which nothing is shared. place: of a node, as messages name it."""
     def value(node: yaml.Node) -> Any:
-        """A node's value, in which nothing is shared."""
         if isinstance(node, yaml.SequenceNode):
             return [value(item) for item in node.value]
         if not isinstance(node, yaml.MappingNode):
@@ -180,29 +182,13 @@ def read_yaml(path: Path, named_by: str = "") -> Written:
             found.put(str(loader.construct_object(key)), value(inner), place(key))
         return found
 
-    def place(node: yaml.Node) -> str:
-        return f"{path}:{node.start_mark.line + 1}"
-
     try:
         loader = _Loader(text)
-        loader.name = str(path)
-        node = _bounded(loader.get_single_node(), str(path))
-        found = Written(str(path)) if node is None else value(node)
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply to be read.") from None
-    if not isinstance(found, Written):
-        raise UserError(f"{path} does not hold a mapping of settings, but a {type(found).__name__}.")
-    return found
-
-
-def load_bounded(text: str | bytes, kind: Any, where: str) -> Any:
-    """The value of YAML by a loader of PyYAML. UserError where its aliases make too much of it (MOST_VALUES)."""
-    try:
-        loader = kind(text)
+        loader.name = where
         node = _bounded(loader.get_single_node(), where)
-        return None if node is None else loader.construct_document(node)
+        return None if node is None else value(node)
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where} is not valid YAML: {error}") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply to be read.") from None
 
@@ -210,8 +196,10 @@ def load_bounded(text: str | bytes, kind: Any, where: str) -> Any:
 def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
     """The content of a task's YAML file by a loader of PyYAML. UserError, with the advice, where it is no task."""
     try:
-        return dict(typed(load_bounded(path.read_text(encoding="utf-8"), kind, str(path)), TaskSettings))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        loader = kind(path.read_text(encoding="utf-8"))
+        node = _bounded(loader.get_single_node(), str(path))
+        return dict(typed(node and loader.construct_document(node), TaskSettings))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"The task {path} cannot be read: {why}.{advice}") from None
 
