@@ -106,11 +106,11 @@ def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
                f"{' or '.join(able)}.")
     for name, value in train.optimizer_settings.items():
         if name not in kind.settings:
-            yield (f"train.optimizer_settings has '{name}', which the optimizer '{train.optimizer}' does not know; it "
-                   f"knows {', '.join(kind.settings) or 'none'}.")
+            yield (f"train.optimizer_settings has '{name}', which train.optimizer '{train.optimizer}' does not know; "
+                   f"it knows {', '.join(kind.settings) or 'none'}.")
         elif not _fits(value, kind.settings[name]):
-            yield (f"train.optimizer_settings.{name} is {value!r}; like its default {kind.settings[name]!r} it is to "
-                   f"be of type {type(kind.settings[name]).__name__}.")
+            yield (f"train.optimizer_settings.{name} is {value!r}; like its default {kind.settings[name]!r} of "
+                   f"train.optimizer '{train.optimizer}' it is to be of type {type(kind.settings[name]).__name__}.")
 
 
 def _fits(value: Setting, default: Setting) -> bool:
