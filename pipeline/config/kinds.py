@@ -8,7 +8,6 @@ it not, and executes nothing of it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import re
@@ -93,10 +92,9 @@ class Kinds(Generic[Of]):
             return found.model_validate(value)
         if isinstance(kind, str) and _OUTSIDE.fullmatch(kind):
             return Outside.model_validate(value)
-        close = difflib.get_close_matches(str(kind), self.shipped, n=1, cutoff=0.5)
-        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind{advice}", {
-            "what": self.what, "advice": f", did you mean '{close[0]}'?" if close else
-            f"; known are {', '.join(self.shipped)}, and my_module:MyClass for one of your own"}), ("kind",), kind)
+        known = [*self.shipped, "my_module:MyClass (of your own)"]
+        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind; {advice}", {
+            "what": self.what, "advice": advice(str(kind), known)}), ("kind",), kind)
 
     def _refuse(self, error: Any, at: tuple[str, ...], given: Any) -> NoReturn:
         raise ValidationError.from_exception_data(self.what, [InitErrorDetails(type=error, loc=at, input=given)])

@@ -104,4 +104,4 @@ def sentence(problem: Any, key: str, instead: str) -> str:
     if kind == "impossible":
         return f"'{key}': {message}."
     shown = f"a {type(given).__name__}" if isinstance(given, (dict, list)) else repr(given)
-    return f"'{key}' is {shown} ({type(given).__name__}): {message}{'' if message.endswith('?') else '.'}"
+    return f"'{key}' is {shown} ({type(given).__name__}): {message}{'' if message[-1] in '?.' else '.'}"

@@ -100,8 +100,7 @@ def chosen_tasks(config: Config) -> list[TaskFile]:
 def tasks_named(asked: list[str], places: list[Path], where: str) -> list[TaskFile]:
     """The tasks with these names under the folders, each once; UserError for an unknown one, which `where` named."""
     known = find_tasks(places) if asked else {}
-    unknown = [name for name in asked if name not in known]
-    if unknown:
+    if unknown := [name for name in asked if name not in known]:
         close = difflib.get_close_matches(unknown[0], known, n=1)
         raise UserError(f"{where} names {', '.join(unknown)}, but "
                         f"{' and '.join(map(str, places)) or 'evaluate.task_folders'} "
