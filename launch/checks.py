@@ -18,7 +18,7 @@ from drover.pipeline.config.launching import minutes
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.outside import absent_attention, absent_torchao
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.config.places import blocked, unwritable
+from drover.pipeline.config.places import blocked
 from drover.pipeline.config.shapes import export_problem
 from drover.pipeline.config.shipped import HOOKS
 from drover.pipeline.config.tree import Config
@@ -54,7 +54,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
     here: the jobs will find the file systems of this machine.
     """
     found, running = problems(config), {job.stage: job for job in jobs if job.to_run}
-    if here and running and (obstacle := unwritable(config.folder)) is not None:
+    if here and running and (obstacle := blocked(config.folder, write=True)) is not None:
         found.append(obstacle)
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]

@@ -84,10 +84,12 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     if options.cluster == "local":
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
     asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)
-    where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" * (job.links > 1)]
+    extra = asked.extra or {}
+    where = [asked.partition, extra.get("qos"), extra.get("constraint"),
+             f"link {job.link} of {job.links}" * (job.links > 1)]
     return (job.key, state, nodes, work(job), str(job.tasks_per_node * job.cpus_per_task),
             str(job.gpus_per_node or ""), "all" if asked.mem == "0" else asked.mem or "", duration(60 * job.minutes),
-            ", ".join(filter(None, where)) or "-", ", ".join(job.dependencies))
+            ", ".join(str(part) for part in where if part) or "-", ", ".join(job.dependencies))
 
 
 def training_facts(config: Config, job: Job) -> list[str]:

@@ -53,11 +53,16 @@ class Options:
     exclude: tuple[str, ...] = ()
 
 
+OPTIONS = ("account", "qos", "constraint")
+"""Settings that are options of sbatch as they are: a stage's own stand in its `extra`."""
+
+
 def asked_of(launch: LaunchConfig, stage: str) -> Resources:
     """What the jobs of one stage ask of Slurm: its own wishes over those for all stages. None: the site's default."""
     own = launch.of(stage)
     general = {name: value for name, value in vars(launch).items() if getattr(own, name, "") is None}
-    return own.model_copy(update={**general, "extra": {**launch.extra, **(own.extra or {})}})
+    options = {name: value for name in OPTIONS if (value := getattr(launch, name)) is not None}
+    return own.model_copy(update={**general, "extra": {**options, **launch.extra, **(own.extra or {})}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +157,8 @@ def _job(config: Config, stage: str, options: Options) -> Job:
     """The whole work on a stage, as one job that is still to do."""
     launch, spec, asked = config.launch, STAGES[stage], asked_of(config.launch, stage)
     slurm = options.cluster == "slurm"
-    exclude = ",".join(filter(None, (asked.exclude, *options.exclude))) or None
+    if exclude := ",".join(filter(None, (launch.exclude, *options.exclude))):
+        asked = asked.model_copy(update={"extra": {**(asked.extra or {}), "exclude": exclude}})
     force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
     given = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
     nodes, tasks, threads, gpus = 1, 1, asked.cpus or 1, 0
@@ -173,15 +179,15 @@ def _job(config: Config, stage: str, options: Options) -> Job:
     job = Job(
         key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain,
         name=f"{config.name}-{stage}", stage=stage, environment=environment,
-        asked=asked.model_copy(update={"exclude": exclude}), minutes=minutes(asked.time or 0),
+        asked=asked, minutes=minutes(asked.time or 0),
         command=((slurm and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
                  *["--accept-drift"] * options.accept_drift, *given[1:]),
         ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
         tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus)
     if not slurm:
         return job
-    trains, same = stage == "train", ("requeue", "signal_s", "max_restarts", "preflight_factor", "preflight_s",
-                                      "trusted_group", "check_owners")
+    trains, same = stage == "train", ("requeue", "signal_s", "max_restarts", "preflight_s", "trusted_group",
+                                      "check_owners")
     return replace(job, **{name: getattr(launch, name) for name in same}, wrap=tuple(launch.wrap), code=options.code,
                    code_sha256=options.code_sha256, preflight=launch.preflight and trains,
                    every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0)

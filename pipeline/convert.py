@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.formats.huggingface import Read
 
+CHECKED_TOKENS = 512
+"""Held-out tokens on which what transformers computes of the export, and the training model, are each compared with a
+float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
+
 
 def convert(work: Work) -> None:
     """Make the folder where that is not done yet, and copy it to where `convert.copy_to` says."""
@@ -149,7 +153,7 @@ def _heldout(work: Work) -> tuple[Any, list[str]]:
     from drover.pipeline.data.stored.opening import opener_of
 
     folder, manifest = work.input("encode")
-    length = min(work.config.convert.check_tokens, work.config.model.context_length)
+    length = min(CHECKED_TOKENS, work.config.model.context_length)
     found, texts, tokenizer = [], [], _tokenizer(work)
     split = "heldout" if any(record.get("split") == "heldout" for record in manifest.outputs) else "train"
     table = ShardTable.of(manifest.outputs)

@@ -17,7 +17,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from drover.pipeline.errors import UserError, listed
-from drover.pipeline.evaluation.tasks import chosen_tasks, folders, go_offline
+from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
 from drover.pipeline.files import output_record, sha256_json, write_json, write_text
 
 if TYPE_CHECKING:
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.input_check import Expected, InputCheck
     from drover.pipeline.contract.stage_work import Work
     from drover.pipeline.data.chosen_documents import Chosen
-    from drover.pipeline.evaluation.compressing import Baselines
+    from drover.pipeline.evaluation.baselines import Baselines
     from drover.pipeline.evaluation.heldout import TextWanted
     from drover.pipeline.evaluation.kept import Kept
     from drover.pipeline.evaluation.placing import Placed
     from drover.pipeline.parallel.ranks import Ranks
     from drover.pipeline.tokenization.base import Tokenizer
+
+TRAINING_BYTES = 1_000_000_000
+"""Training text that the unigram byte baseline is fitted on, spread evenly over the shards."""
 
 
 def evaluate(work: Work) -> None:
@@ -48,12 +51,10 @@ def evaluate(work: Work) -> None:
         kept = Kept(work, ranks)
         with baselines_beside(work, ranks, kept) as (compared, of_what):
             heldout = kept.get(
-                "held-out text", {**kept.inputs("encode", "convert"),
-                                  **kept.settings("heldout_tokens", "sequence_length", "dtype")},
+                "held-out text", kept.deciding("encode convert", "heldout_tokens sequence_length dtype"),
                 lambda: measure_heldout(work, ranks, placed))
             texts = kept.get(
-                "continuations", {**kept.inputs("tokenizer", "convert"),
-                                  **kept.settings("prompts", "prompt_tokens", "temperature", "top_p", "seed", "dtype")},
+                "continuations", kept.deciding("tokenizer convert", "prompts prompt_tokens temperature top_p dtype"),
                 lambda: continue_prompts(work, ranks, placed, tokenizer))
             tasks = measure_tasks(work, ranks, kept, placed, tokenizer)
             if work.config.evaluate.contamination:
@@ -119,15 +120,14 @@ def _load(work: Work, ranks: Ranks) -> tuple[Placed, Tokenizer]:
 @contextmanager
 def baselines_beside(work: Work, ranks: Ranks, kept: Kept) -> Iterator[tuple[Baselines, dict[str, Any]]]:
     """The baselines, begun beside all that follows unless they were computed before, and all that decides them."""
-    from drover.pipeline.evaluation.compressing import Baselines
+    from drover.pipeline.evaluation.baselines import Baselines
 
     settings, shard = work.config.evaluate, work.input("shard")
-    decides = {**kept.inputs("shard", "encode"), **kept.settings("heldout_tokens", "baseline_mb", "compressed_mb")}
+    decides = kept.deciding("shard encode", "heldout_tokens compressed_mb")
     wanted = None
     if not kept.has("baselines", decides):
         wanted = ranks.by_leader(lambda: _wanted(work), share=False)
-    with Baselines(ranks, shard, wanted or {}, train_bytes=int(settings.baseline_mb * 1e6),
-                   most=int(settings.compressed_mb * 1e6)) as begun:
+    with Baselines(ranks, *shard, wanted or {}, TRAINING_BYTES, int(settings.compressed_mb * 1e6)) as begun:
         yield begun, decides
 
 
@@ -197,18 +197,16 @@ def measure_tasks(work: Work, ranks: Ranks, kept: Kept, placed: Placed, tokenize
     harness = HarnessModel(placed.model, tokenizer, batch=settings.batch, rank=ranks.rank, world=ranks.world,
                            length=window_length(work, placed.model), placed=placed)
     log = work.folder / "lm_eval.log"
-    decide = {**kept.inputs("tokenizer", "convert"),
-              **kept.settings("sequence_length", "dtype", "task_limit", "bootstrap_iters")}
-    with TaskRunner(harness, folders(work.config), settings.task_limit, settings.bootstrap_iters,
-                    log if ranks.leads else None) as runner:
-        for task in tasks:
-            files = {name: digest for name, digest in work.fingerprint["files"].items()
-                     if name.startswith(f"{task.name}/")}
-            try:
-                results[task.name] = kept.get(f"task {task.name}", {**decide, "files": files},
-                                              partial(runner.measure, task))
-            except UserError as error:
-                failed.append(str(error))
+    decide = kept.deciding("tokenizer convert", "sequence_length dtype task_limit bootstrap_iters")
+    runner = TaskRunner(harness, settings.task_limit, settings.bootstrap_iters, log if ranks.leads else None)
+    for task in tasks:
+        files = {name: digest for name, digest in work.fingerprint["files"].items()
+                 if name.startswith(f"{task.name}/")}
+        try:
+            results[task.name] = kept.get(f"task {task.name}", {**decide, "files": files},
+                                          partial(runner.measure, task))
+        except UserError as error:
+            failed.append(str(error))
     if failed:
         raise UserError(f"{listed(failed)}\nWhat else was measured is kept ({', '.join(kept.seconds)}). Mend the task, "
                         f"or leave it out of evaluate.tasks, and run the stage again; {log} has the whole story.")
@@ -220,7 +218,7 @@ def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) 
     from drover.pipeline.evaluation.contamination import clean_and_dirty, shares_in_training_text
 
     texts = [text for task in tasks.values() for text in task["per_item"]["texts"]]
-    shares = kept.get("contamination", {**kept.inputs("shard"), "texts": sha256_json(texts)},
+    shares = kept.get("contamination", {**kept.deciding("shard"), "texts": sha256_json(texts)},
                       lambda: shares_in_training_text(texts, *work.input("shard"), ranks))
     start = 0
     for task in tasks.values():
@@ -246,7 +244,7 @@ def continue_prompts(work: Work, ranks: Ranks, placed: Placed, tokenizer: Tokeni
     with placed.together:
         for number, prompt, ids, room in asked[ranks.rank::ranks.world]:
             new, = generate(model, [ids], room, temperature=settings.temperature, top_p=settings.top_p,
-                            seed=settings.seed + number, stop_ids={tokenizer.eos_id})
+                            seed=number, stop_ids={tokenizer.eos_id})
             written[number] = {"prompt": prompt, "text": tokenizer.decode(new), "tokens": len(new),
                                "ended": len(new) < room}
     return [entry for _, entry in sorted(pair for part in ranks.gather(written) for pair in part.items())]

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 1_000_000
 """Text that is read at once for the sample."""
+SEED = 0
+"""Picks the sample of documents where the corpus is larger than `tokenizer.train_mb`."""
 LOOK_BYTES = 3_000_000
 """Training text (beginnings of shards) that is checked beside the held-out text and shows which pieces occur."""
 
@@ -84,7 +86,7 @@ def make_tokenizer(work: Work) -> None:
 def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, Any]:
     settings = work.config.tokenizer
     records, shares = (train, {}) if settings.kind == "char" else training_shards(
-        train, settings.train_mb * 1e6, settings.seed)
+        train, settings.train_mb * 1e6, SEED)
     size, whole = (sum(record["text_bytes"] for record in some) / 1e6 for some in (records, train))
     if settings.path is not None:
         work.say(f"taking {settings.path}")
@@ -151,7 +153,7 @@ def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]
             write_characters(path, (text for record in records for _, text in documents(record)))
         else:
             chunks = (chunk for record in records for chunk in sampled(
-                documents(record), shares[record["source"]], settings.seed, sample, settings.document_characters))
+                documents(record), shares[record["source"]], SEED, sample, settings.document_characters))
             if settings.kind == "bpe":
                 train_bpe(chunks, settings, path)
             else:

@@ -39,7 +39,6 @@ MINI = {
     "train": {"steps": 12, "sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4, "lr": 0.01,
               "warmup_steps": 3, "heldout_every": 4, "heldout_tokens": 2000, "sample_every": 6, "sample_tokens": 8,
               "prompts": ["def ", "import "], "checkpoint": {"every_steps": 4}},
-    "convert": {"check_tokens": 64},
     "evaluate": {"heldout_tokens": 4000, "prompts": ["def "], "prompt_tokens": 8},
     "launch": {"processes": 2},
 }

@@ -75,7 +75,6 @@ SETTINGS: dict[str, Any] = {
     "train": {"sequence_length": 64, "batch_tokens": 1024, "micro_batch": 4, "lr": 0.003, "warmup_steps": 10,
               "precision": "fp64", "heldout_tokens": 2000, "sample_tokens": 8, "prompts": ["def "],
               "guards": {"hang_minutes": 0.3}},
-    "convert": {"check_tokens": 64},
     "evaluate": {"heldout_tokens": 4000, "prompts": ["def "], "prompt_tokens": 8},
     "launch": {"processes": 1},
 }

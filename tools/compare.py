@@ -23,7 +23,8 @@ from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.errors import UserError
-from drover.pipeline.evaluation.comparing import Candidate, Conditions, Measuring, deliverable, differences, rows
+from drover.pipeline.evaluation.comparing import Candidate, Conditions, differences, measured, rows
+from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.files import sha256_file, write_json, write_text
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
@@ -109,7 +110,7 @@ def _conditions(options: argparse.Namespace) -> Conditions:
         raise UserError("There is nothing to measure: give --tasks, --heldout or both.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
     heldout = None if options.heldout is None else run_in(options.heldout)
-    return Conditions(tasks, options.task_folders, options.limit, options.dtype, options.batch, options.length,
+    return Conditions(tasks, options.limit, options.dtype, options.batch, options.length,
                       options.bootstrap_iters, heldout, options.heldout_documents)
 
 
@@ -122,13 +123,13 @@ def compare(candidates: Sequence[Candidate], conditions: Conditions, options: ar
     code = [*sorted((REPOSITORY / "pipeline/evaluation").glob("*.py")), *sorted((REPOSITORY / "model").rglob("*.py"))]
     made_by = [[path.relative_to(REPOSITORY).as_posix(), sha256_file(path)] for path in code]
     kept = KeptParts(options.to / "items", made_by, ranks, lambda text: print(text, file=sys.stderr))
-    measured = {candidate.name: Measuring(candidate, conditions, ranks, options.to / "lm_eval.log").parts(kept)
-                for candidate in candidates}
+    found = {candidate.name: measured(candidate, conditions, kept, ranks, options.to / "lm_eval.log")
+             for candidate in candidates}
     pairs = itertools.pairwise(candidates) if options.checkpoints else itertools.combinations(candidates, 2)
     return {"format": FORMAT, "models": {candidate.name: str(candidate.path) for candidate in candidates},
             "dtype": conditions.dtype, "window": conditions.length, "limit": conditions.limit,
-            "scores": [row for candidate in candidates for row in rows(candidate, measured[candidate.name])],
-            "differences": differences(pairs, measured), "notes": NOTES}
+            "scores": [row for candidate in candidates for row in rows(candidate, found[candidate.name])],
+            "differences": differences(pairs, found), "notes": NOTES}
 
 
 def _write(folder: Path, results: dict[str, Any], over_tokens: bool) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.errors import UserError
-from drover.pipeline.evaluation.tasks import write_absolute
+from drover.pipeline.evaluation.tasks import find_tasks, write_absolute, write_groups
 
 INCLUDE = "--include_path"
 CACHE = "--use_cache"
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
                             f"take one process, or the stage evaluate, which keeps every task on any number of ranks.")
         with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder, _printing_once():
             if options.include_path is not None:  # the same tasks, with the whole paths of their data files
-                write_absolute(options.include_path, Path(folder))
+                write_absolute(find_tasks([options.include_path]).values(), Path(folder))
+                write_groups(options.include_path, Path(folder))
                 given += [INCLUDE, folder]
             # lm_eval reads the arguments of the process; without a word before the options it means `run`.
             sys.argv = ["lm_eval", *given]

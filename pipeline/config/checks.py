@@ -1,11 +1,18 @@
-"""Combinations of settings that cannot work, each as a sentence with the numbers."""
+"""Combinations of settings that cannot work, each as a sentence with the numbers.
+
+A rule is a condition and what to say where it holds. `<train.steps>` in a sentence stands for a setting and its value.
+A sentence names every setting that it follows from, or the section that it is in: that tells which sentences cannot be
+judged where other settings are wrong.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.pipeline.config.batch import BatchPlan, batch_problems
@@ -13,55 +20,60 @@ from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.mixture import mixture_problems
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.partial import UnknownSettingError
 from drover.pipeline.config.phases import in_phases, plan_problems
-from drover.pipeline.config.places import not_a_path, store_problems, unreadable
+from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.config.tree import Config
 
 UINT16_IDS = 65536
 SPECIAL_IDS = 256
 TRAINED = ("sentencepiece", "bpe")
+Rules = Iterator[tuple[Any, str]]
+"""Pairs: whether it is wrong (by its truth), and the sentence."""
 
 
-def problems(config: Config) -> list[str]:
+def problems(config: Config, unknown: Iterable[str] = ()) -> list[str]:
     """Every impossible combination in `config`; empty when it can run.
 
-    Of a configuration with wrong values in it (`partial.known_part`), those that can be judged without these.
+    unknown: settings and sections, dotted, that have no valid value, so that `config` has a default in their place: a
+        problem that depends on one of them is left out.
     """
-    found: list[str] = []
-    for check in CHECKS:
-        with suppress(UnknownSettingError):
-            for problem in check(config):
-                found.append(problem)  # what comes before an unknown setting is kept
-    with suppress(UnknownSettingError):
-        found += _of_phases(config)
-    return found
-
-
-def _of_phases(config: Config) -> list[str]:
-    """What cannot work of the settings that phases may have for themselves, each problem where it is met first."""
-    found: dict[str, str] = {}
+    found = [*_broken(_rules(config), config), *plan_problems(config.train), *_listed(config),
+             *_stores(config), *place_problems(config)]
+    in_phase: dict[str, str] = {}  # each where it is met first
     for phase, within in in_phases(config):
-        for check in PHASE_CHECKS:
-            with suppress(UnknownSettingError):
-                for problem in check(within):
-                    found.setdefault(problem, problem if phase.said is None else f"{phase.name}: {problem}")
-    return list(found.values())
+        for problem in (*_broken(_rules_of_phase(within), within), *_mixture(within)):
+            in_phase.setdefault(problem, problem if phase.said is None else f"{phase.name}: {problem}")
+    return [problem for problem in (*found, *in_phase.values()) if not any(_depends(problem, key) for key in unknown)]
+
+
+def _broken(rules: Rules, config: Config) -> Iterator[str]:
+    def shown(match: re.Match[str]) -> str:
+        value = attrgetter(match[1])(config)
+        return f"{match[1]} {str(value).lower() if isinstance(value, bool) else repr(value)}"
+
+    yield from (re.sub(r"<([\w.]+)>", shown, sentence) for wrong, sentence in rules if wrong)
+
+
+def _depends(problem: str, key: str) -> bool:
+    """Whether a problem names a setting, or one of the sections that it is in by itself."""
+    sections = [key[:dot.start()] for dot in re.finditer(r"\.", key)]
+    names = "|".join([f"{re.escape(key)}(?!\\w)", *(f"{re.escape(section)}(?!\\.?\\w)" for section in sections)])
+    return re.search(rf"(?<![\w.])({names})", problem) is not None
 
 
 def rank_problems(config: Config, ranks: int) -> list[str]:
     """Combinations that cannot work on `ranks` processes."""
     if found := grid_problems(config.parallel, ranks):
         return found
-    if config.train.profile.start is not None and (absent := [
-            rank for rank in config.train.profile.ranks if rank >= ranks]):
+    profiled = config.train.profile
+    if profiled.start is not None and (absent := [rank for rank in profiled.ranks if rank >= ranks]):
         return [f"train.profile.ranks names {', '.join(map(str, absent))}, but there are {ranks} ranks, from 0 on."]
-    if not config.train.phases:
-        return batch_problems(config.train, config.parallel, ranks)
-    found = [f"{phase.name}: {problem}" for phase, within in in_phases(config)
-             for problem in batch_problems(within.train, within.parallel, ranks)]
-    numbers = [BatchPlan.of(within.train, within.parallel, ranks).accumulation for _, within in in_phases(config)]
+    found, numbers = [], []
+    for phase, within in in_phases(config):
+        found += [problem if phase.said is None else f"{phase.name}: {problem}"
+                  for problem in batch_problems(within.train, within.parallel, ranks)]
+        numbers.append(BatchPlan.of(within.train, within.parallel, ranks).accumulation)
     if config.parallel.engine == "deepspeed" and len(set(numbers)) > 1:
         found.append(f"parallel.engine 'deepspeed' takes the same number of micro-batches in every step, and in "
                      f"train.phases they are {', '.join(map(str, numbers))}: set micro_batch in the phases so that "
@@ -71,231 +83,16 @@ def rank_problems(config: Config, ranks: int) -> list[str]:
 
 def grid_problems(parallel: ParallelConfig, ranks: int) -> list[str]:
     """Why so many ranks cannot be laid out as the configuration says."""
-    sizes = {"pp": parallel.pp, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard,
-             "cp": parallel.cp, "tp": parallel.tp}
+    sizes = {name: getattr(parallel, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     rest = [name for name, size in sizes.items() if size == -1]
-    for name in rest:
-        del sizes[name]
-    for optional in ("pp", "cp"):  # named where they are used
-        if sizes[optional] == 1:
-            del sizes[optional]
-    needed = math.prod(sizes.values())
-    terms = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    shown = {name: size for name, size in sizes.items() if size > 1 or (size != -1 and name not in ("pp", "cp"))}
+    needed = math.prod(shown.values())
+    terms = " x ".join(f"{name} {size}" for name, size in shown.items())
     if rest and ranks % needed:
         return [f"{ranks} ranks are not divisible by {needed} (parallel: {terms}, {rest[0]} -1 for the rest)."]
     if not rest and ranks != needed:
         return [f"parallel: {terms} is {needed}, but there are {ranks} ranks."]
     return []
-
-
-def _model(config: Config) -> Iterator[str]:
-    yield from (f"model: {problem}" for problem in config.model.problems())
-
-
-def _sequence(config: Config) -> Iterator[str]:
-    if config.train.sequence_length > config.model.context_length:
-        yield (f"train.sequence_length {config.train.sequence_length} is longer than model.context_length "
-               f"{config.model.context_length}.")
-
-
-def _batch(config: Config) -> Iterator[str]:
-    tokens, length = config.train.batch_tokens, config.train.sequence_length
-    if tokens % length:
-        yield (f"train.batch_tokens {tokens} is not a multiple of train.sequence_length {length}; nearest: "
-               f"{max(1, round(tokens / length)) * length}.")
-
-
-def _samples(config: Config) -> Iterator[str]:
-    if config.train.sample_tokens >= config.model.context_length:
-        yield (f"train.sample_tokens {config.train.sample_tokens} leaves no room for a prompt in model.context_length "
-               f"{config.model.context_length}.")
-
-
-def _prompts(config: Config) -> Iterator[str]:
-    if config.evaluate.prompt_tokens >= config.model.context_length:
-        yield (f"evaluate.prompt_tokens {config.evaluate.prompt_tokens} leaves no room for a prompt in "
-               f"model.context_length {config.model.context_length}.")
-
-
-def _evaluation(config: Config) -> Iterator[str]:
-    if (config.evaluate.sequence_length or 0) > config.model.context_length:
-        yield (f"evaluate.sequence_length {config.evaluate.sequence_length} is longer than model.context_length "
-               f"{config.model.context_length}.")
-
-
-def _tensor_parallel(config: Config) -> Iterator[str]:
-    model, tp = config.model, config.parallel.tp
-    numbers: dict[str, Callable[[], int | None]] = {
-        "model.heads": lambda: model.heads, "model.kv_heads": lambda: model.kv_heads,
-        "the feed-forward width": lambda: model.hidden, "model.context_length": lambda: model.context_length,
-        "train.sequence_length": lambda: config.train.sequence_length,
-        "the vocabulary": lambda: model.vocab_size or vocabulary_size(config)}
-    for name, number in numbers.items():
-        with suppress(UnknownSettingError):
-            if (value := number()) is not None and value % tp:
-                yield f"{name} ({value}) is not divisible by parallel.tp ({tp})."
-
-
-def _context_parallel(config: Config) -> Iterator[str]:
-    parallel, length = config.parallel, config.train.sequence_length
-    parts = parallel.cp * parallel.tp
-    if parallel.cp > 1 and length % parts and not length % parallel.tp:
-        yield (f"train.sequence_length {length} is not divisible by {parts} (parallel: cp {parallel.cp} x tp "
-               f"{parallel.tp}).")
-
-
-def _pipeline(config: Config) -> Iterator[str]:
-    parallel, layers = config.parallel, config.model.layers
-    if parallel.stages > layers:
-        yield (f"parallel: {parallel.stages} pipeline stages (pp {parallel.pp}, pp_schedule {parallel.pp_schedule}) "
-               f"are more than model.layers {layers}.")
-    if parallel.pp > 1 and parallel.pp_schedule == "zbv":
-        if config.model.tied_embeddings:
-            yield ("parallel.pp_schedule zbv has the first and the last stage on one rank, each with its own matrix: "
-                   "it does not take model.tied_embeddings. Take 1f1b or interleaved.")
-        if config.train.compile is not False:
-            yield ("parallel.pp_schedule zbv cuts backward passes in two, which torch cannot do with compiled blocks: "
-                   "set train.compile to false (null compiles on GPUs), or take 1f1b or interleaved.")
-        if config.train.activation_checkpointing == "selective":
-            yield ("parallel.pp_schedule zbv runs each backward pass in two parts, but torch gives out only once what "
-                   "selective checkpointing kept: set train.activation_checkpointing to none or full.")
-        if parallel.reshard != "never":
-            yield ("parallel.pp_schedule zbv needs parallel.reshard never: a gradient that is computed later finds the "
-                   "weights only where they are still gathered.")
-
-
-def _average(config: Config) -> Iterator[str]:
-    steps, last = config.convert.average, config.train.steps
-    if sorted(set(steps)) != steps or max(steps, default=0) > last:
-        yield f"convert.average is {steps}: name each step once, in order, and none above train.steps {last}."
-
-
-def _shards(config: Config) -> Iterator[str]:
-    yield from (f"parallel.{name} is 0; give a number, or -1 for all the rest of the ranks." for name in
-                ("dp_shard", "dp_replicate") if getattr(config.parallel, name) == 0)
-    if config.parallel.dp_replicate == config.parallel.dp_shard == -1:
-        yield ("parallel.dp_replicate and parallel.dp_shard are both -1, the rest of the ranks; give one of them a "
-               "number, as in dp_replicate=-1 dp_shard=8: a copy on every 8 ranks.")
-
-
-def _activation_checkpointing(config: Config) -> Iterator[str]:
-    train, model = config.train, config.model
-    if train.activation_checkpointing == "selective" and not train.kept_activations:
-        yield "train.kept_activations is empty; to keep nothing, take train.activation_checkpointing=full."
-    if train.recomputed_blocks > model.layers:
-        yield f"train.recomputed_blocks {train.recomputed_blocks} is more than model.layers {model.layers}."
-
-
-def _attention(config: Config) -> Iterator[str]:
-    name = config.train.attention
-    if name not in ("auto", *BACKENDS) and ":" not in name:
-        yield (f"train.attention '{name}' is not known; there are auto, {', '.join(BACKENDS)}, and a class of your own "
-               f"as module:class.")
-
-
-def _fsdp2(config: Config) -> Iterator[str]:
-    if config.parallel.engine == "fsdp2" and config.parallel.offload != "none":
-        yield f"parallel.offload '{config.parallel.offload}' is for parallel.engine 'deepspeed', not 'fsdp2'."
-
-
-def _async_tensor_parallel(config: Config) -> Iterator[str]:
-    parallel = config.parallel
-    if not parallel.async_tp:
-        return
-    if parallel.tp == 1:
-        yield "parallel.async_tp true has nothing to cut where parallel.tp is 1."
-    if config.train.compile is False:
-        yield ("parallel.async_tp true is done by the compiler, but train.compile is false; set compile to null or "
-               "true.")
-
-
-def _timeout(config: Config) -> Iterator[str]:
-    timeout, hang = config.parallel.timeout_minutes, config.train.guards.hang_minutes
-    if timeout is not None and hang is not None and timeout <= FIRST * hang:
-        yield (f"parallel.timeout_minutes {timeout} is not longer than {FIRST} x train.guards.hang_minutes {hang}, for "
-               f"which the watchdog waits in a first step: ranks would end before they have written down where they "
-               f"hang. Raise it, lower hang_minutes, or set one of them to null.")
-
-
-def _deepspeed(config: Config) -> Iterator[str]:
-    parallel, train = config.parallel, config.train
-    if parallel.engine != "deepspeed":
-        return
-    if parallel.tp > 1 or parallel.dp_replicate != 1 or parallel.dp_shard != -1:
-        yield (f"parallel.engine 'deepspeed' spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 "
-               f"and tp 1 (they are {parallel.dp_replicate}, {parallel.dp_shard} and {parallel.tp}), or take 'fsdp2'.")
-    yield from (f"parallel.{name} {size} is for parallel.engine 'fsdp2', not 'deepspeed'."
-                for name, size in (("cp", parallel.cp), ("pp", parallel.pp)) if size > 1)
-    if parallel.reshard != "always":
-        yield f"parallel.reshard '{parallel.reshard}' is for parallel.engine 'fsdp2', not 'deepspeed'."
-    if parallel.reduce != "each":
-        yield (f"parallel.reduce '{parallel.reduce}' is for parallel.engine 'fsdp2', not 'deepspeed', whose stage 1 "
-               f"does so by itself.")
-    if parallel.offload == "params" and parallel.zero_stage != 3:
-        yield (f"parallel.offload 'params' needs parallel.zero_stage 3, not {parallel.zero_stage}: before, every "
-               f"rank computes with the whole weights.")
-    if parallel.zero_stage == 3 and train.compile:
-        yield ("train.compile true does not work with parallel.zero_stage 3, whose hooks break every graph; set "
-               "compile to null or false, or take stage 2 or fsdp2.")
-    if train.precision in ("fp64", "fp8"):
-        yield f"train.precision '{train.precision}' needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16."
-
-
-def _fp8(config: Config) -> Iterator[str]:
-    length, cp = config.train.sequence_length, config.parallel.cp
-    if config.train.precision == "fp8" and length % (16 * cp):
-        over = f" x parallel.cp {cp}" if cp > 1 else ""
-        yield (f"train.sequence_length {length} is not a multiple of 16{over}, which train.precision 'fp8' needs: the "
-               f"weights' gradients are products over the tokens of a rank.")
-
-
-def _optimizer(config: Config) -> Iterator[str]:
-    yield from optimizer_problems(config.train, config.parallel.engine)
-    yield from (f"train.lr_factors has {factor} for '{pattern}'; a factor is 0 or more."
-                for pattern, factor in config.train.lr_factors.items() if factor < 0)
-
-
-def _schedule(config: Config) -> Iterator[str]:
-    train = config.train
-    if train.decay_steps is not None and train.schedule != "wsd":
-        yield (f"train.decay_steps {train.decay_steps} is set, but train.schedule is "
-               f"'{train.schedule}'; it applies to 'wsd' only.")
-    decay = (train.decay_steps or 0) if train.schedule == "wsd" else 0
-    if train.warmup_steps + decay > train.steps:
-        terms = f"train.warmup_steps {train.warmup_steps}" + (f" + train.decay_steps {decay}" if decay else "")
-        yield f"{terms} is more than train.steps {train.steps}."
-
-
-def _tokenizer(config: Config) -> Iterator[str]:
-    tokenizer = config.tokenizer
-    if tokenizer.kind in ("tiktoken", "huggingface") and tokenizer.path is None:
-        yield f"tokenizer.kind '{tokenizer.kind}' needs tokenizer.path: it is read from a file, not trained."
-    if tokenizer.kind == "bpe" and tokenizer.path is not None:
-        yield ("tokenizer.path is set, but tokenizer.kind 'bpe' is trained; for a ready file of such ranks take "
-               "tokenizer.kind=tiktoken.")
-    if tokenizer.kind in ("byte", "char") and tokenizer.path is not None:
-        yield f"tokenizer.path is set, but tokenizer.kind '{tokenizer.kind}' takes no file."
-    if tokenizer.kind not in TRAINED or tokenizer.path is not None:
-        return
-    if tokenizer.vocab_size % 128:
-        yield (f"tokenizer.vocab_size {tokenizer.vocab_size} is not a multiple of 128; nearest: "
-               f"{max(5, round(tokenizer.vocab_size / 128)) * 128}.")
-    if tokenizer.vocab_size < 640:
-        yield (f"tokenizer.vocab_size {tokenizer.vocab_size} leaves no room: 256 special ids and 256 bytes "
-               f"come first; take at least 640.")
-
-
-def _ids(config: Config) -> Iterator[str]:
-    known = vocabulary_size(config)
-    if config.encode.dtype == "uint16" and known is not None and known > UINT16_IDS:
-        yield (f"encode.dtype uint16 holds ids up to {UINT16_IDS - 1}, but the vocabulary has {known}; "
-               f"take uint32 or auto.")
-
-
-def _embedding(config: Config) -> Iterator[str]:
-    known = vocabulary_size(config)
-    if known is not None and config.model.vocab_size is not None and config.model.vocab_size < known:
-        yield f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {known}."
 
 
 def vocabulary_size(config: Config) -> int | None:
@@ -308,94 +105,198 @@ def vocabulary_size(config: Config) -> int | None:
     return config.model.vocab_size if tokenizer.path is not None else None
 
 
-def _sources(config: Config) -> Iterator[str]:
-    names = [source.name for source in config.shard.sources]
-    yield from (f"shard.sources has {count} sources named '{name}'; names must differ."
-                for name, count in Counter(names).items() if count > 1)
+def _rules(config: Config) -> Rules:
+    model, train, parallel, shard = config.model, config.train, config.parallel, config.shard
+    context, evaluate, average = model.context_length, config.evaluate, config.convert.average
+    yield train.sample_tokens >= context, "<train.sample_tokens> leaves no room for a prompt in <model.context_length>."
+    yield (evaluate.prompt_tokens >= context,
+           "<evaluate.prompt_tokens> leaves no room for a prompt in <model.context_length>.")
+    yield ((evaluate.sequence_length or 0) > context,
+           "<evaluate.sequence_length> is longer than <model.context_length>.")
+
+    selective = train.activation_checkpointing == "selective"
+    yield (selective and not train.kept_activations,
+           "train.kept_activations is empty; to keep nothing, take train.activation_checkpointing=full.")
+    yield train.recomputed_blocks > model.layers, "<train.recomputed_blocks> is more than <model.layers>."
+    yield (train.attention not in ("auto", *BACKENDS) and ":" not in train.attention,
+           f"<train.attention> is not known; there are auto, {', '.join(BACKENDS)}, and a class of your own as "
+           f"module:class.")
+    yield (train.decay_steps is not None and train.schedule != "wsd",
+           "<train.decay_steps> is set, but <train.schedule>; it applies to 'wsd' only.")
+    decay = (train.decay_steps or 0) if train.schedule == "wsd" else 0
+    yield (train.warmup_steps + decay > train.steps,
+           f"<train.warmup_steps>{' + <train.decay_steps>' * (decay > 0)} is more than <train.steps>.")
+    yield (sorted(set(average)) != average or max(average, default=0) > train.steps,
+           "<convert.average>: name each step once, in order, and none above <train.steps>.")
+    timeout, hang = parallel.timeout_minutes, train.guards.hang_minutes
+    yield (timeout is not None and hang is not None and timeout <= FIRST * hang,
+           f"<parallel.timeout_minutes> is not longer than {FIRST} x <train.guards.hang_minutes>, for which the "
+           f"watchdog waits in a first step: ranks would end before they have written down where they hang. Raise it, "
+           f"lower hang_minutes, or set one of them to null.")
+
+    for name in ("dp_shard", "dp_replicate"):
+        yield (getattr(parallel, name) == 0,
+               f"<parallel.{name}>; give a number above 0, or -1 for all the rest of the ranks.")
+    yield (parallel.dp_replicate == parallel.dp_shard == -1,
+           "parallel.dp_replicate and parallel.dp_shard are both -1, the rest of the ranks; give one of them a number, "
+           "as in dp_replicate=-1 dp_shard=8: a copy on every 8 ranks.")
+    yield (parallel.stages > model.layers,
+           f"parallel: {parallel.stages} pipeline stages (<parallel.pp>, <parallel.pp_schedule>) are more than "
+           f"<model.layers>.")
+    yield parallel.async_tp and parallel.tp == 1, "<parallel.async_tp> has nothing to cut where parallel.tp is 1."
+    yield (parallel.async_tp and train.compile is False,
+           "<parallel.async_tp> is done by the compiler, but <train.compile>; set compile to null or true.")
+    zbv = parallel.pp > 1 and parallel.pp_schedule == "zbv"
+    yield (zbv and model.tied_embeddings,
+           "<parallel.pp_schedule> has the first and the last stage on one rank, each with its own matrix: it does not "
+           "take model.tied_embeddings. Take 1f1b or interleaved.")
+    yield (zbv and train.compile is not False,
+           "<parallel.pp_schedule> cuts backward passes in two, which torch cannot do with compiled blocks: set "
+           "train.compile to false (null compiles on GPUs), or take 1f1b or interleaved.")
+    yield (zbv and selective,
+           "<parallel.pp_schedule> runs each backward pass in two parts, but torch gives out only once what selective "
+           "checkpointing kept: set train.activation_checkpointing to none or full.")
+    yield (zbv and parallel.reshard != "never",
+           "<parallel.pp_schedule> needs parallel.reshard never: a gradient that is computed later finds the weights "
+           "only where they are still gathered.")
+    deepspeed, zero = parallel.engine == "deepspeed", "is for parallel.engine 'fsdp2', not 'deepspeed'"
+    yield not deepspeed and parallel.offload != "none", "<parallel.offload> is for parallel.engine 'deepspeed'."
+    yield (deepspeed and (parallel.tp > 1 or parallel.dp_replicate != 1 or parallel.dp_shard != -1),
+           "<parallel.engine> spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 and tp 1 (here are "
+           "<parallel.dp_replicate>, <parallel.dp_shard> and <parallel.tp>), or take 'fsdp2'.")
+    yield deepspeed and parallel.cp > 1, f"<parallel.cp> {zero}."
+    yield deepspeed and parallel.pp > 1, f"<parallel.pp> {zero}."
+    yield deepspeed and parallel.reshard != "always", f"<parallel.reshard> {zero}."
+    yield (deepspeed and parallel.reduce != "each",
+           f"<parallel.reduce> {zero}, whose stage 1 does so by itself.")
+    yield (deepspeed and parallel.offload == "params" and parallel.zero_stage != 3,
+           "<parallel.offload> needs stage 3, not <parallel.zero_stage>: before, every rank computes "
+           "with the whole weights.")
+    yield (deepspeed and parallel.zero_stage == 3 and train.compile,
+           "<train.compile> does not work with <parallel.zero_stage>, whose hooks break every graph; set compile to "
+           "null or false, or take stage 2 or fsdp2.")
+    yield (deepspeed and train.precision in ("fp64", "fp8"),
+           "<train.precision> needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16.")
+
+    tokenizer, known = config.tokenizer, vocabulary_size(config) or 0
+    kind, given = tokenizer.kind, tokenizer.path is not None
+    trained = kind in TRAINED and not given
+    yield (kind in ("tiktoken", "huggingface") and not given,
+           "<tokenizer.kind> needs tokenizer.path: it is read from a file, not trained.")
+    yield (kind == "bpe" and given, "tokenizer.path is set, but tokenizer.kind 'bpe' is trained; for a ready file of "
+                                    "such ranks take tokenizer.kind=tiktoken.")
+    yield kind in ("byte", "char") and given, "tokenizer.path is set, but <tokenizer.kind> takes no file."
+    nearest = max(5, round(tokenizer.vocab_size / 128)) * 128
+    yield (trained and tokenizer.vocab_size % 128,
+           f"<tokenizer.vocab_size> is not a multiple of 128; nearest: {nearest}.")
+    yield (trained and tokenizer.vocab_size < 640,
+           "<tokenizer.vocab_size> leaves no room: 256 special ids and 256 bytes come first; take at least 640.")
+    yield (config.encode.dtype == "uint16" and known > UINT16_IDS,
+           f"<encode.dtype> holds ids up to {UINT16_IDS - 1}, but the vocabulary of the tokenizer has {known}; take "
+           f"uint32 or auto.")
+    yield ((model.vocab_size or known) < known, f"<model.vocab_size> is smaller than the tokenizer's {known}.")
+    yield (shard.keep_dropped and not shard.filters and not shard.drop_duplicates,
+           "<shard.keep_dropped>, but there are no shard.filters that could drop a document, and "
+           "<shard.drop_duplicates>.")
+    yield (shard.near_duplicates is not None and not shard.drop_duplicates,
+           "shard.near_duplicates drops documents that are nearly equal, but shard.drop_duplicates is false, which "
+           "keeps equal ones. Set shard.drop_duplicates to true, or shard.near_duplicates to null.")
+
+
+def _rules_of_phase(config: Config) -> Rules:
+    """Of settings that phases may have for themselves."""
+    train, model, parallel = config.train, config.model, config.parallel
+    length, tp, cp = train.sequence_length, parallel.tp, parallel.cp
+    yield length > model.context_length, "<train.sequence_length> is longer than <model.context_length>."
+    yield (train.batch_tokens % length,
+           f"<train.batch_tokens> is not a multiple of <train.sequence_length>; nearest: "
+           f"{max(1, round(train.batch_tokens / length)) * length}.")
+    for key in ("model.heads", "model.kv_heads", "model.context_length", "train.sequence_length"):
+        yield attrgetter(key)(config) % tp, f"<{key}> is not divisible by <parallel.tp>."
+    vocabulary = model.vocab_size or vocabulary_size(config) or 0
+    yield model.hidden % tp, f"the feed-forward width of the model, {model.hidden}, is not divisible by <parallel.tp>."
+    yield vocabulary % tp, f"the vocabulary of the model or tokenizer, {vocabulary}, is not divisible by <parallel.tp>."
+    yield (cp > 1 and length % (cp * tp) and not length % tp,
+           f"<train.sequence_length> is not divisible by {cp * tp} (<parallel.cp> x <parallel.tp>).")
+    yield (train.precision == "fp8" and length % (16 * cp),
+           "<train.sequence_length> is not a multiple of 16 x <parallel.cp>, which <train.precision> needs: the "
+           "weights' gradients are products over the tokens of a rank.")
+
+
+def _listed(config: Config) -> Iterator[str]:
+    """What is wrong with single items of lists and mappings."""
+    train, sources = config.train, Counter(source.name for source in config.shard.sources)
+    yield from (f"model: {problem}" for problem in config.model.problems())
+    yield from optimizer_problems(train, config.parallel.engine)
+    yield from (f"train.lr_factors has {factor} for '{pattern}'; a factor is 0 or more."
+                for pattern, factor in train.lr_factors.items() if factor < 0)
+    filters = Counter(map(name_of, config.shard.filters))
+    for key, what, counts in (("shard.sources", "sources named", sources), ("shard.filters", "filters named", filters),
+                              ("train.log_to", "sinks of kind", Counter(sink.kind for sink in train.log_to))):
+        yield from (f"{key} has {count} {what} '{name}'; there can be one."
+                    for name, count in counts.items() if count > 1)
     yield from (f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': it becomes a file "
-                f"name." for name in names if not name.replace("_", "").replace("-", "").isalnum())
-
-
-def _filters(config: Config) -> Iterator[str]:
-    names = Counter(name_of(item) for item in config.shard.filters)
-    yield from (f"shard.filters has {count} filters named '{name}'; give them a `name` each."
-                for name, count in names.items() if count > 1)
+                f"name." for name in sources if not name.replace("_", "").replace("-", "").isalnum())
     yield from (f"a filter of shard.filters is named '{name}', which counts other documents; give it another `name`."
-                for name in names if name in ("duplicate", "empty"))
-    if config.shard.keep_dropped and not names and not config.shard.drop_duplicates:
-        yield ("shard.keep_dropped is true, but there are no shard.filters that could drop a document, and "
-               "shard.drop_duplicates is false.")
-
-
-def _near_duplicates(config: Config) -> Iterator[str]:
-    if config.shard.near_duplicates is not None and not config.shard.drop_duplicates:
-        yield ("shard.near_duplicates drops documents that are nearly equal, but shard.drop_duplicates is false, which "
-               "keeps equal ones. Set shard.drop_duplicates to true, or shard.near_duplicates to null.")
-
-
-def _sinks(config: Config) -> Iterator[str]:
-    counts = Counter(sink.kind for sink in config.train.log_to)
-    yield from (f"train.log_to names {kind} {count} times; once is enough." for kind, count in counts.items()
-                if count > 1)
-
-
-def _phases(config: Config) -> Iterator[str]:
-    yield from plan_problems(config.train)
-
-
-def _max_epochs(config: Config) -> Iterator[str]:
-    limit = config.train.max_epochs
-    limits = limit if isinstance(limit, dict) else {} if limit is None else {"all sources": limit}
+                for name in filters if name in ("duplicate", "empty"))
+    limits = train.max_epochs if isinstance(train.max_epochs, dict) else dict.fromkeys(sources, train.max_epochs)
     yield from (f"train.max_epochs is {most:g} for {name}; a limit is above 0." for name, most in limits.items()
-                if most <= 0)
-    names = [source.name for source in config.shard.sources]
-    if isinstance(limit, dict) and (unknown := sorted(set(limit) - set(names))):
-        yield f"train.max_epochs names {', '.join(unknown)}, but the sources are {', '.join(names)}."
+                if most is not None and most <= 0)
+    yield from _no_sources("train.max_epochs", limits, sources)
 
 
 def _mixture(config: Config) -> Iterator[str]:
-    mixture = config.train.mixture
+    mixture, sources = config.train.mixture, [source.name for source in config.shard.sources]
     if mixture is None:
         return
-    if any(share < 0 for share in mixture.values()) or not sum(mixture.values()) > 0:
+    if min(mixture.values(), default=0) < 0 or not sum(mixture.values()) > 0:
         yield f"train.mixture needs shares of 0 or more with a sum above 0, not {mixture}."
     else:
         yield from mixture_problems(mixture)
-    names = [source.name for source in config.shard.sources]
-    unknown, missing = sorted(set(mixture) - set(names)), sorted(set(names) - set(mixture))
-    if unknown:
-        yield f"train.mixture names {', '.join(unknown)}, but the sources are {', '.join(names)}."
-    if missing:
-        yield f"train.mixture says nothing of {', '.join(missing)}; write 0 to leave a source out."
+    yield from _no_sources("train.mixture", mixture, sources)
+    if missing := sorted(set(sources) - set(mixture)):
+        yield f"train.mixture says nothing of {', '.join(missing)} in shard.sources; write 0 to leave a source out."
+
+
+def _no_sources(key: str, named: Iterable[str], sources: Iterable[str]) -> Iterator[str]:
+    if unknown := sorted(set(named) - set(sources)):
+        yield f"{key} names {', '.join(unknown)}, but shard.sources are {', '.join(sources)}."
 
 
 def place_problems(config: Config) -> Iterator[str]:
     """Paths that are addresses: as a path, `s3://a` would become a folder `s3:` here."""
-    with suppress(UnknownSettingError):
-        if (said := not_a_path(config.runs_dir, written=True)) is not None:
-            yield f"runs_dir: {said}"
-    paths: dict[str, Callable[[], list[str | None]]] = {
-        "reuse": lambda: [config.reuse],
-        "tokenizer.path": lambda: [config.tokenizer.path], "train.init_from": lambda: [config.train.init_from],
-        "evaluate.task_folders": lambda: list(config.evaluate.task_folders)}
-    for key, values in paths.items():
-        with suppress(UnknownSettingError):
-            yield from (f"{key}: {said}" for path in values() if path and (said := not_a_path(path)))
+    if (said := not_a_path(config.runs_dir, written=True)) is not None:
+        yield f"runs_dir: {said}"
+    paths = [("reuse", config.reuse), ("tokenizer.path", config.tokenizer.path),
+             ("train.init_from", config.train.init_from),
+             *(("evaluate.task_folders", folder) for folder in config.evaluate.task_folders)]
     for source in config.shard.sources:
         if source.kind == "files":
             yield from (f"source {source.name}: {said}" for path in source.paths if (said := unreadable(path)))
-        elif source.kind == "hf" and (said := not_a_path(source.dataset)):
-            yield f"source {source.name}: {said}"
+        elif source.kind == "hf":
+            paths.append((f"source {source.name}", source.dataset))
     for item in config.shard.filters:
         own = getattr(item, "path", None)
-        given = [own] if isinstance(own, str) else [file.path for file in getattr(item, "files", [])]
-        yield from (f"the filter {name_of(item)}: {said}" for path in given if (said := not_a_path(path)))
+        paths += [(f"the filter {name_of(item)}", path) for path in
+                  ([own] if isinstance(own, str) else [file.path for file in getattr(item, "files", [])])]
+    yield from (f"{key}: {said}" for key, path in paths if path and (said := not_a_path(path)))
 
 
-CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _model, _samples, _prompts, _evaluation, _shards, _pipeline, _activation_checkpointing, _attention, _fsdp2,
-    _async_tensor_parallel, _timeout, _average, _deepspeed, _optimizer, _schedule, _tokenizer, _ids, _embedding,
-    _sources, _filters, _near_duplicates, _sinks, _phases, _max_epochs, store_problems, place_problems)
-PHASE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _sequence, _batch, _tensor_parallel, _context_parallel, _fp8, _mixture)
-"""Of settings that phases may have for themselves."""
+def _stores(config: Config) -> Iterator[str]:
+    """Why stores that are written to, or trained from, cannot be used as they are given."""
+    stores = {"encode.copy_to": config.encode.copy_to, "train.tokens_from": config.train.tokens_from,
+              "train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
+    found = {}
+    for key, url in stores.items():
+        if url is not None and "?" in url:
+            yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
+        elif url is not None and (said := unusable_url(url)):
+            yield f"{key}: {said}"
+        elif url is not None:  # others are not compared: a password would be printed
+            found[key] = f"{url.rstrip('/')}/"
+    written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
+    for key in written:
+        for other in written:
+            if key != other and found[key].startswith(found[other]) and (found[key] != found[other] or key > other):
+                yield (f"{key} {found[key][:-1]} lies in {other} {found[other][:-1]}: token shards, checkpoints and "
+                       f"the export need places of their own.")

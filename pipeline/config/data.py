@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, SerializeAsAny
+from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.section import Section, added, execution
@@ -72,7 +72,7 @@ class HubSource(Section):
     """Column with the document's own id; null: split and record number, from 1."""
     meta_fields: list[str] = []
     """Columns to keep as the document's `meta`."""
-    limit: int | None = Field(None, gt=0)
+    limit: PositiveInt | None = None
     """Take only the first so many records; null: all."""
 
 
@@ -108,7 +108,7 @@ class ShardConfig(Section):
 
     sources: list[Source] = Field([{"kind": "stdlib"}], min_length=1, validate_default=True)
     """Where documents come from; each source keeps its name through to the held-out loss."""
-    shard_mb: float = Field(64.0, gt=0)
+    shard_mb: PositiveFloat = 64.0
     """Text per shard in MB (10^6 bytes). A shard is the unit of work of `encode`: aim for many per process."""
     heldout_share: float = Field(0.01, gt=0, lt=1)
     """Share of the corpus that no training step ever sees; `heldout_rule` says of what."""
@@ -136,7 +136,7 @@ class ShardConfig(Section):
     """Keep the documents that filters dropped, each with the filter's name and the reason, as JSON lines in dropped/,
     and name the document that is kept instead of each duplicate in duplicates/. They are outputs of the stage, so a
     finished one is made again for them."""
-    max_document_mb: float = added(128.0, gt=0)
+    max_document_mb: PositiveFloat = added(128.0)
     """Largest document in MB (10^6 bytes): a line of jsonl, a value of json, parquet or arrow, a field of csv, a text
     in UTF-8. A larger one is rejected by name and never held in memory; what follows it in a json or csv file is lost.
     A txt file without `separator` is one document."""
@@ -161,29 +161,23 @@ class TokenizerConfig(Section):
     `tokenizer.json`; or the folder that holds it, or for the last its name on the Hub (owner/name). Its content, not
     its place, is what counts. A `tokenizer_config.json` beside a tokenizer.json says which tokens are BOS and EOS;
     both are then exported as they are, with the chat template."""
-    vocab_size: int = Field(32768, gt=0)
+    vocab_size: PositiveInt = 32768
     """Ids in all, with the 256 special ids; a multiple of 128. Applies to trained vocabularies only."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
-    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower. This and the next three
-    settings mean nothing to `kind: bpe`."""
+    """sentencepiece's model type. Unigram encodes faster and trains about 9 times slower. This and the next setting
+    mean nothing to `kind: bpe`."""
     character_coverage: float = Field(0.9999, gt=0, le=1)
     """Share of the corpus's characters that get a piece of their own; the rest are spelled in bytes."""
-    split_digits: bool = True
-    """Every digit is a piece of its own."""
-    max_piece_length: int = Field(16, gt=0)
-    """Longest piece in characters."""
-    train_mb: float = Field(2000.0, gt=0)
+    train_mb: PositiveFloat = 2000.0
     """Text to train on in MB, sampled evenly from the shards. sentencepiece needs about 13 times as much memory. Of a
     corpus more than four times as large only some shards are read, chosen by their hashes, of each source as its share
     is. More than 5,000 to 20,000 MB help no vocabulary."""
-    document_characters: int | None = added(None, gt=0)
+    document_characters: PositiveInt | None = added(None)
     """Of each document only so many characters from its beginning on can be in the sample, so that a few very long
     ones do not outweigh all others (10,000 is usual); null: all of it. The sample is then smaller than `train_mb`."""
-    check_mb: float = added(64.0, gt=0)
+    check_mb: PositiveFloat = added(64.0)
     """Held-out text in MB that is checked of each source: that it is read back and has equal ids in the exported
     tokenizer. Of more than that, the beginnings of shards that are chosen by their hashes."""
-    seed: int = 0
-    """Picks the sample of documents where the corpus is larger than `train_mb`."""
 
 
 class EncodeConfig(Section):

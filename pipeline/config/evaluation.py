@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drover.pipeline.config.section import Section, added, execution
 
@@ -12,21 +12,18 @@ from drover.pipeline.config.section import Section, added, execution
 class ConvertConfig(Section):
     """Stage 5: the checkpoint as a Hugging Face folder."""
 
-    average: list[Annotated[int, Field(gt=0)]] = added([])
+    average: list[PositiveInt] = added([])
     """Steps of checkpoints of which the mean of the weights is exported, as in [9000, 9500, 10000]: Llama 3 was
     averaged so over the end of its training. Training saves after these steps and keeps what it saves. []: the last
     checkpoint's own weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the exported weights."""
-    max_shard_mb: float = Field(4000.0, gt=0)
+    max_shard_mb: PositiveFloat = 4000.0
     """Largest safetensors file."""
-    check_tokens: int = execution(512, gt=0)
-    """Held-out tokens on which what transformers computes of the export, and the training model, are each compared with
-    a float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
-    check_memory_gb: float = execution(16.0, gt=0)
-    """Up to so much memory in float32, transformers loads the whole export for that comparison, as a user would. Of a
-    larger model its network is given the weights of one block at a time, as our own passes always are: all layers are
-    compared at any size, in 12 bytes a parameter of the largest block or embedding."""
+    check_memory_gb: PositiveFloat = execution(16.0)
+    """Up to so much memory in float32, transformers loads the whole export to compare it with the checkpoint, as a user
+    would. Of a larger model its network is given the weights of one block at a time, as our own passes always are:
+    all layers are compared at any size, in 12 bytes a parameter of the largest block or embedding."""
     copy_to: str | None = execution(None)
     """Address in an object store (`s3://bucket/models/mine`) to which the folder is copied once it is done, for this
     run's export alone; null: nowhere. Set later, it copies without converting again."""
@@ -35,52 +32,48 @@ class ConvertConfig(Section):
 class EvaluateConfig(Section):
     """Stage 6: held-out bits per byte, tasks, continuations."""
 
-    heldout_tokens: int | None = Field(4_194_304, gt=0)
+    heldout_tokens: PositiveInt | None = 4_194_304
     """Held-out tokens per source to measure on: whole documents in the order of their keys, which are hashes, so that
     every run on the same text shards and vocabulary takes the same; null: all of them. How many of how many were
     measured stands beside the result. Another number measures this part again, and nothing else."""
-    sequence_length: int | None = Field(None, gt=0)
+    sequence_length: PositiveInt | None = None
     """Tokens per window of held-out text; null: the model's context_length. Give the length it was trained with,
     where that is shorter."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic that the model is measured in. bfloat16 halves the memory and rounds: bits per byte move in the fourth
     decimal or so, which is why it belongs to the identity of the results."""
-    baseline_mb: float = Field(1000.0, gt=0)
-    """Training text in MB that the unigram byte baseline is fitted on, spread evenly over the shards."""
-    compressed_mb: float = added(64.0, gt=0)
+    compressed_mb: PositiveFloat = added(64.0)
     """Held-out text in MB that gzip and xz are given, of each source and of all together: whole documents, the first
     ones. A process of its own compresses them, beside the ranks' work."""
-    batch: int = execution(16, gt=0)
+    batch: PositiveInt = execution(16)
     """Sequences per forward pass."""
-    dp_shard: int | None = execution(None, gt=0)
+    dp_shard: PositiveInt | None = execution(None)
     """Over how many neighbouring ranks the weights are sharded (FSDP2), which then gather one block at a time for every
     forward pass; null: 1, each rank the whole, where that fits `memory_gb`, else as few as do. Results are the same to
     the last bit. Texts are slow that way: each new token gathers all weights once."""
-    memory_gb: float | None = execution(None, gt=0)
+    memory_gb: PositiveFloat | None = execution(None)
     """Memory in GB that weights may take on one rank; null: 60% of what is free on the rank that has least, of its GPU,
     or of its share of the host."""
     tasks: list[str] = []
     """lm-evaluation-harness tasks by name, found under `task_folders`."""
     task_folders: list[str] = execution(["configs/tasks"])
     """Folders with task YAML files; relative paths are from the repository."""
-    task_limit: int | None = Field(None, gt=0)
+    task_limit: PositiveInt | None = None
     """Items per task; null: all."""
     contamination: bool = added(False)
     """Look for every item of the tasks in the training text, which is read once, and give the scores of the clean and
     the dirty items beside those of all (docs/evaluation.md)."""
-    bootstrap_iters: int = Field(100_000, ge=0)
+    bootstrap_iters: NonNegativeInt = 100_000
     """Draws for the standard errors of metrics that have no formula for it (f1, perplexity, bleu ...), as
     lm-evaluation-harness means it and by its own default; accuracies need none. 0: no standard errors at all."""
     prompts: list[str] = ["def main():\n", "import os\n", "class Node:\n    def __init__(self"]
     """Prompts to continue."""
-    prompt_tokens: int = Field(96, gt=0)
+    prompt_tokens: PositiveInt = 96
     """Length of a continuation in tokens."""
-    temperature: float = Field(0.8, ge=0)
+    temperature: NonNegativeFloat = 0.8
     """Sampling temperature of the continuations; 0: always the likeliest token."""
     top_p: float = Field(0.95, gt=0, le=1)
-    """Nucleus of the sampling."""
-    seed: int = 0
-    """Seed of the sampling; prompt i draws with seed + i."""
+    """Nucleus of the sampling. Prompt i draws with seed i."""
 
 
 class ReportConfig(Section):

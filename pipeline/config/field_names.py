@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
-
+from drover.pipeline.config.section import fields_of
 from drover.pipeline.config.tree import Config
 
 ELSEWHERE = {
@@ -105,44 +102,25 @@ for _key, _names in ELSEWHERE.items():
         _KEYS.setdefault(_name, []).append(_key)
 
 
-def suggestion(section: str, name: str, known: list[str]) -> tuple[str, str | None]:
-    """What to say of the unknown key `name` in `section` ("" at the top), whose keys are `known`; and the setting that
-    was meant, dotted, where one can be guessed."""
+def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
+    """What to say of the unknown setting `key`, whose section knows the keys `known`; and the setting that was meant,
+    dotted, where one can be guessed."""
+    section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
     meant = _KEYS.get(name.lower().replace("-", "_"), [])
-    here = [key for key in meant if key.rpartition(".")[0] == section]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    very_close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == name]
-    if very_close and not here:
-        return f"did you mean '{very_close[0]}'?", inside + very_close[0]
-    if here:
-        return f"did you mean '{here[0].rpartition('.')[2]}'{_meaning(here[0])}?", here[0]
-    if meant:
-        return f"here that is '{meant[0]}'{_meaning(meant[0])}.", meant[0]
-    if len(elsewhere) == 1:
-        return f"did you mean '{elsewhere[0]}'?", elsewhere[0]
-    if close:
-        return f"did you mean '{close[0]}'?", inside + close[0]
-    return f"known here: {', '.join(known)}.", None
+    very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
+                         for cutoff in (0.85, 0.5))
+    elsewhere = [other for other in all_keys() if other.rpartition(".")[2] == name]
+    found = [*(other for other in meant if other.rpartition(".")[0] == section), *very_close, *meant,
+             *elsewhere * (len(elsewhere) == 1), *close]
+    if not found:
+        return f"known here: {', '.join(known)}.", None
+    shown = found[0].removeprefix(inside) if found[0].rpartition(".")[0] == section else found[0]
+    explained = f"'{shown}'" + (f" ({MEANINGS[found[0]]})" if found[0] in MEANINGS else "")
+    other_section = found[0] in meant and shown == found[0] and "." in shown
+    return f"here that is {explained}." if other_section else f"did you mean {explained}?", found[0]
 
 
 def all_keys() -> list[str]:
     """Every setting and section of the configuration, dotted, without those of items of lists."""
-    return list(_keys_of(Config, ""))
-
-
-def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        for candidate in (field.annotation, *get_args(field.annotation)):
-            if _is_section(candidate) and get_origin(field.annotation) is not list:
-                yield from _keys_of(candidate, f"{prefix}{name}.")
-
-
-def _is_section(candidate: Any) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, BaseModel)
-
-
-def _meaning(key: str) -> str:
-    return f" ({MEANINGS[key]})" if key in MEANINGS else ""
+    return [key for key, _, _ in fields_of(Config)]

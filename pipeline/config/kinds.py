@@ -8,20 +8,20 @@ it not, and executes nothing of it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from pydantic import ConfigDict, PydanticUserError, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from drover.pipeline.config.section import Section
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.config.section import Section, advice, sentence
+from drover.pipeline.errors import UserError, all_told, listed
 
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -70,7 +70,8 @@ class Kinds(Generic[Of]):
 
     def shipped_class(self, kind: Any) -> type[Of] | None:
         """The class of a kind that ships; None for any other."""
-        return _named(self.shipped[kind]) if isinstance(kind, str) and kind in self.shipped else None
+        shipped = isinstance(kind, str) and kind in self.shipped
+        return imported(self.shipped[kind], self.setting) if shipped else None
 
     def read(self, value: Any) -> Of | Outside:
         """An item of the list as it stands in a configuration: settings with a `kind`, or a kind alone.
@@ -91,10 +92,9 @@ class Kinds(Generic[Of]):
             return found.model_validate(value)
         if isinstance(kind, str) and _OUTSIDE.fullmatch(kind):
             return Outside.model_validate(value)
-        close = difflib.get_close_matches(str(kind), self.shipped, n=1, cutoff=0.5)
-        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind{advice}", {
-            "what": self.what, "advice": f", did you mean '{close[0]}'?" if close else
-            f"; known are {', '.join(self.shipped)}, and my_module:MyClass for one of your own"}), ("kind",), kind)
+        known = [*self.shipped, "my_module:MyClass (of your own)"]
+        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind; {advice}", {
+            "what": self.what, "advice": advice(str(kind), known)}), ("kind",), kind)
 
     def _refuse(self, error: Any, at: tuple[str, ...], given: Any) -> NoReturn:
         raise ValidationError.from_exception_data(self.what, [InitErrorDetails(type=error, loc=at, input=given)])
@@ -105,18 +105,7 @@ class Kinds(Generic[Of]):
         Raises:
             UserError: naming every one that cannot be had, and every wrong setting, by its place.
         """
-        made, problems = [], []
-        for index, item in enumerate(items):
-            if not isinstance(item, Outside):
-                made.append(item)
-                continue
-            try:
-                made.append(self._from_outside(item, f"{self.setting}.{index}"))
-            except UserError as error:
-                problems.append(str(error))
-        if problems:
-            raise UserError(listed(problems))
-        return made
+        return all_told(*(partial(self._made, item, f"{self.setting}.{index}") for index, item in enumerate(items)))
 
     def problems(self, items: Iterable[Of | Outside]) -> list[str]:
         """What keeps items from being made, as sentences."""
@@ -126,15 +115,11 @@ class Kinds(Generic[Of]):
             return [str(error)]
         return []
 
-    def _from_outside(self, item: Outside, at: str) -> Of:
-        try:
-            found: Any = _named(item.kind)
-        except Exception as error:
-            mend = f"{item.module} was found, but not what is named in it." if isinstance(error, AttributeError) else \
-                f"Name the file of {item.module} in `plugins`, put its folder on PYTHONPATH, or install it."
-            raise UserError(f"{at}.kind names {item.kind}, which cannot be imported ({type(error).__name__}: {error}). "
-                            f"{mend}") from error
-        if not (isinstance(found, type) and issubclass(found, _named(self.base))):
+    def _made(self, item: Of | Outside, at: str) -> Of:
+        if not isinstance(item, Outside):
+            return item
+        found = imported(item.kind, f"{at}.kind")
+        if not (isinstance(found, type) and issubclass(found, imported(self.base, at))):
             raise UserError(f"{at}.kind names {item.kind}, which is no {self.what}: it must be a class that extends "
                             f"{self.base.replace(':', '.')}.")
         section = cast("type[Section]", found)
@@ -143,7 +128,10 @@ class Kinds(Generic[Of]):
         except PydanticUserError as error:  # of a field's type, when the class is first used
             raise UserError(f"{at}.kind names {item.kind}, which pydantic cannot use: {error.message}") from error
         except ValidationError as error:
-            raise UserError(listed([_sentence(problem, at, section) for problem in error.errors()])) from None
+            raise UserError(listed([
+                sentence(problem, ".".join([at, *map(str, problem["loc"])]), advice(str(problem["loc"][-1]),
+                                                                                   section.model_fields))
+                for problem in error.errors()])) from None
 
 
 def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:
@@ -164,18 +152,13 @@ def source_of(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
 
 
-def _named(text: str) -> Any:
+def imported(text: str, at: str) -> Any:
+    """What "module:name" names; UserError where it cannot be had. at: the setting that names it, dotted."""
     module, _, name = text.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _sentence(problem: Any, at: str, section: type[Section]) -> str:
-    """A wrong setting of a class from outside, as the configuration's own are told."""
-    key = ".".join([at, *map(str, problem["loc"])])
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(problem["loc"][-1]), section.model_fields, n=1, cutoff=0.5)
-        return f"unknown key '{key}'; " + (f"did you mean '{close[0]}'?" if close else
-                                           f"known here: {', '.join(section.model_fields)}.")
-    if problem["type"] == "missing":
-        return f"'{key}' is missing."
-    return f"'{key}' is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        mend = f"{module} was found, but not what is named in it." if isinstance(error, AttributeError) else \
+            f"Name the file of {module} in `plugins`, put its folder on PYTHONPATH, or install it."
+        raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). {mend}"
+                        ) from error

@@ -6,11 +6,9 @@ import math
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from drover.pipeline.config.section import Section
-
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def minutes(time: int | str) -> int:
@@ -20,16 +18,12 @@ def minutes(time: int | str) -> int:
     Raises:
         ValueError: it is none of them.
     """
-    found = _TIME.fullmatch(str(time).strip())
-    if found is None:
+    text = str(time).strip()
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         raise ValueError(f"{time!r} is no time limit: write minutes, HH:MM:SS or D-HH:MM:SS")
-    days, first, second, third = (None if part is None else int(part) for part in found.groups())
-    if days is not None:
-        seconds = ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
-    elif third is not None:
-        seconds = ((first or 0) * 60 + (second or 0)) * 60 + third
-    else:
-        seconds = (first or 0) * 60 + (second or 0)
+    days, dash, rest = text.rpartition("-")
+    units = (3600, 60, 1) if dash or rest.count(":") == 2 else (60, 1)
+    seconds = int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(rest.split(":"), units, strict=False))
     if not seconds:
         raise ValueError(f"{time!r} is no time at all")
     return math.ceil(seconds / 60)
@@ -45,52 +39,45 @@ Time = Annotated[int | str, AfterValidator(_time)]
 
 
 class Resources(Section):
-    """What the jobs of one stage ask of Slurm; null: what `launch` asks for every stage."""
+    """What jobs ask of Slurm. Of a stage, null means what `launch` says for all; there, the site's default."""
 
     partition: str | None = None
     """Slurm partition."""
-    account: str | None = None
-    """Slurm account."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that the nodes must have."""
-    exclude: str | None = None
-    """Nodes to leave out, in Slurm's notation (`n[3-4],n9`), besides those that failed twice."""
-    cpus: int | None = Field(None, gt=0)
+    cpus: PositiveInt | None = None
     """CPU cores per rank; of a stage without ranks, per job."""
     mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
     """Memory per node as Slurm writes it: `64G`; `0` is all that the node has."""
     time: Time | None = None
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
     extra: dict[str, str | int | bool] | None = None
-    """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`; only those that no setting
-    decides. `{gres: "gpu:h100:8"}` names the type of the GPUs. false: without the option."""
+    """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`; account, qos and constraint of
+    this stage, and those that no setting decides. `{gres: "gpu:h100:8"}` names the type of the GPUs. false: without the
+    option."""
 
 
 class GpuResources(Resources):
     """What the jobs of a stage with ranks ask of Slurm."""
 
-    gpus_per_node: int | None = Field(None, ge=0)
+    gpus_per_node: NonNegativeInt | None = None
     """GPUs, and so ranks, per node."""
 
 
 class ArrayResources(Resources):
     """What the jobs of a stage that can be cut into parts ask of Slurm."""
 
-    array: int | None = Field(None, gt=0)
+    array: PositiveInt | None = None
     """Parts to do as elements of a Slurm array, each on a node of its own if there are enough; one more job then
     finishes the stage. null: as many as train has nodes, at most 64; 1: no array."""
-    at_once: int | None = Field(None, gt=0)
+    at_once: PositiveInt | None = None
     """Elements that may run at the same time; null: all."""
 
 
 class TrainResources(GpuResources):
     """What the jobs of train ask of Slurm."""
 
-    nodes: int = Field(1, gt=0)
+    nodes: PositiveInt = 1
     """Nodes."""
-    links: int = Field(1, gt=0)
+    links: PositiveInt = 1
     """Jobs to queue one after the other, for sites that let no job requeue itself: each goes on where the one before
     was stopped, and those that find training done end at once."""
 
@@ -98,9 +85,9 @@ class TrainResources(GpuResources):
 class EvaluateResources(GpuResources):
     """What the jobs of evaluate ask of Slurm."""
 
-    nodes: int = Field(1, gt=0)
+    nodes: PositiveInt = 1
     """Nodes; every rank holds the whole model and does its share of the text and tasks."""
-    every_checkpoints: int | None = Field(None, gt=0)
+    every_checkpoints: PositiveInt | None = None
     """Convert and evaluate every so many checkpoints (of `train.checkpoint.every_steps`) beside training, in jobs of
     their own; a checkpoint that is owed a result is kept until it has one. null: the last one only."""
 
@@ -108,43 +95,39 @@ class EvaluateResources(GpuResources):
 class SiteLimits(Section):
     """What the site allows; null: not known here, Slurm will say. For cluster profiles."""
 
-    nodes: int | None = Field(None, gt=0)
+    nodes: PositiveInt | None = None
     """Nodes of one job."""
     time: Time | None = None
     """Longest time limit."""
-    array: int | None = Field(None, gt=0)
+    array: PositiveInt | None = None
     """Elements of one array (MaxArraySize)."""
-    jobs: int | None = Field(None, gt=0)
+    jobs: PositiveInt | None = None
     """Jobs of one user in the queue."""
-    gpu_memory_gb: float | None = Field(None, gt=0)
+    gpu_memory_gb: PositiveFloat | None = None
     """Memory of one GPU in GB: weights, gradients and moments of a rank must fit."""
 
 
-class LaunchConfig(Section):
+class LaunchConfig(Resources):
     """Processes on one box, and what is asked of Slurm, for all stages and for each."""
 
-    processes: int | None = Field(None, gt=0)
+    processes: PositiveInt | None = None
     """Processes on one box: ranks of train and evaluate (never more than GPUs, where there are any), workers of
     shard, tokenizer and encode. null: one rank per GPU (1 without), a worker per core."""
     cluster: str | None = None
     """Profile of a Slurm cluster: `lab` for configs/clusters/lab.yaml, or a file. It is laid under this section, and
     what is saved of a run holds its settings in place of its name."""
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: NonNegativeInt = 0
     """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node."""
-    partition: str | None = None
-    """Slurm partition; null: the site's default."""
     account: str | None = None
     """Slurm account; null: the user's default."""
     qos: str | None = None
     """Quality of service; null: the site's default."""
     constraint: str | None = None
-    """Features that the nodes must have."""
+    """Features that the nodes must have. A stage's own account, qos or constraint stands in its `extra`."""
     exclude: str | None = None
     """Nodes to leave out, in Slurm's notation, besides those that failed twice."""
-    cpus: int = Field(4, gt=0)
+    cpus: PositiveInt = 4
     """CPU cores per rank, and of a stage without ranks (which gets more if `processes` is more)."""
-    mem: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
-    """Memory per node as Slurm writes it (`500G`; `0`: all of it); null: the site's default."""
     time: Time = 240
     """Time limit of a job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
     extra: dict[str, str | int | bool] = {}
@@ -172,7 +155,7 @@ class LaunchConfig(Section):
     signal_s: int = Field(120, ge=60)
     """Seconds before the time limit at which training is told to save and leave: at least a step and a save. Slurm may
     be a minute early."""
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: NonNegativeInt = 3
     """Restarts in a row without a new checkpoint after which a stage stops for good."""
     trusted_group: str | None = None
     """A group that may write the run folder, though jobs execute what is there, and whose members may own parts of it.
@@ -182,11 +165,9 @@ class LaunchConfig(Section):
     the file system does not show true ones; the content is compared in any case."""
     preflight: bool = True
     """Try every node (devices, memory, disk, network, clock) before training."""
-    preflight_s: int | None = Field(None, gt=0)
+    preflight_s: PositiveInt | None = None
     """Seconds that this may take; null: 180, and one more for every two nodes, half an hour at most. Nodes that have
     not answered by then are slow, not bad."""
-    preflight_factor: float = Field(4.0, gt=1)
-    """A rank slower than the group's median by more than this makes its node a bad one."""
     limits: SiteLimits = Field({}, validate_default=True)
     """What the site allows."""
     shard: ArrayResources = Field({}, validate_default=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,13 +12,12 @@ from pydantic import BaseModel, ValidationError
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.checks import problems
-from drover.pipeline.config.data import FilesSource, HubSource, StdlibSource
-from drover.pipeline.config.partial import UnknownSettingError, known_part
 from drover.pipeline.config.plugins import left_out, load_plugins
+from drover.pipeline.config.section import sections_in, sentence
 from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.config.yaml_source import Dumper, Path_, Values, read_yaml
+from drover.pipeline.config.yaml_source import Dumper, Path_, Written, read_yaml, written
 from drover.pipeline.errors import UserError, listed
 from drover.pipeline.files import sealed_text, sha256_json, write_text
 
@@ -24,6 +25,7 @@ CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 """Where the profiles of clusters are that are named without a folder."""
 OF_A_STAGE = ("started.json", "manifest.json")
 """Files in a stage's folder: a folder with such folders is a run's."""
+KINDS = {kinds.setting: kinds for kinds in (FILTERS, HOOKS, SINKS)}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
@@ -42,10 +44,10 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     Raises:
         UserError: naming every problem with its file, line and key.
     """
-    values = _read(path, overrides)
-    if plugins := values.tree.get("plugins"):
-        values.tree["plugins"] = load_plugins(plugins, Path(path), values.place(("plugins",)))
-    config = _validated(values, path)
+    tree = _read(Path(path), overrides)
+    if plugins := tree.get("plugins"):
+        tree["plugins"] = load_plugins(plugins, Path(path), tree.place(("plugins",)))
+    config = _validated(tree, path)
     if check and (found := problems(config)):
         raise refusal(found, path)
     return config
@@ -53,11 +55,11 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 
 def read_without_plugins(path: Path) -> Config:
     """The configuration that a run's folder holds, with nothing imported; UserError as above."""
-    values = _read(path, ())
+    tree = _read(path, ())
     try:
-        return _validated(values, path)
+        return _validated(tree, path)
     except UserError as error:
-        raise UserError(f"{error}\n{left_out(values.tree.get('plugins'), path.parent)}".rstrip()) from None
+        raise UserError(f"{error}\n{left_out(tree.get('plugins'), path.parent)}".rstrip()) from None
 
 
 def dump_config(config: Config) -> str:
@@ -81,170 +83,126 @@ def config_hash(config: Config) -> str:
     return sha256_json(config.model_dump(mode="json"))
 
 
-def _read(path: str | Path, overrides: list[str] | tuple[str, ...]) -> Values:
-    return _with_preset(_with_profile(_with_overrides(path, overrides), Path(path)))
-
-
-def _with_overrides(path: str | Path, overrides: list[str] | tuple[str, ...]) -> Values:
-    values = _with_bases(Path(path), ())
-    _find_itself(values, Path(path))
+def _read(path: Path, overrides: list[str] | tuple[str, ...]) -> Written:
+    """What the files and overrides say, laid over the profile and the shape that they name."""
+    tree = _with_bases(path, ())
+    _find_itself(tree, path)
     if any(override.startswith("model.preset=") for override in overrides):
-        values.tree.pop("model", None)
+        tree.pop("model", None)
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key:
             raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
-        values.set(key.strip(), text)
-    return values
+        tree.override(key.strip(), text)
+    for section, key, named in (("launch", "cluster", _profile), ("model", "preset", _shape)):
+        given = tree.get(section)
+        if isinstance(given, Written) and (name := given.pop(key, None)) is not None:
+            tree[section] = named(str(name), given, given.places[key], path).merge(given)
+    return tree
 
 
-def _find_itself(values: Values, path: Path) -> None:
+def _with_bases(path: Path, seen: tuple[Path, ...], named_by: str = "") -> Written:
+    own, resolved = read_yaml(path, named_by), path.resolve()
+    if resolved in seen:
+        chain = " -> ".join(str(step) for step in (*seen, resolved))
+        raise UserError(f"The configuration {path} is its own base: {chain}. Remove one `base:`.")
+    place, bases = own.place(("base",)), own.pop("base", [])
+    if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):
+        raise UserError(f"{place}: `base` is a file name or a list of them, not {bases!r}.")
+    tree = Written()
+    for base in [bases] if isinstance(bases, str) else bases:
+        tree.merge(_with_bases(path.parent / base, (*seen, resolved), f"`base:` in {place}"))
+    if "preset" in (own.get("model") or ()):
+        tree.pop("model", None)  # whoever names a preset means all of it
+    return tree.merge(own)
+
+
+def _find_itself(tree: Written, path: Path) -> None:
     """Let the configuration of a run folder that was moved or copied name the folder that it is in."""
     folder = path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
     if path.name != "config.yaml" or not any(next(folder.glob(f"*/{name}"), None) for name in OF_A_STAGE):
         return
-    written = Path(str(values.tree.get("runs_dir")), str(values.tree.get("name")))
-    if written.resolve() != folder.resolve():
-        for key, value in (("runs_dir", str(folder.parent)), ("name", folder.name)):
-            values.tree[key] = value
-            values.places[(key,)] = f"the run folder {folder}"
+    if Path(str(tree.get("runs_dir")), str(tree.get("name"))).resolve() != folder.resolve():
+        tree.put("runs_dir", str(folder.parent), f"the run folder {folder}")
+        tree.put("name", folder.name, f"the run folder {folder}")
 
 
-def _with_profile(values: Values, path: Path) -> Values:
-    """Lay the configuration over the cluster profile that it names."""
-    name = _launch_section(values).pop("cluster", None)
-    if name is None:
-        return values
-    profile = read_yaml(_profile_path(str(name), path, values.place(("launch", "cluster"))))
-    if not {"launch", "base"}.isdisjoint(profile.tree):
-        raise UserError(f"{profile.place(())}: a cluster profile holds the keys of the section `launch` themselves "
-                        f"(partition, setup, train: ...), no `launch:` or `base:` around them.")
-    below = Values()
-    below.tree = {"launch": profile.tree}
-    below.places = {("launch", *at): place for at, place in profile.places.items()}
-    below.merge(values)
-    below.words = values.words
-    return below
+def _profile(name: str, given: Written, place: str, config: Path) -> Written:
+    """What a cluster's profile says of the section launch."""
+    beside = config.parent / "clusters"
+    candidates = [Path(name), config.parent / name] if "/" in name or name.endswith((".yaml", ".yml")) else \
+        [beside / f"{name}.yaml", CLUSTERS / f"{name}.yaml"]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        known = sorted({found.stem for folder in (beside, CLUSTERS) for found in folder.glob("*.yaml")})
+        looked = " and ".join(str(candidate.absolute()) for candidate in candidates)
+        raise UserError(f"{place}: there is no cluster profile '{name}' (looked for {looked}). Known here: "
+                        f"{', '.join(known) or 'none'}; or give a file, such as --cluster ./ours.yaml.")
+    profile = read_yaml(path)
+    if not {"launch", "base"}.isdisjoint(profile):
+        raise UserError(f"{path}: a cluster profile holds the keys of the section `launch` themselves (partition, "
+                        f"setup, train: ...), no `launch:` or `base:` around them.")
+    return profile
 
 
-def _with_preset(values: Values) -> Values:
-    """Lay the section `model` over the shape that it names, published or of the weights in a folder. Whoever names one
-    means all of it: what bases say of the shape is gone by now, and for a preset on the command line what the files
-    say."""
-    section = values.tree.get("model")
-    if not isinstance(section, dict) or section.get("preset") is None:
-        if isinstance(section, dict):
-            section.pop("preset", None)
-        return values
+def _shape(name: str, given: Written, place: str, config: Path) -> Written:
+    """The section model of a preset, or of the weights in a folder."""
     from drover.model.presets import preset
 
-    place, name = values.place(("model", "preset")), str(section.pop("preset"))
     try:
         found = shape_in(Path(name)) if Path(name).is_dir() else preset(name)
     except (UserError, ValueError) as error:
         raise UserError(f"{place}: {error}") from None
     shape = found.model_dump()
-    if not {"ffn_dim_multiplier", "multiple_of"} & section.keys():  # one way to say the width, the plain one
+    if not {"ffn_dim_multiplier", "multiple_of"} & given.keys():  # one way to say the width, the plain one
         shape |= {"ffn_dim": found.hidden, "ffn_dim_multiplier": None, "multiple_of": ModelConfig().multiple_of}
-    given, own = section.get("rope_scaling"), shape["rope_scaling"]
-    if isinstance(given, dict) and own is not None and ("kind" in given) != ("kind" in own):
+    scaling, own = given.get("rope_scaling"), shape["rope_scaling"]
+    if isinstance(scaling, dict) and own is not None and ("kind" in scaling) != ("kind" in own):
         shape["rope_scaling"] = None  # of another kind: nothing of it is left
-    below = Values()
-    below.tree = {"model": shape}
-    below.places = {("model", key): f"the preset {name}" for key in shape}
-    below.merge(values)
-    below.words = values.words
+    below: Written = written(shape, f"the preset {name}")
     return below
 
 
-def _launch_section(values: Values) -> dict[str, Any]:
-    launch = values.tree.get("launch")
-    return launch if isinstance(launch, dict) else {}
-
-
-def _profile_path(name: str, config: Path, place: str) -> Path:
-    if "/" in name or name.endswith((".yaml", ".yml")):
-        candidates = [Path(name), config.parent / name]
-    else:
-        candidates = [config.parent / "clusters" / f"{name}.yaml", CLUSTERS / f"{name}.yaml"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    known = sorted({found.stem for folder in (config.parent / "clusters", CLUSTERS) for found in folder.glob("*.yaml")})
-    looked = " and ".join(str(candidate.absolute()) for candidate in candidates)
-    raise UserError(f"{place}: there is no cluster profile '{name}' (looked for {looked}). Known here: "
-                    f"{', '.join(known) or 'none'}; or give a file, such as --cluster ./ours.yaml.")
-
-
-def _validated(values: Values, path: str | Path) -> Config:
+def _validated(tree: Written, path: str | Path) -> Config:
     try:
-        return Config.model_validate(values.tree)
+        return Config.model_validate(tree)
     except ValidationError as error:
-        texts = [_path(item["loc"], values.tree) for item in error.errors() if item["type"] == "string_type"]
-        whole = [_path(item["loc"], values.tree) for item in error.errors() if item["type"] == "int_type"]
-        if values.take_words(texts) | values.take_whole_numbers(whole):
-            return _validated(values, path)
-        found = [_sentence(item, values) for item in error.errors()] + _combinations(error, values)
-        raise refusal(found, path) from None
+        wrong = [(_path(item["loc"], tree), item) for item in error.errors()]
+    if sum(tree.meant(at, item["type"]) for at, item in wrong):
+        return _validated(tree, path)
+    found, unknown, pruned = [], [], copy.deepcopy(tree)
+    for at, item in wrong:
+        key, instead = ".".join(map(str, at)), ""
+        if item["type"] == "extra_forbidden":
+            from drover.pipeline.config.field_names import suggestion
+
+            instead, meant = suggestion(key, _known_keys(at[:-1], tree))
+            unknown += [meant] if meant else []
+        found.append(f"{tree.place(at)}: {sentence(item, key or '(top level)', instead)}")
+        unknown.append(_cut(pruned, at))
+    with suppress(ValidationError):  # what can be judged without the wrong values
+        found += problems(Config.model_validate(pruned), unknown)
+    raise refusal(found, path)
 
 
-def _with_bases(path: Path, seen: tuple[Path, ...], named_by: str = "") -> Values:
-    own = read_yaml(path, named_by)
-    resolved = path.resolve()
-    if resolved in seen:
-        chain = " -> ".join(str(step) for step in (*seen, resolved))
-        raise UserError(f"The configuration {path} is its own base: {chain}. Remove one `base:`.")
-    named_by = f"`base:` in {own.place(('base',))}"
-    bases = own.tree.pop("base", [])
-    if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):
-        raise UserError(f"{own.place(('base',))}: `base` is a file name or a list of them, not {bases!r}.")
-    values = Values()
-    for base in [bases] if isinstance(bases, str) else bases:
-        values.merge(_with_bases(path.parent / base, (*seen, resolved), named_by))
-    if isinstance(own.tree.get("model"), dict) and "preset" in own.tree["model"]:
-        values.tree.pop("model", None)
-    values.merge(own)
-    return values
-
-
-def _sentence(error: Any, values: Values) -> str:
-    at = _path(error["loc"], values.tree)
-    key, place = ".".join(map(str, at)) or "(top level)", values.place(at)
-    given = error.get("input")
-    if error["type"] == "extra_forbidden":
-        return f"{place}: unknown key '{key}'; {_suggested(at, values.tree)[0]}"
-    if error["type"] == "missing":
-        return f"{place}: '{key}' is missing."
-    message = error["msg"][0].lower() + error["msg"][1:]
-    if error["type"] == "impossible":
-        return f"{place}: '{key}': {message}."
-    shown = repr(given) if not isinstance(given, (dict, list)) else f"a {type(given).__name__}"
-    return f"{place}: '{key}' is {shown} ({type(given).__name__}): {message}{'' if message.endswith('?') else '.'}"
-
-
-def _combinations(error: ValidationError, values: Values) -> list[str]:
-    """Combinations that cannot work among the settings that are right by themselves."""
-    wrong = [_path(item["loc"], values.tree) for item in error.errors()]
-    meant = [_suggested(at, values.tree)[1] for at, item in zip(wrong, error.errors(), strict=True)
-             if item["type"] == "extra_forbidden"]
-    try:
-        return problems(known_part(values.tree, wrong, [key for key in meant if key is not None]))
-    except UnknownSettingError:
-        return []
-
-
-def _suggested(at: Path_, tree: Any) -> tuple[str, str | None]:
-    from drover.pipeline.config.field_names import suggestion
-
-    return suggestion(".".join(map(str, at[:-1])), str(at[-1]), _known_keys(at[:-1], tree))
+def _cut(tree: Any, path: Path_) -> str:
+    """Take the value at a path out, or the whole list that it is in; what was taken out, dotted."""
+    for depth, key in enumerate(path, 1):
+        if not isinstance(tree, dict) or key not in tree:
+            break  # it is gone with another, or it is what is missing
+        if depth == len(path) or isinstance(tree[key], list):
+            del tree[key]
+            return ".".join(map(str, path[:depth]))
+        tree = tree[key]
+    return ".".join(map(str, path))
 
 
 def _path(location: tuple[Any, ...], tree: Any) -> Path_:
     """Pydantic's location without the names it adds for the members of a union."""
     path: list[Any] = []
     node = tree
-    for index, part in enumerate(location):
-        last = index == len(location) - 1
+    for index, part in enumerate(location, 1):
+        last = index == len(location)
         if isinstance(node, dict) and (part in node or last):
             node = node.get(part)
         elif isinstance(node, list) and isinstance(part, int) and part < len(node):
@@ -257,34 +215,19 @@ def _path(location: tuple[Any, ...], tree: Any) -> Path_:
 
 def _known_keys(at: Path_, tree: Any) -> list[str]:
     """The keys that the section at `at` knows."""
-    section: Any = Config
-    node = tree
+    sections: list[type[BaseModel]] = [Config]
     for depth, part in enumerate(at):
-        node = node[part]
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            section = section.model_fields[str(part)].annotation
-        if isinstance(part, int) and isinstance(node, dict):
-            section = _item_class(node.get("kind"), ".".join(map(str, at[:depth]))) or section
-    sections = _sections_in(section)
-    of_kind = [found for found in sections
-               if isinstance(node, dict) and ("kind" in node) == ("kind" in found.model_fields)]
-    for found in (of_kind or sections)[:1]:
-        return [*found.model_fields, *(["preset"] if found is ModelConfig else [])]
-    return []
-
-
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may be."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for part in get_args(annotation) for found in _sections_in(part)]
-
-
-def _item_class(kind: Any, setting: str) -> Any:
-    """The section of an item of a list by its kind; None in a list without kinds."""
-    if setting == "shard.sources":
-        return {"stdlib": StdlibSource, "files": FilesSource, "hf": HubSource}.get(kind)
-    return next((kinds.shipped_class(kind) for kinds in (FILTERS, HOOKS, SINKS) if kinds.setting == setting), None)
+        tree = tree[part]
+        kind = tree.get("kind") if isinstance(tree, dict) else None
+        if isinstance(part, str):
+            sections = sections_in(sections[0].model_fields[part].annotation)
+        elif (kinds := KINDS.get(".".join(map(str, at[:depth])))) is not None:
+            sections = [kinds.shipped_class(kind) or sections[0]]
+        kinds_of = [get_args(one.model_fields["kind"].annotation) if "kind" in one.model_fields else (None,)
+                    for one in sections]
+        sections = [one for one, of in zip(sections, kinds_of, strict=True) if kind in of] or sections
+    known = [*sections[0].model_fields] if sections else []
+    return known + ["preset"] * (at == ("model",))
 
 
 def refusal(found: list[str], path: Path | str) -> UserError:

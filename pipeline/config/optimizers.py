@@ -5,18 +5,13 @@ How one adds an optimizer is told in pipeline/training/optimizers/base.py.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from drover.pipeline.config.kinds import imported
+from drover.pipeline.config.training import Setting, TrainConfig
 from drover.pipeline.errors import UserError
-
-if TYPE_CHECKING:
-    from drover.pipeline.config.training import TrainConfig
-
-Setting = bool | int | float | str
-"""A value in train.optimizer_settings."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class OptimizerKind:
 
     def maker(self) -> Callable[..., Any]:
         """What `make` names, imported; UserError if it is not there."""
-        found: Callable[..., Any] = _named(self.make)
+        found: Callable[..., Any] = imported(self.make, "train.optimizer")
         return found
 
 
@@ -80,7 +75,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
     if ":" not in name:
         raise UserError(f"train.optimizer '{name}' is not known. There are {', '.join(OPTIMIZERS)}; one of your own is "
                         f"written as module:NAME of an OptimizerKind.")
-    kind = _named(name)
+    kind = imported(name, "train.optimizer")
     if not isinstance(kind, OptimizerKind):
         what = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
         raise UserError(f"train.optimizer '{name}' names {what}, not an OptimizerKind: name one that makes it, as "
@@ -111,23 +106,13 @@ def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
                f"{' or '.join(able)}.")
     for name, value in train.optimizer_settings.items():
         if name not in kind.settings:
-            yield (f"train.optimizer_settings has '{name}', which the optimizer '{train.optimizer}' does not know; it "
-                   f"knows {', '.join(kind.settings) or 'none'}.")
+            yield (f"train.optimizer_settings has '{name}', which train.optimizer '{train.optimizer}' does not know; "
+                   f"it knows {', '.join(kind.settings) or 'none'}.")
         elif not _fits(value, kind.settings[name]):
-            yield (f"train.optimizer_settings.{name} is {value!r}; like its default {kind.settings[name]!r} it is to "
-                   f"be of type {type(kind.settings[name]).__name__}.")
+            yield (f"train.optimizer_settings.{name} is {value!r}; like its default {kind.settings[name]!r} of "
+                   f"train.optimizer '{train.optimizer}' it is to be of type {type(kind.settings[name]).__name__}.")
 
 
 def _fits(value: Setting, default: Setting) -> bool:
     wanted = (float, int) if isinstance(default, float) else (type(default),)
     return type(value) in wanted
-
-
-def _named(text: str) -> Any:
-    module, _, name = text.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        mend = "The module was found, but not what is named in it." if isinstance(error, AttributeError) else \
-            "Name its file in `plugins`, or install it, wherever the run is started and trained."
-        raise UserError(f"The optimizer '{text}' cannot be imported ({error}). {mend}") from error

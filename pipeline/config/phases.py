@@ -11,50 +11,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from drover.pipeline.config.mixture import Mixture, TokenCount, tokens_text
-from drover.pipeline.config.section import Section, execution
-
-if TYPE_CHECKING:
-    from drover.pipeline.config.training import TrainConfig
-    from drover.pipeline.config.tree import Config
-
-OVERLAID = ("mixture", "sequence_length", "batch_tokens", "micro_batch")
-"""What a phase may say in place of train."""
-
-
-class PhaseConfig(Section):
-    """A part of training with settings of its own; what it does not say is as `train` says it."""
-
-    until: TokenCount = Field(gt=0)
-    """Where it ends: tokens since the beginning of the run, as a number or as 250M, 10B. Rounded up to a whole step.
-    The last phase's is the end of the run."""
-    mixture: Mixture | None = None
-    """Weights of the sources in it, as in train.mixture."""
-    sequence_length: int | None = Field(None, gt=0)
-    """Tokens per sequence in it."""
-    batch_tokens: TokenCount | None = Field(None, gt=0)
-    """Tokens per optimizer step in it."""
-    micro_batch: int | None = execution(None, gt=0)
-    """The most sequences that a rank takes through the model at once in it."""
-    lr: float | None = Field(None, ge=0)
-    """A phase that says anything of its learning rate begins a curve of its own, which lasts until the next phase that
-    does. This is where it begins (after `warmup_steps`); null: where the curve before had come to. Phases that say
-    nothing go on along the curve they find; the first one's is train's own (lr, schedule, warmup_steps)."""
-    lr_end: float | None = Field(None, ge=0)
-    """Where a curve that is not constant ends; null: at its begin times train.min_lr_share. 0 anneals."""
-    schedule: Literal["constant", "linear", "cosine"] | None = None
-    """The form of the curve that begins here; null: linear if `lr_end` is given, else constant."""
-    warmup_steps: int | None = Field(None, ge=0)
-    """Steps of linear growth from 0 at the beginning of the curve; null: none (in the first phase, train's)."""
-
-    @property
-    def begins_curve(self) -> bool:
-        """Whether it says anything of its learning rate."""
-        return (self.lr, self.lr_end, self.schedule, self.warmup_steps) != (None, None, None, None)
+from drover.pipeline.config.mixture import tokens_text
+from drover.pipeline.config.training import PhaseConfig, TrainConfig
+from drover.pipeline.config.tree import Config
 
 
 @dataclass(frozen=True)
@@ -115,12 +76,10 @@ class PhasePlan:
             return cls((Phase(0, train, 0, train.steps, 0),))
         found: list[Phase] = []
         step = token = 0
-        for number, said in enumerate(train.phases):
-            given = {name: value for name in OVERLAID if (value := getattr(said, name)) is not None}
-            own = train.model_copy(update={**given, "phases": []})
-            steps = max(0, -(-(said.until - token) // own.batch_tokens))
+        for number, (said, steps) in enumerate(zip(train.phases, train.phase_steps(), strict=True)):
+            own = train.model_copy(update={**said.overlaid, "phases": []})
             found.append(Phase(number, own, step, steps, token, said))
-            step, token = step + steps, token + steps * own.batch_tokens
+            step, token = found[-1].end_step, token + found[-1].tokens
         return cls(tuple(found))
 
     @property

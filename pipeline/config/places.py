@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from drover.pipeline.config.partial import UnknownSettingError
 from drover.pipeline.errors import UserError, is_full_disk
 from drover.pipeline.stores.store import SCHEMES, Store, is_url
-
-if TYPE_CHECKING:
-    from drover.pipeline.config.tree import Config
 
 OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
 """Names of settings that say where files from outside of the run are: what is read there, not where, decides."""
@@ -54,67 +47,50 @@ def unreadable(text: str) -> str | None:
     """What to say of an address that is no source: neither a path nor a URL of an object store; None of a source."""
     if not is_url(text):
         return not_a_path(text)
-    if _LOGIN.match(text):
+    if text.partition("://")[0] not in SCHEMES and not _LOGIN.match(text):
+        return f"{not_a_path(text)} Sources are also read from {', '.join(f'{name}://' for name in SCHEMES)}."
+    return unusable_url(text)
+
+
+def unusable_url(url: str) -> str | None:
+    """Why an address cannot be used, as a sentence without what is secret in it. Nothing is contacted."""
+    if _LOGIN.match(url):
         return ("an address holds a name or password before @, which would be written to files; give the address "
                 "alone, and the credentials in the environment.")
-    if text.partition("://")[0] not in SCHEMES:
-        return f"{not_a_path(text)} Sources are also read from {', '.join(f'{name}://' for name in SCHEMES)}."
     try:
-        Store(text)
+        Store(url)
     except UserError as error:
         return str(error)
     return None
 
 
-def unusable_url(key: str, url: str) -> Iterator[str]:
-    """Why the address `url` of the setting `key` cannot be written to, as a sentence. Nothing is contacted."""
-    if _LOGIN.match(url):
-        yield (f"{key} holds a name or password before @, which would be written to files; give the address alone, and "
-               f"the credentials in the environment.")
-        return
-    if "?" in url:
-        yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
-        return
+def blocked(folder: Path, *, write: bool = False) -> str | None:
+    """What stands where `folder` or a folder above it should be, as a sentence; None where nothing does.
+
+    write: also why nothing could be written into it, should it be made where it is not. Makes nothing.
+    """
+    made, here = f"runs_dir and name make the folder {folder}", folder.absolute()
     try:
-        Store(url)
-    except UserError as error:
-        yield f"{key}: {error}"
-
-
-def blocked(folder: Path) -> str | None:
-    """What stands where `folder` or a folder above it should be, as a sentence; None where nothing does."""
-    try:
-        here = _nearest(folder)
-        if here.is_dir():
-            return None
-    except OSError as error:  # a name that is too long, a link to itself
-        return f"runs_dir and name make the folder {folder}, which cannot be: {error.strerror}. Set another runs_dir."
-    what = "a file" if here.exists() else "a link to something that is not there"
-    return (f"runs_dir and name make the folder {folder}, but {here} is {what}, not a folder: set another runs_dir, or "
-            f"move it away.")
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or what is there on the way to it: the nearest above it that there is, of whatever kind."""
-    here = folder.absolute()
-    while True:
-        try:
-            here.lstat()
-        except (FileNotFoundError, NotADirectoryError):
+        while not _is_there(here):
             here = here.parent
-        else:
-            return here
+        if not here.is_dir():
+            what = "a file" if here.exists() else "a link to something that is not there"
+            return f"{made}, but {here} is {what}, not a folder: set another runs_dir, or move it away."
+    except OSError as error:  # a name that is too long, a link to itself
+        return f"{made}, which cannot be: {error.strerror}. Set another runs_dir."
+    if write and not os.access(here, os.W_OK | os.X_OK):
+        return (f"{made}, but you may not write into {here}: set runs_dir to a folder of yours, or have its "
+                f"permissions changed.")
+    return None
 
 
-def unwritable(folder: Path) -> str | None:
-    """Why nothing can be written into `folder`, should it be made where it is not, as a sentence; None where it seems
-    that it can. Makes nothing."""
-    if (found := blocked(folder)) is not None:
-        return found
-    if os.access(here := _nearest(folder), os.W_OK | os.X_OK):
-        return None
-    return (f"runs_dir and name make the folder {folder}, but you may not write into {here}: set runs_dir to a folder "
-            f"of yours, or have its permissions changed.")
+def _is_there(path: Path) -> bool:
+    """Whether a path is there, of whatever kind, a broken link too."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def make_folder(folder: Path) -> None:
@@ -124,30 +100,7 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         if is_full_disk(error):
             raise
-        raise UserError(unwritable(folder) or f"runs_dir and name make the folder {folder}, which cannot be made: "
-                                              f"{error.strerror}. Set another runs_dir.") from None
-    if (found := unwritable(folder)) is not None:
+        raise UserError(blocked(folder, write=True) or f"runs_dir and name make the folder {folder}, which cannot be "
+                        f"made: {error.strerror}. Set another runs_dir.") from None
+    if (found := blocked(folder, write=True)) is not None:
         raise UserError(found)
-
-
-def store_problems(config: Config) -> Iterator[str]:
-    """Why stores that are written to, or trained from, cannot be used as they are given."""
-    given: dict[str, Callable[[], str | None]] = {
-        "encode.copy_to": lambda: config.encode.copy_to,
-        "train.tokens_from": lambda: config.train.tokens_from,
-        "train.checkpoint.copy_to": lambda: config.train.checkpoint.copy_to,
-        "convert.copy_to": lambda: config.convert.copy_to}
-    found = {}
-    for key, value in given.items():
-        with suppress(UnknownSettingError):
-            if (url := value()) is not None:
-                if problems := list(unusable_url(key, url)):
-                    yield from problems  # not compared with the others: a password would be printed
-                else:
-                    found[key] = f"{url.rstrip('/')}/"
-    written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
-    for key in written:
-        for other in written:
-            if key != other and found[key].startswith(found[other]) and (found[key] != found[other] or key > other):
-                yield (f"{key} {found[key][:-1]} lies in {other} {found[other][:-1]}: token shards, checkpoints and "
-                       f"the export need places of their own.")

@@ -1,10 +1,13 @@
-"""The base of every configuration section, and the mark of a field that does not change what is computed."""
+"""The base of every configuration section, the marks of its fields, and what can be said of any section."""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -30,15 +33,9 @@ def execution(default: Any = ..., **extra: Any) -> Any:
     return Field(default, json_schema_extra={"execution": True}, **extra)
 
 
-def is_execution(field: Any) -> bool:
+def is_execution(field: FieldInfo) -> bool:
     """Whether a pydantic field was declared with `execution`."""
-    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("execution"))
-
-
-def _is_as_before(field: Any, value: Any) -> bool:
-    """Whether a pydantic field was declared with `added` and computes what was computed before it was there."""
-    added_later = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("added")
-    return bool(added_later) and value == field.default
+    return field.json_schema_extra == {"execution": True}
 
 
 def identity(value: Any) -> Any:
@@ -49,7 +46,8 @@ def identity(value: Any) -> Any:
     if isinstance(value, BaseModel):
         fields = ((name, field, getattr(value, name)) for name, field in type(value).model_fields.items())
         own = {name: identity(here) for name, field, here in fields
-               if not is_execution(field) and not _is_as_before(field, here)}
+               if not is_execution(field)
+               and not (field.json_schema_extra == {"added": True} and here == field.default)}
         return own | identity(value.model_extra or {})
     if isinstance(value, (list, tuple)):
         return [identity(item) for item in value]
@@ -67,3 +65,43 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in items:
         flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
     return flat
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: itself, in a union, or as items of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in sections_in(part)]
+
+
+def fields_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
+    """Every setting and section, dotted, without those of items of lists; with the section that it is in."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, section, field
+        if (nested := section_of(field)) is not None:
+            yield from fields_of(nested, f"{prefix}{name}.")
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field is; None for a single setting or a list."""
+    found = [one for one in (field.annotation, *get_args(field.annotation)) if one in sections_in(one)]
+    return found[0] if found and get_origin(field.annotation) is not list else None
+
+
+def advice(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that is not among the known ones."""
+    close = difflib.get_close_matches(name, known := list(known), n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(known)}."
+
+
+def sentence(problem: Any, key: str, instead: str) -> str:
+    """One of pydantic's errors in words. key: the setting, dotted. instead: what to say where the key is unknown."""
+    kind, given, message = problem["type"], problem.get("input"), problem["msg"][0].lower() + problem["msg"][1:]
+    if kind == "extra_forbidden":
+        return f"unknown key '{key}'; {instead}"
+    if kind == "missing":
+        return f"'{key}' is missing."
+    if kind == "impossible":
+        return f"'{key}': {message}."
+    shown = f"a {type(given).__name__}" if isinstance(given, (dict, list)) else repr(given)
+    return f"'{key}' is {shown} ({type(given).__name__}): {message}{'' if message[-1] in '?.' else '.'}"

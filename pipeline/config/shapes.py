@@ -187,7 +187,7 @@ def shape_in(folder: Path) -> ModelConfig:
         if (folder / "weights.json").is_file():
             return shape_from(typed(read_json(folder / "weights.json"), dict[str, Any])["model"])
         if run is not None:
-            return shape_from(read_yaml(run / "config.yaml").tree.get("model", {}))
+            return shape_from(read_yaml(run / "config.yaml").get("model", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"the shape of the weights in {folder} cannot be read ({error}).") from None
     raise UserError(f"{folder} says no shape: it is no run, no checkpoint of one, and has no config.json.")

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
 
 from drover.pipeline.config.guarding import GuardConfig
 from drover.pipeline.config.kinds import Kind
-from drover.pipeline.config.mixture import Mixture
-from drover.pipeline.config.optimizers import Setting
-from drover.pipeline.config.phases import PhaseConfig, PhasePlan
+from drover.pipeline.config.mixture import Mixture, TokenCount
 from drover.pipeline.config.section import Section, added, execution
 from drover.pipeline.config.shipped import HOOKS, SINKS
 
+Setting = bool | int | float | str
+"""A value in train.optimizer_settings."""
 LogSink = Annotated[SerializeAsAny[Kind], PlainValidator(SINKS.read)]
 TrainingHook = Annotated[SerializeAsAny[Kind], PlainValidator(HOOKS.read)]
 
@@ -26,21 +35,21 @@ KEPT_ACTIVATIONS: tuple[Activation, ...] = ("attention", "wq", "wk", "wv", "wo",
 class CheckpointConfig(Section):
     """When to save, and what to keep. The last step is always saved, and so is the step of a request to stop."""
 
-    every_steps: int = execution(100, gt=0)
+    every_steps: PositiveInt = 100
     """Save every so many optimizer steps."""
-    every_minutes: float | None = execution(None, gt=0)
+    every_minutes: PositiveFloat | None = None
     """Save also when so much time has passed since the last save; null: only by steps. For long runs: it bounds the
     work that a crash can cost, however fast the steps are."""
-    keep: int = execution(2, gt=0)
+    keep: PositiveInt = 2
     """Newest checkpoints to keep; two, so that a damaged newest one still leaves one to go back to."""
-    permanent_every: int | None = execution(None, gt=0)
+    permanent_every: PositiveInt | None = None
     """Checkpoints at multiples of this step are never deleted; null: none are permanent."""
-    background: bool = execution(True)
+    background: bool = True
     """Write while training goes on: the loop stops only for the copy to host memory, which must hold this rank's
     part of weights and moments once more. One save is in flight at a time; false: wait for each."""
-    attempts: int = execution(3, gt=0)
+    attempts: PositiveInt = 3
     """How often a save is tried before the run stops with the reason. Each failure is said and logged."""
-    copy_to: str | None = execution(None)
+    copy_to: str | None = None
     """Address in an object store (`s3://bucket/runs/mine`, `gs://`, `az://`, `file:///`) to which each checkpoint is
     copied while training goes on, for this run alone; null: nowhere. A start that finds a newer checkpoint there than
     in the run's folder, which may be gone, fetches it and goes on from it. `keep` and `permanent_every` hold there too.
@@ -50,11 +59,11 @@ class CheckpointConfig(Section):
 class TokenCacheConfig(Section):
     """Where `train.tokens_from` keeps token shards on a node, for all of its ranks and for later starts."""
 
-    folder: str | None = execution(None)
+    folder: str | None = None
     """Folder on a disk of each node; null: $TMPDIR, or /tmp. Within it is a folder of the user's own."""
-    gb: float = execution(50.0, gt=0)
+    gb: PositiveFloat = 50.0
     """GB that shards may have in it on a node; what is not needed soon is removed for what is."""
-    read: Literal["auto", "shards", "parts"] = execution("auto")
+    read: Literal["auto", "shards", "parts"] = "auto"
     """`shards`: fetched whole and compared with their hashes. `parts`: only what samples need, straight from the store,
     which no hash tells to be right. `auto`: shards, where all that are trained and measured on fit into `gb`."""
 
@@ -62,30 +71,67 @@ class TokenCacheConfig(Section):
 class ProfileConfig(Section):
     """Looks closely at some steps: at what each operation takes of their time, and of a GPU's memory."""
 
-    start: int | None = execution(None, gt=0)
+    start: PositiveInt | None = None
     """The first step that is profiled, counted from the start of the process: 5, or later, since the first ones compile
     and take memory. null: none."""
-    steps: int = execution(3, gt=0)
+    steps: PositiveInt = 3
     """How many steps are profiled, one after another."""
-    ranks: list[Annotated[int, Field(ge=0)]] = execution([0])
+    ranks: list[NonNegativeInt] = [0]
     """Ranks that are profiled; each writes its files into train/profile."""
+
+
+class PhaseConfig(Section):
+    """A part of training with settings of its own; what it does not say is as `train` says it."""
+
+    until: TokenCount = Field(gt=0)
+    """Where it ends: tokens since the beginning of the run, as a number or as 250M, 10B. Rounded up to a whole step.
+    The last phase's is the end of the run."""
+    mixture: Mixture | None = None
+    """Weights of the sources in it, as in train.mixture."""
+    sequence_length: PositiveInt | None = None
+    """Tokens per sequence in it."""
+    batch_tokens: TokenCount | None = Field(None, gt=0)
+    """Tokens per optimizer step in it."""
+    micro_batch: PositiveInt | None = execution(None)
+    """The most sequences that a rank takes through the model at once in it."""
+    lr: NonNegativeFloat | None = None
+    """A phase that says anything of its learning rate begins a curve of its own, which lasts until the next phase that
+    does. This is where it begins (after `warmup_steps`); null: where the curve before had come to. Phases that say
+    nothing go on along the curve they find; the first one's is train's own (lr, schedule, warmup_steps)."""
+    lr_end: NonNegativeFloat | None = None
+    """Where a curve that is not constant ends; null: at its begin times train.min_lr_share. 0 anneals."""
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    """The form of the curve that begins here; null: linear if `lr_end` is given, else constant."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear growth from 0 at the beginning of the curve; null: none (in the first phase, train's)."""
+
+    @property
+    def overlaid(self) -> dict[str, Any]:
+        """What it says in place of train."""
+        return {name: value for name in ("mixture", "sequence_length", "batch_tokens", "micro_batch")
+                if (value := getattr(self, name)) is not None}
+
+    @property
+    def begins_curve(self) -> bool:
+        """Whether it says anything of its learning rate."""
+        return (self.lr, self.lr_end, self.schedule, self.warmup_steps) != (None, None, None, None)
 
 
 class TrainConfig(Section):
     """Stage 4: pretraining."""
 
-    steps: int = Field(1000, gt=0)
+    steps: PositiveInt = 1000
     """Optimizer steps."""
-    sequence_length: int = Field(256, gt=0)
+    sequence_length: PositiveInt = 256
     """Tokens per sequence; at most the model's context_length."""
     packing: Literal["concatenate", "best_fit"] = added("concatenate")
     """How documents become sequences. `concatenate`: one after another, cut wherever a sequence is full. `best_fit`:
     side by side so that none is cut unless it is longer than a sequence (Ding et al. 2024), with padding behind them
     that nothing is learned from; how much that is, is said at the start. Planned once, into train/packing, in phases
     for each length of sequences."""
-    batch_tokens: int = Field(16384, gt=0)
+    batch_tokens: PositiveInt = 16384
     """Tokens per optimizer step over all ranks; a multiple of sequence_length. Accumulation is derived."""
-    micro_batch: int = execution(8, gt=0)
+    micro_batch: PositiveInt = execution(8)
     """The most sequences that a rank takes through the model at once: as many as memory allows. Taken is the largest
     number up to this that divides a rank's sequences of a step; the plan shows it."""
     init_from: str | None = execution(None)
@@ -101,28 +147,28 @@ class TrainConfig(Section):
     lr_factors: dict[str, float] = added({})
     """Learning rates of some parameters as a multiple of `lr`, by name or shell pattern: `{"tok_embeddings.*": 2}`. The
     first pattern that fits a name holds; the others have 1."""
-    lr: float = Field(3e-3, gt=0)
+    lr: PositiveFloat = 3e-3
     """Peak learning rate. Small models like 1e-3 to 5e-3; Llama 3 8B used 3e-4."""
     min_lr_share: float = Field(0.1, ge=0, le=1)
     """The schedule ends at lr times this."""
-    warmup_steps: int = Field(50, ge=0)
+    warmup_steps: NonNegativeInt = 50
     """Steps of linear growth from 0 to lr."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """`cosine` decays from the end of warmup to the end; `wsd` stays at lr and decays over the last
     `decay_steps`, so a run can be prolonged without regret."""
-    decay_steps: int | None = Field(None, gt=0)
+    decay_steps: PositiveInt | None = None
     """For wsd: steps of the final linear decay; null: a fifth of the run."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's decay of the mean gradient."""
     beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW's decay of the mean squared gradient."""
-    eps: float = Field(1e-8, gt=0)
+    eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled decay of the weights; norms and embeddings are never decayed."""
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
-    z_loss: float = added(0.0, ge=0)
+    z_loss: NonNegativeFloat = added(0.0)
     """This times the square of each token's log-sum-exp is added to its loss, which keeps logits from drifting (PaLM:
     1e-4). It is part of the training loss that is logged; held-out figures are without it."""
     across_documents: bool = False
@@ -149,18 +195,18 @@ class TrainConfig(Section):
     """For `fp8`: linear layers that stay in bf16, by name or shell pattern: `["layers.0.*", "*.wk"]`; `small`
     names those whose products are faster in bf16. The output head stays so in any case, and so do layers whose
     dimensions are no multiples of 16."""
-    fp8_watch_every: int = execution(100, gt=0)
+    fp8_watch_every: PositiveInt = execution(100)
     """For `fp8`: steps between two measurements of what it does to the values, layer by layer; also done at the first
     and the last step. One costs a pass over one sequence, not compiled; in a pipeline, over all of a rank's part of a
     step."""
-    norms_every: int | None = execution(None, gt=0)
+    norms_every: PositiveInt | None = execution(None)
     """Steps between two measurements of the norms of each parameter's gradient (before clipping), weight and update;
     null: none. Also done at the first step of a start and the last step. By layer they are curves; events.jsonl has
     every parameter. In such a step a rank's part of the weights is in memory twice."""
     activation_checkpointing: Literal["none", "full", "selective"] = execution("none")
     """`full` keeps only each block's input and recomputes the rest; `selective` keeps what `kept_activations` names
     and recomputes norms, rotations and activations. Results are bit-equal; memory falls, time grows."""
-    recomputed_blocks: int = execution(1, gt=0)
+    recomputed_blocks: PositiveInt = execution(1)
     """Apply activation checkpointing to every n-th block only: 1 to all, 2 to every second."""
     kept_activations: list[Activation] = execution([*KEPT_ACTIVATIONS])
     """For `selective`: the results that are kept, by name: `attention` and the matrix products. w2's is not in the
@@ -186,11 +232,11 @@ class TrainConfig(Section):
     """Parts of training with another mixture, sequence length, batch or learning rate, one after the other; each ends
     at its `until`, and `steps` follows from them. Those that have begun cannot be changed any more; later ones can, and
     more can be added. docs/training.md."""
-    grain_tokens: int | None = added(None, gt=0)
+    grain_tokens: PositiveInt | None = added(None)
     """With phases: sources are cut into grains of so many tokens, of which each is used once before any is used again,
     by phases of whatever length divides it; null: the longest sequence_length of the phases. Not with packing, which
     needs none."""
-    stop_after_minutes: float | None = execution(None, gt=0)
+    stop_after_minutes: PositiveFloat | None = execution(None)
     """Save and leave so many minutes after the start of the process; the same command goes on. For sites that stop a
     job without a warning signal; null: never."""
     tokens_from: str | None = execution(None)
@@ -199,13 +245,13 @@ class TrainConfig(Section):
     Keys and addresses come from the environment. null: that folder."""
     cache: TokenCacheConfig = execution({}, validate_default=True)
     """For `tokens_from`: what is kept on each node."""
-    loader_threads: int = execution(1, gt=0)
+    loader_threads: PositiveInt = execution(1)
     """Threads that read and pack batches ahead. They never change which samples a batch holds."""
     shard_checks: bool | Literal["all"] = execution(True)
     """Whether token shards are hashed beside training and compared with what encode committed: each when it is first
     used, by one rank, and held-out ones; a checkpoint waits until all that were used before the last one are. `all`:
     also those that no step has used. With false, what a disk or a hand changes in a shard is trained on."""
-    log_every: int = execution(1, gt=0)
+    log_every: PositiveInt = execution(1)
     """Steps between two lines of metrics.jsonl and of every log sink."""
     log_to: list[LogSink] = execution(["tensorboard"], validate_default=True)
     """Where metrics, sample texts and events go beside the JSON lines in the train folder, which are always written:
@@ -214,13 +260,13 @@ class TrainConfig(Section):
     hooks: list[TrainingHook] = execution([])
     """What takes part in training beside the loop, of your own: guards, watchers. Each is my_module:MyHook, with its
     settings (pipeline/training/hooks.py says how to write one)."""
-    heldout_every: int = execution(100, gt=0)
+    heldout_every: PositiveInt = execution(100)
     """Steps between two measurements of held-out bits per byte; also done at the last step."""
-    heldout_tokens: int = execution(65536, gt=0)
+    heldout_tokens: PositiveInt = execution(65536)
     """Held-out tokens per source to measure on (whole documents, always the same ones)."""
-    sample_every: int = execution(200, gt=0)
+    sample_every: PositiveInt = execution(200)
     """Steps between two sets of sample texts; also done at the last step."""
-    sample_tokens: int = execution(64, gt=0)
+    sample_tokens: PositiveInt = execution(64)
     """Length of a sample text in tokens."""
     prompts: list[str] = execution(["def main():", "import os\n", "class "])
     """Prompts of the sample texts."""
@@ -240,5 +286,14 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _steps_of_phases(self) -> TrainConfig:
         if self.phases and "steps" not in self.model_fields_set:
-            self.__dict__["steps"] = max(1, PhasePlan.of(self).steps)
+            self.__dict__["steps"] = max(1, sum(self.phase_steps()))
         return self
+
+    def phase_steps(self) -> list[int]:
+        """Steps of each phase, however senseless: one without tokens has none."""
+        found, token = list[int](), 0
+        for phase in self.phases:
+            batch = phase.batch_tokens or self.batch_tokens
+            found.append(max(0, -(-(phase.until - token) // batch)))
+            token += found[-1] * batch
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,38 +15,41 @@ from drover.pipeline.files import typed
 
 Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
-
-
 MOST_VALUES = 100_000
 """The most that a file or an override may hold once its aliases are written out. Aliases of aliases can double the
 count on every line."""
-MERGE = "tag:yaml.org,2002:merge"
-"""What YAML calls the key `<<`."""
+_OURS = {"bool": ("tTfF", r"true|false|True|False"), "int": ("-+0123456789", r"[-+]?[0-9][0-9_]*"),
+         "float": ("-+.0123456789",
+                   r"[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)")}
+"""Types that are read otherwise than PyYAML does: the first characters of a value, and its form."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, except that 1e-3 is a number and 'on', 'yes', 12:30 are not."""
+    """YAML 1.1 as PyYAML reads it, except that 1e-3 is a number, that 'on', 'yes' and 12:30 are not, and that no key
+    is written twice."""
 
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers
-            if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:bool",
-                           "tag:yaml.org,2002:timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false|True|False)$"), list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)$"),
-    list("-+.0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value).replace("_", "")))
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(str(node.value).replace("_", "")))
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping as it is written, before others are merged into it."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, (key, _) in enumerate(node.value):
+            if isinstance(key, yaml.ScalarNode) and key.value in keys[:number]:
+                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is written twice; keep one",
+                                           problem_mark=key.start_mark)
+        return node
 
 
 class Dumper(yaml.SafeDumper):
     """Quotes every text that `_Loader` would take for something else: a run may be called 1e3."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] not in (*_OURS, "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+for _type, (_first, _form) in _OURS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"^({_form})$"), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value).replace("_", "")))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(str(node.value).replace("_", "")))
 Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
@@ -56,79 +60,99 @@ class TaskSettings(TypedDict, total=False):
     dataset_kwargs: dict[str, Any] | None
 
 
-class Values:
-    """A nested value and the place (`file:line`) where each part of it was written."""
+class Written(dict[str, Any]):
+    """A mapping as it was written.
 
-    def __init__(self) -> None:
-        self.tree: dict[str, Any] = {}
-        self.places: dict[Path_, str] = {}
-        self.words: dict[Path_, str] = {}
-        """Overrides as they were typed: `name=20261101` is a number in YAML, but a name where a text is wanted."""
+    Attributes:
+        start: `file:line` of the mapping.
+        places: the same of each key, or the override that set it.
+        words: of each override, what was typed: `name=20261101` is a number in YAML, but a name where a text is wanted.
+    """
+
+    def __init__(self, start: str = "the defaults") -> None:
+        super().__init__()
+        self.start, self.places, self.words = start, dict[str, str](), dict[str, str]()
+
+    def put(self, key: str, value: Any, place: str) -> None:
+        """Set a key, written in this place."""
+        self[key], self.places[key] = value, place
 
     def place(self, path: Path_) -> str:
         """Where the value at `path`, or its nearest enclosing part, was written."""
-        while path and path not in self.places:
-            path = path[:-1]
-        return self.places.get(path, "the defaults")
-
-    def merge(self, other: Values) -> None:
-        """Lay `other` over this: mappings join key by key, lists and single values are replaced whole."""
-        _merge(self.tree, other.tree, (), self.places)
-        self.places.update(other.places)
-
-    def take_words(self, paths: list[Path_]) -> bool:
-        """Where a text was wanted and an override's value is none, take what was typed; whether any was taken."""
-        taken = [path for path in paths if path in self.words]
-        for path in taken:
-            self._parent(path)[path[-1]] = self.words.pop(path)
-        return bool(taken)
-
-    def take_whole_numbers(self, paths: list[Path_]) -> bool:
-        """Where a whole number was wanted and the value is one with an exponent or a point (1e6), take it for that;
-        whether any was taken."""
-        taken = [path for path in paths if isinstance(value := self._parent(path)[path[-1]], float)
-                 and value.is_integer()]
-        for path in taken:
-            parent = self._parent(path)
-            parent[path[-1]] = int(parent[path[-1]])
-        return bool(taken)
-
-    def _parent(self, path: Path_) -> Any:
-        node: Any = self.tree
-        for key in path[:-1]:
-            node = node[key]
-        return node
-
-    def set(self, dotted: str, text: str) -> None:
-        """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
-        keys: Path_ = tuple(int(key) if key.isdigit() else key for key in dotted.split("."))
-        try:
-            value = load_bounded(text, _Loader, f"The override {dotted}")
-        except (yaml.YAMLError, ValueError) as error:
-            raise UserError(f"The override {dotted}={text} is not valid YAML: {error}. Quote the value.") from None
-        node: Any = self.tree
-        for depth, key in enumerate(keys[:-1]):
-            if isinstance(node, dict):
-                if not isinstance(node.get(key), (dict, list)):
-                    node[key] = {}
-                    self.places[keys[:depth + 1]] = f"the command line ({dotted}={text})"
-                node = node[key]
+        node, found = self, self.start
+        for key in path:
+            if isinstance(node, Written) and key in node:
+                found, node = node.places.get(str(key), found), node[str(key)]
             elif isinstance(node, list) and isinstance(key, int) and key < len(node):
                 node = node[key]
+                found = node.start if isinstance(node, Written) else found
             else:
-                raise UserError(f"The override {dotted}={text} names no place in the configuration: "
-                                f"{'.'.join(map(str, keys[:depth + 1]))} does not exist.")
-        last = keys[-1]
-        if isinstance(node, list) and not (isinstance(last, int) and last < len(node)):
-            raise UserError(f"The override {dotted}={text} names no place in the configuration: the list "
-                            f"{'.'.join(map(str, keys[:-1]))} has {len(node)} items, counted from 0.")
-        node[last] = value
-        self.words[keys] = text
-        _forget(self.places, keys)
-        self.places[keys] = f"the command line ({dotted}={text})"
+                break
+        return found
+
+    def merge(self, above: Written) -> Written:
+        """Lay `above` over this: mappings join key by key, lists and single values are replaced whole."""
+        for key, value in above.items():
+            below = self.get(key)
+            if isinstance(value, Written) and isinstance(below, Written):
+                value = below.merge(value)
+            self.put(key, value, above.places.get(key, above.start))
+        self.words |= above.words
+        return self
+
+    def meant(self, path: Path_, wanted: str) -> bool:
+        """Take the value at `path` for what was wanted there, where it can be meant so; whether it can.
+
+        wanted: of pydantic's errors, `string_type`: an override as it was typed; `int_type`: a number with an exponent
+            or a point (1e6).
+        """
+        if wanted not in ("string_type", "int_type"):
+            return False
+        node: Any = self
+        for key in path[:-1]:
+            node = node[key]
+        value, words = node[path[-1]], getattr(node, "words", {})
+        if wanted == "string_type":
+            value = words.pop(path[-1], value)
+        elif isinstance(value, float) and value.is_integer():
+            value = int(value)
+        changed = value is not node[path[-1]]
+        node[path[-1]] = value
+        return changed
+
+    def override(self, dotted: str, text: str) -> None:
+        """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
+        said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
+        value = _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
+        node: Any = self
+        keys = dotted.split(".")
+        for number, key in enumerate(keys, 1):
+            last, listed = number == len(keys), isinstance(node, list)
+            if listed and not (key.isdigit() and int(key) < len(node)):
+                raise UserError(f"{said} names no place in the configuration: the list "
+                                f"{'.'.join(keys[:number - 1])} has {len(node)} items, counted from 0.")
+            inner = value if last else node[int(key)] if listed else node.get(key)
+            if not last and not isinstance(inner, (dict, list)):
+                inner = Written(place)
+            if listed:
+                node[int(key)] = inner
+            else:
+                node.put(key, inner, place)
+                node.words |= {key: text} if last else {}
+            node = inner
 
 
-def read_yaml(path: Path, named_by: str = "") -> Values:
+def written(value: Any, place: str) -> Any:
+    """A value as if it was written in this place."""
+    if not isinstance(value, dict) or isinstance(value, Written):
+        return value
+    found = Written(place)
+    for key, inner in value.items():
+        found.put(str(key), written(inner, place), place)
+    return found
+
+
+def read_yaml(path: Path, named_by: str = "") -> Written:
     """The values of one YAML file.
 
     Args:
@@ -137,27 +161,34 @@ def read_yaml(path: Path, named_by: str = "") -> Values:
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
-    text, values = _decoded(path, named_by), Values()
+    found = _built(_decoded(path, named_by), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
+    if found is None:
+        return Written(str(path))
+    if not isinstance(found, Written):
+        raise UserError(f"{path} does not hold a mapping of settings, but a {type(found).__name__}.")
+    return found
+
+
+def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
+    """The value of a text, in which nothing is shared. place: of a node, as messages name it."""
+    def value(node: yaml.Node) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            return [value(item) for item in node.value]
+        if not isinstance(node, yaml.MappingNode):
+            return loader.construct_object(node)
+        loader.flatten_mapping(node)  # merged keys come before its own
+        found = Written(place(node))
+        for key, inner in node.value:
+            found.put(str(loader.construct_object(key)), value(inner), place(key))
+        return found
+
     try:
         loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is not None:
-            values.tree = _Reader(loader, path, values.places).value(_bounded(node, str(path)), ())
+        loader.name = where
+        node = _bounded(loader.get_single_node(), where)
+        return None if node is None else value(node)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply to be read.") from None
-    if not isinstance(values.tree, dict):
-        raise UserError(f"{path} does not hold a mapping of settings, but a {type(values.tree).__name__}.")
-    return values
-
-
-def load_bounded(text: str | bytes, kind: Any, where: str) -> Any:
-    """The value of YAML by a loader of PyYAML. UserError where its aliases make too much of it (MOST_VALUES)."""
-    try:
-        loader = kind(text)
-        node = loader.get_single_node()
-        return None if node is None else loader.construct_document(_bounded(node, where))
+        raise UserError(f"{where} is not valid YAML: {error}") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply to be read.") from None
 
@@ -165,25 +196,31 @@ def load_bounded(text: str | bytes, kind: Any, where: str) -> Any:
 def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
     """The content of a task's YAML file by a loader of PyYAML. UserError, with the advice, where it is no task."""
     try:
-        return dict(typed(load_bounded(path.read_text(encoding="utf-8"), kind, str(path)), TaskSettings))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        loader = kind(path.read_text(encoding="utf-8"))
+        node = _bounded(loader.get_single_node(), str(path))
+        return dict(typed(node and loader.construct_document(node), TaskSettings))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"The task {path} cannot be read: {why}.{advice}") from None
 
 
-def _bounded(node: yaml.Node, where: str) -> yaml.Node:
-    """The node. UserError where aliases make more than MOST_VALUES values of what is written."""
-    sizes: dict[int, int] = {}
+def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
+    """The node. UserError where aliases make more than MOST_VALUES values of what is written, or endlessly many."""
+    sizes: dict[int, int | None] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = 0  # a value that contains its own alias is refused by the reader
-            inner = ([part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else
-                     node.value if isinstance(node, yaml.SequenceNode) else [])
-            sizes[id(node)] = 1 + sum(size(part) for part in inner)
-        return sizes[id(node)]
+            sizes[id(node)] = None
+            inner = node.value if isinstance(node, yaml.CollectionNode) else []
+            sizes[id(node)] = 1 + sum(size(part) for item in inner for part in
+                                      (item if isinstance(item, tuple) else (item,)))
+        found = sizes[id(node)]
+        if found is None:
+            raise UserError(f"{where}:{node.start_mark.line + 1}: an alias stands for a value that contains the alias "
+                            f"itself. Write the value out.")
+        return found
 
-    if (count := size(node)) > MOST_VALUES and count > len(sizes):
+    if node is not None and (count := size(node)) > MOST_VALUES and count > len(sizes):
         raise UserError(f"{where} stands for {count:,} values by its aliases; at most {MOST_VALUES:,} are read. Write "
                         f"out what is meant.")
     return node
@@ -204,70 +241,3 @@ def _decoded(path: Path, named_by: str) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{line}: the byte 0x{data[error.start]:02x} is not UTF-8. Save the file as UTF-8 "
                         f"(iconv -f latin1 -t utf-8, where it is Latin-1).") from None
-
-
-class _Reader:
-    """One file's nodes into values, with the place of each."""
-
-    def __init__(self, loader: _Loader, path: Path, places: dict[Path_, str]) -> None:
-        self.loader, self.path, self.places = loader, path, places
-        self._open: list[yaml.Node] = []
-
-    def value(self, node: yaml.Node, at: Path_) -> Any:
-        """The node's value, at this place of the tree."""
-        if any(node is outer for outer in self._open):
-            raise UserError(f"{self._line(node)}: an alias in the value of '{'.'.join(map(str, at))}' stands for a "
-                            f"value that contains the alias itself. Write the value out.")
-        self.places[at] = self._line(node)
-        self._open.append(node)
-        try:
-            if isinstance(node, yaml.MappingNode):
-                return self._mapping(node, at)
-            if isinstance(node, yaml.SequenceNode):
-                return [self.value(item, (*at, index)) for index, item in enumerate(node.value)]
-            return self.loader.construct_object(node)
-        finally:
-            self._open.pop()
-
-    def _mapping(self, node: yaml.MappingNode, at: Path_) -> dict[str, Any]:
-        """Its own keys, over those that `<<` merges in; of several merged mappings earlier ones win."""
-        result: dict[str, Any] = {}
-        for source in reversed([source for key, value in node.value if key.tag == MERGE
-                                for source in self._merged(value)]):
-            result.update(self.value(source, at))
-        self.places[at] = self._line(node)
-        own: set[str] = set()
-        for key_node, value_node in node.value:
-            if key_node.tag == MERGE:
-                continue
-            key = str(self.loader.construct_object(key_node))
-            if key in own:
-                raise UserError(f"{self._line(key_node)}: the key '{key}' is written twice. Keep one.")
-            own.add(key)
-            _forget(self.places, (*at, key))
-            result[key] = self.value(value_node, (*at, key))
-            self.places[(*at, key)] = self._line(key_node)
-        return result
-
-    def _merged(self, node: yaml.Node) -> list[yaml.MappingNode]:
-        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        if not all(isinstance(source, yaml.MappingNode) for source in sources):
-            raise UserError(f"{self._line(node)}: `<<` takes a mapping or a list of mappings, as in `<<: *name`.")
-        return list(sources)
-
-    def _line(self, node: yaml.Node) -> str:
-        return f"{self.path}:{node.start_mark.line + 1}"
-
-
-def _merge(below: dict[str, Any], above: dict[str, Any], at: Path_, places: dict[Path_, str]) -> None:
-    for key, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(key), dict):
-            _merge(below[key], value, (*at, key), places)
-        else:
-            _forget(places, (*at, key))
-            below[key] = value
-
-
-def _forget(places: dict[Path_, str], at: Path_) -> None:
-    for known in [known for known in places if known[:len(at)] == at]:
-        del places[known]

@@ -14,10 +14,10 @@ Also imported by training ranks: numpy and torch only.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drover.pipeline.data.sampling.best_fit import Pieces, best_fit
 from drover.pipeline.evaluation.measurement import Measurement
 
 IGNORED = -100
@@ -140,33 +141,18 @@ class HeldoutBatches:
 
 
 def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
-    """Place documents of so many tokens into windows of `window` (token, next token) pairs.
+    """Place documents of so many tokens into windows of `window` (token, next token) pairs, by best fit.
 
-    A document of n tokens has n - 1 pairs. Whole windows are cut off long ones; what is left, like short
-    documents, goes to the fullest window that still has room, longest first (best-fit decreasing).
+    A document of n tokens has n - 1 pairs. Whole windows are cut off long ones; what is left, like short documents,
+    goes to the fullest window that still has room, longest first.
     """
-    full: list[list[TextPiece]] = []
-    rest: list[TextPiece] = []
-    for document, length in enumerate(lengths):
-        pairs = max(0, length - 1)
-        whole = pairs - pairs % window
-        full += [[TextPiece(document, start, start + window)] for start in range(0, whole, window)]
-        if whole < pairs:
-            rest.append(TextPiece(document, whole, pairs))
-    shared: list[list[TextPiece]] = []
-    room: list[tuple[int, int]] = []  # (free places, number in `shared`), sorted
-    for piece in sorted(rest, key=lambda piece: piece.start - piece.stop):  # stable: equal lengths stay in order
-        size = piece.stop - piece.start
-        found = bisect_left(room, (size, 0))
-        if found < len(room):
-            free, number = room.pop(found)
-        else:
-            free, number = window, len(shared)
-            shared.append([])
-        shared[number].append(piece)
-        if free > size:
-            insort(room, (free - size, number))
-    return full + shared
+    pairs = np.maximum(0, np.asarray(lengths, np.int64) - 1)
+    documents = np.arange(len(pairs)).repeat(-(-pairs // window))
+    starts, sizes, _ = Pieces(np.zeros_like(pairs), pairs, np.zeros(len(pairs), bool)).cut(window)
+    order, ends = best_fit(sizes, window)
+    pieces = [TextPiece(*map(int, found)) for found in zip(documents[order], starts[order], (starts + sizes)[order],
+                                                           strict=True)]
+    return [pieces[first:end] for first, end in pairwise(ends.tolist())]
 
 
 @torch.no_grad()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.run import run_in
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
 from drover.pipeline.evaluation.paired import difference, score
+from drover.pipeline.files import sha256_file
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.run import Run
@@ -37,7 +37,6 @@ class Conditions:
 
     Attributes:
         tasks: to measure, in this order.
-        places: folders that tasks are loaded from.
         limit: items per task; None: all.
         dtype: arithmetic, float32 or bfloat16.
         batch: sequences per forward pass.
@@ -48,7 +47,6 @@ class Conditions:
     """
 
     tasks: Sequence[TaskFile]
-    places: list[Path]
     limit: int | None = None
     dtype: str = "float32"
     batch: int = 16
@@ -56,6 +54,11 @@ class Conditions:
     bootstrap_iters: int = 100_000
     heldout: Run | None = None
     documents: int | None = None
+
+    @property
+    def heldout_name(self) -> str:
+        """The row of held-out text."""
+        return f"held-out text of {self.heldout.config.name}" if self.heldout else ""
 
     @cached_property
     def heldout_texts(self) -> dict[str, str]:
@@ -78,80 +81,58 @@ class Conditions:
         return found
 
 
-class Measuring:
-    """One candidate's parts; the model is opened when the first is measured that was not kept.
+def measured(candidate: Candidate, conditions: Conditions, kept: KeptParts, ranks: Ranks,
+             log: Path) -> dict[str, dict[str, Any]]:
+    """One candidate's parts, by task, and by `Conditions.heldout_name` where that is asked for: what
+    `TaskRunner.measure` tells, `per_item` included. The model is opened when the first is measured that was not kept.
 
-    Args:
-        candidate, conditions: what is measured, and how.
-        ranks: share the requests.
-        log: for what the harness says.
+    ranks: share the requests. log: for what the harness says. UserError for windows that the model cannot take.
     """
-
-    def __init__(self, candidate: Candidate, conditions: Conditions, ranks: Ranks, log: Path) -> None:
-        self.candidate, self.conditions, self.ranks, self.log = candidate, conditions, ranks, log
-
-    @cached_property
-    def harness(self) -> HarnessModel:
-        """The opened model; UserError for windows that it cannot take."""
+    @cache
+    def harness() -> HarnessModel:
         import torch
 
         from drover.pipeline.evaluation.harness import HarnessModel
         from drover.pipeline.evaluation.open_model import open_model
 
-        opened = open_model(self.candidate.path, self.ranks.device, getattr(torch, self.conditions.dtype))
-        if self.conditions.length is not None and self.conditions.length > opened.config.context_length:
-            raise UserError(f"Windows of {self.conditions.length} tokens are more than the context of "
-                            f"{self.candidate.name}, {opened.config.context_length}.")
-        return HarnessModel(opened.model, opened.tokenizer, batch=self.conditions.batch, rank=self.ranks.rank,
-                            world=self.ranks.world, length=self.conditions.length)
+        opened = open_model(candidate.path, ranks.device, getattr(torch, conditions.dtype))
+        try:
+            return HarnessModel(opened.model, opened.tokenizer, batch=conditions.batch, rank=ranks.rank,
+                                world=ranks.world, length=conditions.length)
+        except UserError as error:
+            raise UserError(f"{candidate.name}: {error}") from None
 
-    def parts(self, kept: KeptParts) -> dict[str, dict[str, Any]]:
-        """By task, and `heldout` where it is asked for: what `TaskRunner.measure` tells, `per_item` included."""
-        identity = weights_identity(self.candidate.path)
-        own = {"weights": identity, "dtype": self.conditions.dtype, "length": self.conditions.length}
-        found = {}
-        for task in self.conditions.tasks:
-            decides = {**own, "task": task_identity(task), "limit": self.conditions.limit,
-                       "bootstrap_iters": self.conditions.bootstrap_iters}
-            found[task.name] = kept.get(f"{self.candidate.name} {task.name}", decides, partial(self._task, task))
-        if self.conditions.heldout is not None:
-            decides = {**own, "text": self.conditions.heldout.finished("shard").digest,
-                       "documents": self.conditions.documents}
-            found[self.heldout_name] = kept.get(f"{self.candidate.name} held-out text", decides, self._heldout)
-        return found
-
-    @property
-    def heldout_name(self) -> str:
-        """The row of held-out text."""
-        assert self.conditions.heldout is not None
-        return f"held-out text of {self.conditions.heldout.config.name}"
-
-    def _task(self, task: TaskFile) -> dict[str, Any]:
+    def by_task(task: TaskFile) -> dict[str, Any]:
         from drover.pipeline.evaluation.running import TaskRunner
 
-        with TaskRunner(self.harness, self.conditions.places, self.conditions.limit, self.conditions.bootstrap_iters,
-                        self.log if self.ranks.leads else None) as runner:
-            return runner.measure(task)
+        return TaskRunner(harness(), conditions.limit, conditions.bootstrap_iters,
+                          log if ranks.leads else None).measure(task)
 
-    def _heldout(self) -> dict[str, Any]:
-        """Bits per byte over the documents, as the stage evaluate has it. Each model reads the text by its own
-        tokenizer; the bytes are the same."""
-        texts, harness = self.conditions.heldout_texts, self.harness
-        ids = [[harness.prefix_token_id, *harness.tok_encode(text), harness.eot_token_id] for text in texts.values()]
-        items = [(-value / math.log(2), float(len(text.encode())))
-                 for value, text in zip(harness.documents(ids), texts.values(), strict=True)]
-        value, stderr = score(items)
-        assert self.conditions.heldout is not None
-        return {"metrics": {BITS: {"value": value, "stderr": stderr}}, "items": len(items), "few_shot": 0,
-                "version": self.conditions.heldout.finished("shard").digest[:12], "chance": None,
-                "contexts_truncated": 0, "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
+    own = {"weights": weights_identity(candidate.path), "dtype": conditions.dtype, "length": conditions.length}
+    found = {}
+    for task in conditions.tasks:
+        decides = {**own, "task": [[name, sha256_file(path)] for name, path in task.inputs()],
+                   "limit": conditions.limit, "bootstrap_iters": conditions.bootstrap_iters}
+        found[task.name] = kept.get(f"{candidate.name} {task.name}", decides, partial(by_task, task))
+    if conditions.heldout is not None:
+        decides = {**own, "text": conditions.heldout.finished("shard").digest, "documents": conditions.documents}
+        found[conditions.heldout_name] = kept.get(f"{candidate.name} held-out text", decides,
+                                                  lambda: _heldout(harness(), conditions))
+    return found
 
 
-def deliverable(path: Path) -> Path:
-    """Of a run's folder what its stage convert exported, which is what its stage evaluate measures; before that is
-    done, and of any other folder, `path`, of which `open_model` takes a run's newest checkpoint."""
-    run = run_in(path) if (path / "config.yaml").is_file() else None
-    return run.stage_folder("convert") / "hf" if run is not None and run.manifest("convert") is not None else path
+def _heldout(harness: HarnessModel, conditions: Conditions) -> dict[str, Any]:
+    """Bits per byte over the documents, as the stage evaluate has it. Each model reads the text by its own tokenizer;
+    the bytes are the same."""
+    assert conditions.heldout is not None
+    texts = conditions.heldout_texts
+    ids = [[harness.prefix_token_id, *harness.tok_encode(text), harness.eot_token_id] for text in texts.values()]
+    items = [(-value / math.log(2), float(len(text.encode())))
+             for value, text in zip(harness.documents(ids), texts.values(), strict=True)]
+    value, stderr = score(items)
+    return {"metrics": {BITS: {"value": value, "stderr": stderr}}, "items": len(items), "few_shot": 0,
+            "version": conditions.heldout.finished("shard").digest[:12], "chance": None,
+            "contexts_truncated": 0, "per_item": {"hashes": list(texts), "forms": {}, "metrics": {BITS: items}}}
 
 
 def weights_identity(path: Path) -> list[list[Any]]:
@@ -162,13 +143,6 @@ def weights_identity(path: Path) -> list[list[Any]]:
         folder = weights.path
     return [[file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns]
             for file in sorted(folder.rglob("*")) if file.is_file()]
-
-
-def task_identity(task: TaskFile) -> list[list[str]]:
-    """Names and hashes of all files that decide a task."""
-    from drover.pipeline.files import sha256_file
-
-    return [[name, sha256_file(path)] for name, path in task.inputs()]
 
 
 def rows(candidate: Candidate, parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

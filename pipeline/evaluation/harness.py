@@ -47,6 +47,9 @@ class HarnessModel(TemplateLM):
         rank, world: this process among all.
         length: tokens per forward pass; None: the model's context.
         placed: how the model lies on the ranks, where it is sharded over them.
+
+    Raises:
+        UserError: the length is more than the model's context.
     """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, *, batch: int, rank: int = 0, world: int = 1,
@@ -55,6 +58,9 @@ class HarnessModel(TemplateLM):
         self.placed = placed or Placed(model)
         self.model, self._tokenizer, self.batch = model, tokenizer, batch
         self.length = length or model.config.context_length
+        if self.length > model.config.context_length:
+            raise UserError(f"Windows of {length} tokens are more than the model's context of "
+                            f"{model.config.context_length}.")
         self.share = (rank, world)
         self.truncated = 0
         self._device = next(model.parameters()).device
@@ -117,18 +123,16 @@ class HarnessModel(TemplateLM):
         pairs = [self._fit(context, continuation) for _, context, continuation in requests]
         order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]) - len(pairs[number][1]))
 
-        def score(batch: list[int]) -> list[tuple[float, bool]]:
-            found = self._score([pairs[number] for number in batch])
-            for number, result in zip(batch, found, strict=True):
+        def score(batch: list[int]) -> dict[int, tuple[float, bool]]:
+            found = dict(zip(batch, self._score([pairs[number] for number in batch]), strict=True))
+            for number, result in found.items():
                 if (text := requests[number][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", text, result)
             return found
 
-        scored = self._dealt(self._batches(order, pairs), score)
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        for number, result in zip(order, (result for batch in scored for result in batch), strict=True):
-            results[number] = result
-        return results
+        scored = {number: result for found in self._dealt(self._batches(order, pairs), score)
+                  for number, result in found.items()}
+        return [scored[number] for number in range(len(pairs))]
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """Shorten the context from the left, so that context and continuation fit the window."""
@@ -163,9 +167,6 @@ class HarnessModel(TemplateLM):
         logits: Tensor = self.model(tokens[:, :-1].to(self.device))  # (batch, length - 1, vocabulary)
         results = []
         for number, (context, continuation) in enumerate(batch):
-            if not continuation:
-                results.append((0.0, True))
-                continue
             first = len(context) - 1
             scores = logits[number, first:first + len(continuation)].double().log_softmax(dim=-1)
             wanted = torch.tensor(continuation, device=self.device)
@@ -225,15 +226,12 @@ class HarnessModel(TemplateLM):
         except Exception as error:
             if self.placed.broken or world == 1:
                 raise
-            problem = error
-        told = problem if problem is None or isinstance(problem, UserError) else RuntimeError(
-            f"{type(problem).__name__} on rank {rank}: {problem}")
-        parts = self.everywhere((made, told))
-        if problem is not None:
-            raise problem
-        for _, failed in parts:
-            if failed is not None:
-                raise failed
+            problem = error if isinstance(error, UserError) else RuntimeError(
+                f"{type(error).__name__} on rank {rank}: {error}")
+            problem.__cause__ = error.__cause__ if problem is error else error
+        parts = self.everywhere((made, problem))
+        if failed := problem or next((told for _, told in parts if told is not None), None):
+            raise failed
         return [parts[number % world][0][number // world] for number in range(len(work))]
 
     def everywhere(self, value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,11 @@ from drover.pipeline.data.stored.opening import opener_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
-from drover.pipeline.evaluation.baselines import byte_counts
+
+
+def byte_counts(text: bytes) -> np.ndarray:
+    """How often each byte value occurs: (256,) int64."""
+    return np.bincount(np.frombuffer(text, np.uint8), minlength=256).astype(np.int64)
 
 
 def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
@@ -30,15 +33,15 @@ def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
 
 @dataclass(frozen=True)
 class TextWanted:
-    """Documents of one source whose text is to be read, in order: number among the source's, key, UTF-8 bytes, and what
-    to call it in an error."""
+    """Documents of one source whose text is to be read, by their number among the source's, in order: key, UTF-8
+    bytes, and what to call it in an error."""
 
-    documents: list[tuple[int, str, int, str]]
+    documents: dict[int, tuple[str, int, str]]
 
     @property
     def size(self) -> int:
         """Bytes in all."""
-        return sum(size for _, _, size, _ in self.documents)
+        return sum(size for _, size, _ in self.documents.values())
 
 
 def wanted_text(shard: tuple[Path, Manifest], encode: Path, shards: Sequence[TokenShard], source: str,
@@ -50,11 +53,10 @@ def wanted_text(shard: tuple[Path, Manifest], encode: Path, shards: Sequence[Tok
         raise UserError(f"{encode} holds {'fewer' if texts > chosen.of_documents else 'more'} held-out documents of "
                         f"{source} than {shard[0]}. Run the stage encode again with --force.")
     starts = np.cumsum([0, *(each.documents for each in shards)])
-    found = []
-    for number, place, size in zip(chosen.shards, chosen.places, chosen.text_bytes, strict=True):
-        found.append((int(starts[number] + place), shards[number].document_key(int(place)), int(size),
-                      f"Document {place} of {shards[number].name}"))
-    return TextWanted(found)
+    return TextWanted({
+        int(starts[shard] + place): (shards[shard].document_key(int(place)), int(size),
+                                     f"Document {place} of {shards[shard].name}")
+        for shard, place, size in zip(chosen.shards, chosen.places, chosen.text_bytes, strict=True)})
 
 
 def read_texts(folder: Path, manifest: Manifest, source: str, wanted: TextWanted) -> Iterator[bytes]:
@@ -63,15 +65,13 @@ def read_texts(folder: Path, manifest: Manifest, source: str, wanted: TextWanted
     Raises:
         UserError: the token shards are not of these text shards: bits per byte would be of something else.
     """
-    records = sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"]))
-    ends = np.cumsum([record["docs"] for record in records])
-    of_record: dict[int, list[tuple[int, str, int, str]]] = defaultdict(list)
-    for entry in wanted.documents:
-        of_record[int(np.searchsorted(ends, entry[0], side="right"))].append(entry)
-    for number, documents in sorted(of_record.items()):
-        first = int(ends[number]) - records[number]["docs"]
-        read = read_shard(folder, records[number], {place - first for place, *_ in documents})
-        for (_, key, size, name), document in zip(documents, read, strict=True):  # both in order
+    first = 0
+    for record in sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"])):
+        own = [number for number in range(first, first + record["docs"]) if number in wanted.documents]
+        read = read_shard(folder, record, {number - first for number in own}) if own else ()
+        first += record["docs"]
+        for number, document in zip(own, read, strict=True):  # both in order
+            key, size, name = wanted.documents[number]
             text = document.text.encode()
             if (document.key, len(text)) != (key, size):
                 raise UserError(f"{name} was made of another text ({key}) than the text shards have there "

@@ -28,7 +28,7 @@ class KeptParts:
     Args:
         folder: of the files, one a part.
         made_by: what, besides a part's own inputs, decides all of them, as JSON: the code that measures.
-        ranks: all call `get` together.
+        ranks: all call `get` and `has` together.
         say: tells the user what was measured and what was kept; called on rank 0.
 
     Attributes:
@@ -44,38 +44,48 @@ class KeptParts:
     def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """The part `name`: from disk if it was measured of the same, else what `measure` returns, a JSON value.
 
-        Every rank calls this. decides: all that the result depends on, as JSON, besides the code and the libraries that
-        measure: another of those measures again, so that it is known what made each part.
+        decides: all that the result depends on, as JSON, besides the code and the libraries that measure: another of
+        those measures again, so that it is known what made each part.
         """
-        path, key, record = self._look(name, decides)
-        kept = record is not None
+        record, said = self._read(name, decides), "measured before, kept"
         if record is None:
             began = time.monotonic()
             value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
-            record = {"key": key, "seconds": round(time.monotonic() - began, 3), "value": value}
+            record = {"key": self._key(decides), "seconds": round(time.monotonic() - began, 3), "value": value}
+            said = f"{record['seconds']:.1f} s"
             if self.ranks.leads:
-                write_sealed(path, record)
-                self._written.append(path)
+                write_sealed(self._path(name), record)
+                self._written.append(self._path(name))
         self.seconds[name] = record["seconds"]
         if self.ranks.leads:
-            self.say(f"{name}: {'measured before, kept' if kept else format(record['seconds'], '.1f') + ' s'}")
+            self.say(f"{name}: {said}")
         return record["value"]
 
     def has(self, name: str, decides: dict[str, Any]) -> bool:
-        """Whether `get` would take the part from disk. Every rank asks."""
-        return self._look(name, decides)[2] is not None
-
-    def _look(self, name: str, decides: dict[str, Any]) -> tuple[Path, str, dict[str, Any] | None]:
-        """A part's file, its identity, and its record if it was measured of the same."""
-        path = self.folder / f"{quote(name, safe=' ')}.json"
-        key = sha256_json([decides, self._made_by])
-        record = self.ranks.same(_read(path) if self.ranks.leads else None)
-        return path, key, record if record is not None and record.get("key") == key else None
+        """Whether `get` would take the part from disk."""
+        return self._read(name, decides) is not None
 
     def forget(self) -> None:
         """Remove what was measured in this attempt: its inputs were not what their digests say."""
         for path in self._written:
             path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{quote(name, safe=' ')}.json"
+
+    def _key(self, decides: dict[str, Any]) -> str:
+        return sha256_json([decides, self._made_by])
+
+    def _read(self, name: str, decides: dict[str, Any]) -> Any:
+        """A part's record, the same on every rank; None if it was not measured of the same, or is damaged."""
+        record = None
+        if self.ranks.leads:
+            try:
+                record = read_sealed(self._path(name))
+                record = record if record["key"] == self._key(decides) else None
+            except (OSError, ValueError, LookupError, TypeError):
+                record = None
+        return self.ranks.same(record)
 
 
 class Kept(KeptParts):
@@ -85,18 +95,8 @@ class Kept(KeptParts):
         super().__init__(work.folder / UNITS / "measured", code_hashes(STAGES[work.name]), ranks, work.say)
         self.work = work
 
-    def settings(self, *names: str) -> dict[str, Any]:
-        """Settings of the section evaluate that decide a part."""
-        return {name: identity(getattr(self.work.config.evaluate, name)) for name in names}
-
-    def inputs(self, *stages: str) -> dict[str, str]:
-        """Digests of the stages that a part is made of."""
-        return {stage: self.work.fingerprint["inputs"][stage] for stage in stages}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        record = read_sealed(path)
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and {"key", "seconds", "value"} <= record.keys() else None
+    def deciding(self, stages: str, settings: str = "") -> dict[str, Any]:
+        """What decides a part: digests of the stages that it is made of, and settings of the section evaluate."""
+        evaluate = self.work.config.evaluate
+        return {**{stage: self.work.fingerprint["inputs"][stage] for stage in stages.split()},
+                **{name: identity(getattr(evaluate, name)) for name in settings.split()}}

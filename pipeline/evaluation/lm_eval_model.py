@@ -10,36 +10,23 @@ points. So its command line is started by `drover.tools.lm_eval`, which imports 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.registry import register_model
 
+from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.errors import UserError
-from drover.pipeline.evaluation.comparing import deliverable
 from drover.pipeline.evaluation.harness import HarnessModel
-from drover.pipeline.evaluation.open_model import open_model, run_of
+from drover.pipeline.evaluation.open_model import deliverable, open_model, run_of
 from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.run import Run
 
-BATCH = 16
-"""Sequences per forward pass where neither the arguments nor a run says."""
 NEWEST = "newest"
 DTYPES = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Where the weights are, and what a run's evaluate stage would take: arithmetic, batch, tokens per window."""
-
-    path: Path
-    dtype: str = "float32"
-    batch: int = BATCH
-    length: int | None = None
 
 
 @register_model("drover")
@@ -70,35 +57,27 @@ class DroverModel(HarnessModel):
             raise UserError(f"--model drover takes --model_args run=FOLDER[,checkpoint=STEP|{NEWEST}][,dtype=...]"
                             f"[,batch=...][,max_length=...]"
                             f"{', and not ' + ', '.join(unknown) if unknown else '; run= is missing'}.")
-        settings = _settings(Path(str(run)), checkpoint)
-        chosen = dtype or settings.dtype
-        if chosen not in DTYPES:
+        path = Path(str(run))
+        of_run = run_of(path) if (path / "config.yaml").is_file() else None
+        settings = EvaluateConfig() if of_run is None else of_run.config.evaluate
+        if (chosen := dtype or settings.dtype) not in DTYPES:
             raise UserError(f"dtype={chosen} is none that models are measured in: {' or '.join(DTYPES)}.")
+        weights = _weights(of_run, path, checkpoint)
         where, rank, world = _place(device)
-        opened = open_model(settings.path, where, getattr(torch, chosen))
-        given = int(batch_size) if batch_size is not None and str(batch_size).isdigit() else 1
-        length = max_length or settings.length
-        if length is not None and length > opened.config.context_length:
-            raise UserError(f"max_length={length} is more than the model's context of {opened.config.context_length}.")
-        super().__init__(opened.model, opened.tokenizer, rank=rank, world=world, length=length,
+        opened = open_model(weights, where, getattr(torch, chosen))
+        given = int(str(batch_size)) if str(batch_size).isdigit() else 1
+        super().__init__(opened.model, opened.tokenizer, rank=rank, world=world,
+                         length=max_length or settings.sequence_length,
                          batch=batch or (given if given > 1 else settings.batch))
         self.path = opened.path
 
 
-def _settings(path: Path, checkpoint: str | int | None) -> _Settings:
-    run = run_of(path) if (path / "config.yaml").is_file() else None
-    if run is None:
-        if checkpoint is not None:
-            raise UserError(f"checkpoint={checkpoint} needs run= to be the folder of a run; {path} is none.")
-        return _Settings(path)
-    evaluate = run.config.evaluate
-    return _Settings(_weights(run, checkpoint), evaluate.dtype, evaluate.batch, evaluate.sequence_length)
-
-
-def _weights(run: Run, checkpoint: str | int | None) -> Path:
-    """The folder of a run's weights that are meant."""
+def _weights(run: Run | None, path: Path, checkpoint: str | int | None) -> Path:
+    """The folder of the weights that are meant."""
     if checkpoint is None:
-        return deliverable(run.folder)
+        return deliverable(path)
+    if run is None:
+        raise UserError(f"checkpoint={checkpoint} needs run= to be the folder of a run; {path} is none.")
     if checkpoint == NEWEST:
         return run.folder
     try:

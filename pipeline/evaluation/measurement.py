@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -29,10 +28,3 @@ class Measurement:
     def perplexity(self) -> float:
         """exp of the mean nats per target token; inf where that is beyond a float."""
         return math.exp(self.loss) if not self.loss > 709 else math.inf
-
-
-def overall(measurements: Mapping[str, Measurement]) -> Measurement:
-    """All sources together: sums over sums."""
-    parts = measurements.values()
-    return Measurement(math.fsum(part.nats for part in parts), sum(part.targets for part in parts),
-                       sum(part.text_bytes for part in parts))

@@ -75,6 +75,13 @@ def run_of(path: Path) -> Run | None:
     return None
 
 
+def deliverable(path: Path) -> Path:
+    """Of a run's folder what its stage convert exported, which is what its stage evaluate measures; before that is
+    done, and of any other folder, `path`, of which `open_model` takes a run's newest checkpoint."""
+    run = run_of(path) if (path / "config.yaml").is_file() else None
+    return run.stage_folder("convert") / "hf" if run is not None and run.manifest("convert") is not None else path
+
+
 def _tokenizer(path: Path, weights: Weights) -> Tokenizer:
     from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,10 +62,8 @@ def place(weights: Weights, ranks: Ranks, dtype: torch.dtype, *, dp_shard: int |
     shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
     attention = choose("auto", Where(ranks.device, dtype, compiled=False, head_dim=config.head_width,
                                      windowed=config.sliding_window is not None))
-    if ranks.leads:
-        if attention.fallback:
-            say(attention.fallback)
-        for line in _words(config, dtype, allowed, shards):
+    for line in (attention.fallback, *_words(config, dtype, allowed, shards)):
+        if ranks.leads and line:
             say(line)
     if shards == 1:
         model = load_model(weights, ranks.device, dtype)
@@ -100,14 +98,12 @@ def fewest(config: ModelConfig, dtype: torch.dtype, allowed: float, world: int) 
                  if world % shards == 0 and needed(config, dtype, shards) <= allowed), world)
 
 
-def _words(config: ModelConfig, dtype: torch.dtype, allowed: float, shards: int) -> list[str]:
+def _words(config: ModelConfig, dtype: torch.dtype, allowed: float, shards: int) -> Iterator[str]:
     whole, here = (needed(config, dtype, count) / 1e9 for count in (1, shards))
-    if shards == 1:
-        return []
-    found = [f"weights sharded over {shards} ranks (FSDP2, gathered block by block): {here:.3g} GB on each; whole they "
-             f"take {whole:.3g} of the {allowed / 1e9:.3g} GB that weights may take here. Every new token of a text "
-             f"gathers all of them once"]
-    if here > allowed / 1e9:
-        found.append(f"that is more than the {allowed / 1e9:.3g} GB that weights may take on a rank: memory may run "
-                     f"out; more ranks, or evaluate.dtype=bfloat16, would need less")
-    return found
+    if shards > 1:
+        yield (f"weights sharded over {shards} ranks (FSDP2, gathered block by block): {here:.3g} GB on each; whole "
+               f"they take {whole:.3g} of the {allowed / 1e9:.3g} GB that weights may take here. Every new token of a "
+               f"text gathers all of them once")
+    if shards > 1 and here > allowed / 1e9:
+        yield (f"that is more than the {allowed / 1e9:.3g} GB that weights may take on a rank: memory may run out; "
+               f"more ranks, or evaluate.dtype=bfloat16, would need less")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.evaluation.baselines import MEANING
-from drover.pipeline.evaluation.compressing import OVERALL
-from drover.pipeline.evaluation.measurement import Measurement, overall
+from drover.pipeline.evaluation.baselines import MEANING, OVERALL
+from drover.pipeline.evaluation.measurement import Measurement
 
 if TYPE_CHECKING:
     from drover.pipeline.data.chosen_documents import Chosen
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 DIGITS = 6
 """Decimals kept: below that, the order in which a machine adds shows."""
-COMPARED = tuple(MEANING)
 DEFINITIONS = {
     "bits_per_byte": "sum of nats over all target tokens / (ln 2 x UTF-8 bytes of the original text); targets are "
                      "all tokens of a document and its EOS, BOS is context only; no attention across documents; a "
@@ -38,6 +36,10 @@ DEFINITIONS = {
 }
 
 
+AMOUNTS = ("documents", "tokens", "of_documents", "of_tokens")
+"""Of held-out text: what was measured, and what there is."""
+
+
 def heldout_counts(found: Measurement, chosen: Chosen) -> dict[str, Any]:
     """What was measured of a source, as it is kept: exact, without baselines."""
     return {"nats": found.nats, "targets": found.targets, "bytes": found.text_bytes, "documents": len(chosen),
@@ -46,65 +48,49 @@ def heldout_counts(found: Measurement, chosen: Chosen) -> dict[str, Any]:
 
 def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
     """The section `heldout` of results.json. found: `sources`, by name what `heldout_counts` has; `baselines`, what
-    `compressing.compare` gives; `without_heldout_text`, sources that have none."""
+    `baselines.compare` gives; `without_heldout_text`, sources that have none."""
     sources, compared = found["sources"], found["baselines"]
-    measured = {name: Measurement(counts["nats"], counts["targets"], counts["bytes"])
-                for name, counts in sources.items()}
-    together = {key: sum(counts[key] for counts in sources.values()) for key in AMOUNTS}
+    everything = {key: sum(counts[key] for counts in sources.values())
+                  for key in ("nats", "targets", "bytes", *AMOUNTS)}
     whole = compared[OVERALL] if len(sources) > 1 else next(iter(compared.values()))
-    return {"sources": {name: _heldout_entry(measured[name], counts, compared[name])
-                        for name, counts in sources.items()},
-            "overall": _heldout_entry(overall(measured), together, whole),
-            "without_heldout_text": found["without_heldout_text"]}
+    return {"sources": {name: _heldout_entry(counts, compared[name]) for name, counts in sources.items()},
+            "overall": _heldout_entry(everything, whole), "without_heldout_text": found["without_heldout_text"]}
 
 
-AMOUNTS = ("documents", "tokens", "of_documents", "of_tokens")
-"""Of held-out text: what was measured, and what there is."""
-
-
-def _heldout_entry(found: Measurement, counts: dict[str, Any], compared: dict[str, float]) -> dict[str, Any]:
+def _heldout_entry(counts: dict[str, Any], compared: dict[str, float]) -> dict[str, Any]:
     """One source, or all of them."""
-    return {"documents": counts["documents"], "bytes": found.text_bytes, "targets": found.targets,
-            **{key: counts[key] for key in AMOUNTS[1:]},
-            "nats": rounded(found.nats), "bits_per_byte": rounded(found.bits_per_byte), "loss": rounded(found.loss),
-            "perplexity": rounded(found.perplexity), "compressed_bytes": compared["compressed_bytes"],
-            "baselines": {name: rounded(compared[name]) for name in COMPARED}, "entropy": rounded(compared["entropy"])}
+    found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
+    return {**counts, "nats": rounded(found.nats), "bits_per_byte": rounded(found.bits_per_byte),
+            "loss": rounded(found.loss), "perplexity": rounded(found.perplexity),
+            "compressed_bytes": compared["compressed_bytes"],
+            "baselines": {name: rounded(compared[name]) for name in MEANING}, "entropy": rounded(compared["entropy"])}
 
 
-def rounded(value: float | None) -> float | None:
-    """`value` with DIGITS decimals; None for what JSON cannot hold."""
-    return None if value is None or not math.isfinite(value) else round(value, DIGITS)
+def rounded(value: Any) -> Any:
+    """Numbers with DIGITS decimals, in mappings too; None for what JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if not isinstance(value, float):
+        return value
+    return round(value, DIGITS) if math.isfinite(value) else None
 
 
 def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, Any]) -> dict[str, Any]:
     """Everything, ready for results.json."""
     settings = config.evaluate
-    tasks = {name: _task_entry(task) for name, task in found["tasks"].items()}
+    tasks = {name: rounded({key: value for key, value in task.items() if key != "per_item"})
+             for name, task in found["tasks"].items()}
     return {
         "format": FORMAT,
         "model": {"parameters": model.parameter_count, "non_embedding_parameters": model.non_embedding_parameter_count,
                   "vocab_size": model.vocab_size, "context_length": model.context_length, "dtype": settings.dtype},
         "heldout": {**heldout_results(found["heldout"]), "window": window}, "tasks": tasks,
         "continuations": found["continuations"],
-        "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed,
+        "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
         "definitions": DEFINITIONS,
         "versions": {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")},
     }
-
-
-def _task_entry(task: dict[str, Any]) -> dict[str, Any]:
-    """A task's results as results.json has them: without its single items."""
-    def metrics(entries: dict[str, Any]) -> dict[str, Any]:
-        return {metric: {key: rounded(value) for key, value in entry.items()} for metric, entry in entries.items()}
-
-    entry = {key: value for key, value in task.items() if key != "per_item"}
-    entry |= {"chance": rounded(task["chance"]), "answer_bits_per_byte": rounded(task["answer_bits_per_byte"]),
-              "metrics": metrics(task["metrics"])}
-    if "contamination" in task:
-        entry["contamination"] = {key: {**value, "metrics": metrics(value["metrics"])} if isinstance(value, dict)
-                                  else value for key, value in task["contamination"].items()}
-    return entry
 
 
 def say_results(results: dict[str, Any]) -> Iterator[str]:
@@ -142,44 +128,47 @@ def _share(entry: dict[str, Any]) -> str:
 
 def metric_text(entry: dict[str, Any]) -> str:
     """0.425 ± 0.079, or only the value."""
-    value = "n/a" if entry["value"] is None else f"{entry['value']:.3f}"
+    value = _number(entry["value"], missing="n/a")
     return value if entry["stderr"] is None else f"{value} ± {entry['stderr']:.3f}"
 
 
 def as_markdown(results: dict[str, Any]) -> str:
     """The tables of results.md."""
-    held, model = results["heldout"], results["model"]
+    held, model, sampling = results["heldout"], results["model"], results["sampling"]
+    sources = held["sources"] | ({"**all**": held["overall"]} if len(held["sources"]) > 1 else {})
     lines = ["# Evaluation", "",
              f"{model['parameters']:,} parameters, vocabulary {model['vocab_size']:,}, measured in {model['dtype']} "
              f"with windows of {held['window']} tokens.", "",
              "## Held-out text", "", "Bits per byte, smaller is better.", "",
-             f"| source | documents | bytes | tokens | **model** | {' | '.join(COMPARED)} | perplexity per token |",
-             "|---|" + "---:|" * (len(COMPARED) + 5)]
-    rows = [*held["sources"].items()] + ([("**all**", held["overall"])] if len(held["sources"]) > 1 else [])
-    for name, entry in rows:
-        cells = [f"{entry['documents']:,}", f"{entry['bytes']:,}", f"{entry['targets']:,}",
-                 f"**{entry['bits_per_byte']:.4f}**", *(f"{entry['baselines'][other]:.4f}" for other in COMPARED),
-                 "n/a" if entry["perplexity"] is None else f"{entry['perplexity']:.2f}"]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", f"Measured on {_share(held['overall'])}.", "",
-              *(f"- {name}: {meaning}." for name, meaning in MEANING.items()), ""]
+             *_table(["source", "documents", "bytes", "tokens", "**model**", *MEANING, "perplexity per token"], [
+                 [name, *(f"{entry[key]:,}" for key in ("documents", "bytes", "targets")),
+                  f"**{entry['bits_per_byte']:.4f}**", *(f"{entry['baselines'][other]:.4f}" for other in MEANING),
+                  _number(entry["perplexity"], 2, "n/a")] for name, entry in sources.items()]),
+             f"Measured on {_share(held['overall'])}.", "",
+             *(f"- {name}: {meaning}." for name, meaning in MEANING.items()), ""]
     if results["tasks"]:
-        lines += ["## Tasks", "", "| task | version | items | few-shot | metric | value ± standard error | chance | "
-                  "bits per byte of the right answers |", "|---|---|---:|---:|---|---:|---:|---:|"]
-        for name, task in results["tasks"].items():
-            for metric, entry in task["metrics"].items():
-                chance = "" if task["chance"] is None else f"{task['chance']:.3f}"
-                answer = "" if task["answer_bits_per_byte"] is None else f"{task['answer_bits_per_byte']:.3f}"
-                lines.append(f"| {name} | {task['version']} | {task['items']} | {task['few_shot']} | {metric} | "
-                             f"{metric_text(entry)} | {chance} | {answer} |")
-        lines.append("")
-        lines += _contamination(results["tasks"])
-    lines += ["## Continuations", "",
-              f"Temperature {results['sampling']['temperature']}, top-p {results['sampling']['top_p']}, seed "
-              f"{results['sampling']['seed']}.", ""]
+        lines += ["## Tasks", "", *_table(
+            ["task", "version", "items", "few-shot", "metric", "value ± standard error", "chance",
+             "bits per byte of the right answers"],
+            [[name, *(str(task[key]) for key in ("version", "items", "few_shot")), metric, metric_text(entry),
+              _number(task["chance"]), _number(task["answer_bits_per_byte"])]
+             for name, task in results["tasks"].items() for metric, entry in task["metrics"].items()])]
+    if rows := contamination_rows(results["tasks"]):
+        lines += ["### Contamination", "", "Dirty items stand in the training text: more than half of their n-grams of "
+                  "13 words (docs/evaluation.md).", "", *_table(CONTAMINATION, rows)]
+    lines += ["## Continuations", "", f"Temperature {sampling['temperature']}, top-p {sampling['top_p']}, seed "
+              f"{sampling['seed']}.", ""]
     for entry in results["continuations"]:
         lines += [fenced(entry["prompt"] + entry["text"]), ""]
     return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int = 3, missing: str = "") -> str:
+    return missing if value is None else f"{value:.{digits}f}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)] + [""]
 
 
 CONTAMINATION = ("task", "metric", "all items", "n", "clean", "n", "dirty", "n", "too short to say")
@@ -200,14 +189,6 @@ def contamination_rows(tasks: Mapping[str, Any]) -> list[list[str]]:
                 metric_text(part["metrics"][metric]) if metric in part["metrics"] else "–", f"{part['items']:,}")]
             rows.append([name, metric, metric_text(whole), f"{task['items']:,}", *cells, f"{parts['too_short']:,}"])
     return rows
-
-
-def _contamination(tasks: dict[str, Any]) -> list[str]:
-    rows = contamination_rows(tasks)
-    return ["### Contamination", "",
-            "Dirty items stand in the training text: more than half of their n-grams of 13 words (docs/evaluation.md).",
-            "", f"| {' | '.join(CONTAMINATION)} |", "|---|---|" + "---:|" * (len(CONTAMINATION) - 2),
-            *(f"| {' | '.join(row)} |" for row in rows), ""] if rows else []
 
 
 def fenced(text: str) -> str:

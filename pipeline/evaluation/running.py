@@ -9,12 +9,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
-from drover.pipeline.evaluation.tasks import TaskFile, go_offline
+from drover.pipeline.evaluation.tasks import TaskFile, go_offline, write_absolute
 
 if TYPE_CHECKING:
     from drover.pipeline.evaluation.harness import HarnessModel
@@ -25,30 +24,19 @@ TALKATIVE = ("lm_eval", "datasets", "evaluate")
 
 
 class TaskRunner:
-    """The harness, opened at the first task that is measured. A context manager: its data cache goes at the end.
+    """Measures tasks by the harness.
 
     Args:
         model: deals its requests out to the ranks; every rank measures the same tasks in the same order.
-        places: folders with task files.
         limit: items per task; None: all.
         bootstrap_iters: draws of bootstrapped standard errors, as the harness takes it.
         log: file that what the harness prints and logs is appended to; None: it is dropped.
     """
 
-    def __init__(self, model: HarnessModel, places: list[Path], limit: int | None, bootstrap_iters: int,
-                 log: Path | None = None) -> None:
-        self.model, self.places, self.limit, self.log = model, places, limit, log
+    def __init__(self, model: HarnessModel, limit: int | None, bootstrap_iters: int, log: Path | None = None) -> None:
+        self.model, self.limit, self.log = model, limit, log
         # The harness draws in as many processes as the machine has cores: one rank does it for all.
         self.bootstrap_iters = bootstrap_iters if model.share[0] == 0 else 0
-        self._cache = tempfile.TemporaryDirectory(prefix="drover-tasks-")
-        self._manager: Any = None
-
-    def __enter__(self) -> TaskRunner:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._cache.cleanup()
 
     def measure(self, task_file: TaskFile) -> dict[str, Any]:
         """Metrics with standard errors, the level of chance, items; `per_item`, see `item_scores`. Every rank gets rank
@@ -76,38 +64,35 @@ class TaskRunner:
     def _measure(self, task_file: TaskFile) -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
 
-        task, truncated = self._load(task_file), self.model.truncated
-        found = evaluate(self.model, {"tasks": {task_file.name: task}}, limit=self.limit, log_samples=True,
-                         bootstrap_iters=self.bootstrap_iters)
-        summary, per_item = _summary(task_file.name, task, found), item_scores(task, found["samples"][task_file.name])
+        name, truncated = task_file.name, self.model.truncated
+        with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder:
+            try:
+                task = _load(task_file, Path(folder))
+            except Exception as error:
+                raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
+            found = evaluate(self.model, {"tasks": {name: task}}, limit=self.limit, log_samples=True,
+                             bootstrap_iters=self.bootstrap_iters)
+            summary, per_item = _summary(name, task, found), item_scores(task, found["samples"][name])
         if self.bootstrap_iters:
-            for name, stderr in errors_of_texts(per_item).items():
-                summary["metrics"][name]["stderr"] = stderr
+            for metric, stderr in errors_of_texts(per_item).items():
+                summary["metrics"][metric]["stderr"] = stderr
         return {**summary, "contexts_truncated": self.model.truncated - truncated, "per_item": per_item}
 
-    def _load(self, task_file: TaskFile) -> Any:
-        """The harness's task object, its data read from absolute paths into a cache of our own."""
-        kwargs = {**task_file.settings["dataset_kwargs"], "data_files": task_file.data_files,
-                  "cache_dir": self._cache.name}
-        member = {"task": task_file.name, "dataset_kwargs": kwargs}
-        # A group of one is the harness's way to load a registered task with some settings replaced.
-        try:
-            task = self._opened().load([{"group": "drover", "task": [member]}])["tasks"][task_file.name]
-        except Exception as error:
-            raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=FEW_SHOT_SEED)
-        return task
 
-    def _opened(self) -> Any:
-        if self._manager is None:
-            go_offline()
-            import datasets
-            from lm_eval.tasks import TaskManager
-            datasets.disable_progress_bars()
-            self._manager = TaskManager(include_path=list(self.places), include_defaults=False)
-        return self._manager
+def _load(task_file: TaskFile, folder: Path) -> Any:
+    """The harness's task object, its data read from absolute paths into a cache of our own, in the folder."""
+    go_offline()
+    import datasets
+    from lm_eval.tasks import TaskManager
+
+    datasets.disable_progress_bars()
+    write_absolute([task_file], folder, cache_dir=str(folder / "cache"))
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    task = manager.load([task_file.name])["tasks"][task_file.name]
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=FEW_SHOT_SEED)
+    return task
 
 
 @contextmanager

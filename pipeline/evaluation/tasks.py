@@ -10,17 +10,22 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import yaml
 
-from drover.pipeline.config.tree import Config
 from drover.pipeline.config.yaml_source import read_task
-from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from drover.pipeline.config.tree import Config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,8 +100,7 @@ def chosen_tasks(config: Config) -> list[TaskFile]:
 def tasks_named(asked: list[str], places: list[Path], where: str) -> list[TaskFile]:
     """The tasks with these names under the folders, each once; UserError for an unknown one, which `where` named."""
     known = find_tasks(places) if asked else {}
-    unknown = [name for name in asked if name not in known]
-    if unknown:
+    if unknown := [name for name in asked if name not in known]:
         close = difflib.get_close_matches(unknown[0], known, n=1)
         raise UserError(f"{where} names {', '.join(unknown)}, but "
                         f"{' and '.join(map(str, places)) or 'evaluate.task_folders'} "
@@ -134,18 +138,22 @@ def _yaml_files(place: Path) -> list[Path]:
     return sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(".yaml"))
 
 
-def write_absolute(place: Path, folder: Path) -> None:
-    """Make every task and group under `place` a YAML file in `folder` that means the same from any working directory:
-    lm_eval's own command line looks for data files where it was started, not beside the task."""
-    wanted = []
-    for name, task in find_tasks([place]).items():
+def write_absolute(tasks: Iterable[TaskFile], folder: Path, **more: Any) -> None:
+    """Make each task a YAML file in `folder` that means the same from any working directory: lm_eval itself looks for
+    data files where it was started, not beside the task. more: further `dataset_kwargs`."""
+    for task in tasks:
         kwargs = task.settings.get("dataset_kwargs") or {}
-        data = {"dataset_kwargs": {**kwargs, "data_files": task.data_files}} if kwargs.get("data_files") else {}
-        wanted.append({"include": str(task.path.absolute()), "task": name, **data})
-    wanted += [{"include": str(path.absolute())} for path in _yaml_files(place)
-               if "group" in _read(path, ())[0]]
-    for number, settings in enumerate(wanted):
-        (folder / f"{number:05d}.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        own: dict[str, Any] = {"include": str(task.path.absolute()), "task": task.name}
+        if kwargs.get("data_files"):
+            own["dataset_kwargs"] = {**kwargs, "data_files": task.data_files, **more}
+        (folder / f"{quote(task.name, safe='')}.yaml").write_text(yaml.safe_dump(own), encoding="utf-8")
+
+
+def write_groups(place: Path, folder: Path) -> None:
+    """The same of each group under `place`, whose tasks are found by their names."""
+    for number, path in enumerate(path for path in _yaml_files(place) if "group" in _read(path, ())[0]):
+        text = yaml.safe_dump({"include": str(path.absolute())})
+        (folder / f"group {number}.yaml").write_text(text, encoding="utf-8")
 
 
 def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list[Path]]:

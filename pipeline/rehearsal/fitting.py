@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import problems, rank_problems
-from drover.pipeline.config.partial import UnknownSettingError
 from drover.pipeline.config.tree import Config
 from drover.pipeline.console import readable
 from drover.pipeline.rehearsal.apart import rehearse_apart
@@ -103,7 +102,7 @@ def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
     try:
         other = changed(config, settings)
         return set(problems(other)) <= set(problems(config)) and not rank_problems(other, ranks)
-    except (UnknownSettingError, ValueError):
+    except ValueError:
         return False
 
 

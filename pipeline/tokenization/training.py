@@ -90,8 +90,8 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
             SentencePieceTrainer.train(
                 sentence_iterator=iter(chunks), model_writer=model,
                 model_type=settings.algorithm, vocab_size=settings.vocab_size,
-                character_coverage=settings.character_coverage, split_digits=settings.split_digits,
-                max_sentencepiece_length=settings.max_piece_length, byte_fallback=True,
+                character_coverage=settings.character_coverage, split_digits=True,
+                max_sentencepiece_length=16, byte_fallback=True,
                 normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
                 split_by_unicode_script=True, allow_whitespace_only_pieces=True,
                 max_sentence_length=MAX_SENTENCE_BYTES, num_threads=THREADS,

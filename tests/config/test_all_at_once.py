@@ -2,6 +2,7 @@
 
 import pytest
 
+from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import explain
 from drover.pipeline.config.field_names import ELSEWHERE, MEANINGS, all_keys, suggestion
 from drover.pipeline.config.loading import load_config
@@ -27,7 +28,7 @@ encode: {dtype: uint16}
                      "heads (6) must be divisible by kv_heads (4)", "warmup_steps 60 is more than train.steps 50",
                      "batch_tokens 1000 is not a multiple of train.sequence_length 300",
                      "sequence_length 300 is longer than model.context_length 128",
-                     "uint16 holds ids up to 65535, but the vocabulary has 70016",
+                     "holds ids up to 65535, but the vocabulary of the tokenizer has 70016",
                      "train.sample_tokens 128 leaves no room"):
         assert expected in said, said
 
@@ -48,6 +49,34 @@ tokenizer: {vocab_size: 700}
     said = refusal(path, wrong, check=False)
     assert not [text for text in silent if text in said], said
     assert "tokenizer.vocab_size 700 is not a multiple of 128" in said
+
+
+WHOLE = {
+    "model": {"heads": 6, "kv_heads": 3, "dim": 96, "ffn_dim": 258, "context_length": 128, "vocab_size": 300},
+    "train": {"steps": 50, "warmup_steps": 7, "batch_tokens": 960, "sequence_length": 96, "sample_tokens": 30,
+              "mixture": {"web": 1}, "schedule": "wsd", "decay_steps": 9, "optimizer": "muon", "precision": "fp8",
+              "optimizer_settings": {"momentum": 0.9}, "compile": False, "activation_checkpointing": "selective",
+              "recomputed_blocks": 6, "max_epochs": {"web": 2}, "guards": {"hang_minutes": 1}, "init_from": "a"},
+    "shard": {"sources": [{"kind": "files", "name": "web", "paths": ["x.txt"]}], "keep_dropped": True,
+              "near_duplicates": {}, "filters": [{"kind": "length", "least_words": 3}]},
+    "parallel": {"tp": 3, "pp": 2, "pp_schedule": "zbv", "reshard": "never", "timeout_minutes": 4, "reduce": "last",
+                 "dp_shard": 4, "dp_replicate": -1},
+    "tokenizer": {"kind": "byte"}, "encode": {"dtype": "uint16"}, "convert": {"average": [30, 50]},
+    "evaluate": {"sequence_length": 120, "prompt_tokens": 100}}
+
+
+@pytest.mark.parametrize("whole", [
+    WHOLE, {"train": WHOLE["train"], "shard": WHOLE["shard"]},
+    {"parallel": {"engine": "deepspeed", "offload": "params", "zero_stage": 3}, "train": {"compile": False}},
+    {"tokenizer": {"kind": "bpe", "vocab_size": 70016}, "encode": {"dtype": "uint32"}, "model": {"vocab_size": 70016}}])
+def test_a_sentence_names_all_that_it_follows_from(whole):
+    """With a default in place of any of its settings, what is wrong then depends on that setting."""
+    before = set(problems(Config.model_validate(whole)))
+    for section, values in whole.items():
+        for name in values:
+            rest = {**whole, section: {key: value for key, value in values.items() if key != name}}
+            config = Config.model_validate(rest)
+            assert set(problems(config, [f"{section}.{name}"])) <= before, (section, name)
 
 
 @pytest.mark.parametrize(("value", "steps"), [("1e6", 1_000_000), ("2.0", 2), ("1_000", 1000), ("2.5e1", 25)])
@@ -85,8 +114,8 @@ def test_other_names_of_a_setting(tmp_path, key, said):
 
 
 def test_explain_understands_other_names_too():
-    for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim")):
-        with pytest.raises(UserError, match=f"There is no setting '{key}'. Nearest: {meant}[,.]"):
+    for key, meant in (("train.learning_rate", "lr"), ("train.lrr", "lr"), ("hidden_size", "model.dim")):
+        with pytest.raises(UserError, match=f"There is no setting '{key}'; .* '{meant}'"):
             explain(Config(), key)
 
 
@@ -96,7 +125,7 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
     for key, names in ELSEWHERE.items():
         section = key.rpartition(".")[0]
         assert not [name for name in names.split() if f"{section}.{name}".strip(".") in known - {key}], key
-    assert suggestion("train", "learning_rate", ["steps", "lr"]) == ("did you mean 'lr'?", "train.lr")
+    assert suggestion("train.learning_rate", ["steps", "lr"]) == ("did you mean 'lr'?", "train.lr")
 
 
 @pytest.mark.parametrize(("settings", "said"), [

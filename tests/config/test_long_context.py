@@ -30,5 +30,5 @@ def test_the_plan_says_what_each_rank_holds_and_gathers():
 
 
 def test_what_cannot_be_split_evenly_is_refused_with_the_numbers():
-    with pytest.raises(Exception, match=r"sequence_length 131072 is not divisible by 24 \(parallel: cp 24 x tp 1\)"):
+    with pytest.raises(Exception, match=r"131072 is not divisible by 24 \(parallel.cp 24 x parallel.tp 1\)"):
         load_config(CONFIG, ["parallel.cp=24"])

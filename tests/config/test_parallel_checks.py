@@ -31,15 +31,15 @@ ZBV = {"pp": 2, "pp_schedule": "zbv", "reshard": "never", "train": {"compile": F
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"tp": 4}, "model.kv_heads (2) is not divisible by parallel.tp (4)"),
-    ({"tp": 2, "model": MODEL.model_copy(update={"vocab_size": 513})}, "the vocabulary (513) is not divisible"),
-    ({"tp": 2, "model": MODEL.model_copy(update={"context_length": 257})}, "model.context_length (257)"),
-    ({"tp": 2, "train": {"sequence_length": 127, "batch_tokens": 127 * 8}}, "train.sequence_length (127)"),
-    ({"dp_shard": 0}, "parallel.dp_shard is 0"), ({"dp_replicate": 0}, "parallel.dp_replicate is 0"),
+    ({"tp": 4}, "model.kv_heads 2 is not divisible by parallel.tp 4"),
+    ({"tp": 2, "model": MODEL.model_copy(update={"vocab_size": 513})}, "model or tokenizer, 513, is"),
+    ({"tp": 2, "model": MODEL.model_copy(update={"context_length": 257})}, "model.context_length 257 is not"),
+    ({"tp": 2, "train": {"sequence_length": 127, "batch_tokens": 127 * 8}}, "train.sequence_length 127 is not"),
+    ({"dp_shard": 0}, "parallel.dp_shard 0; give"), ({"dp_replicate": 0}, "parallel.dp_replicate 0; give"),
     ({"dp_replicate": -1}, "parallel.dp_replicate and parallel.dp_shard are both -1"),
     ({"offload": "optimizer"}, "parallel.offload 'optimizer' is for parallel.engine 'deepspeed'"),
     ({"engine": "deepspeed", "tp": 2}, "spreads one copy over all ranks"),
-    ({"engine": "deepspeed", "offload": "params"}, "needs parallel.zero_stage 3, not 2"),
+    ({"engine": "deepspeed", "offload": "params"}, "needs stage 3, not parallel.zero_stage 2"),
     ({"engine": "deepspeed", "reshard": "never"}, "parallel.reshard 'never' is for parallel.engine 'fsdp2'"),
     ({"engine": "deepspeed", "reduce": "last"}, "parallel.reduce 'last' is for parallel.engine 'fsdp2'"),
     ({"engine": "deepspeed", "train": {"precision": "fp64"}}, "'fp64' needs parallel.engine 'fsdp2'"),
@@ -48,15 +48,15 @@ ZBV = {"pp": 2, "pp_schedule": "zbv", "reshard": "never", "train": {"compile": F
     ({"engine": "deepspeed", "zero_stage": 3, "train": {"compile": True}}, "train.compile true does not work"),
     ({"engine": "deepspeed", "pp": 2}, "parallel.pp 2 is for parallel.engine 'fsdp2', not 'deepspeed'"),
     ({"engine": "deepspeed", "cp": 2}, "parallel.cp 2 is for parallel.engine 'fsdp2', not 'deepspeed'"),
-    ({"cp": 3}, "is not divisible by 3 (parallel: cp 3 x tp 1)"),
-    ({"pp": 5}, "5 pipeline stages (pp 5, pp_schedule 1f1b) are more than model.layers 4"),
+    ({"cp": 3}, "is not divisible by 3 (parallel.cp 3 x parallel.tp 1)"),
+    ({"pp": 5}, "5 pipeline stages (parallel.pp 5, parallel.pp_schedule '1f1b') are more than model.layers 4"),
     ({"pp": 2, "pp_schedule": "interleaved", "pp_stages": 3}, "6 pipeline stages"),
     ({**ZBV, "model": MODEL.model_copy(update={"tied_embeddings": True})}, "does not take model.tied_embeddings"),
     ({**ZBV, "train": {"compile": None}}, "which torch cannot do with compiled blocks"),
-    ({**ZBV, "reshard": "always"}, "zbv needs parallel.reshard never"),
+    ({**ZBV, "reshard": "always"}, "'zbv' needs parallel.reshard never"),
     ({**ZBV, "train": {"compile": False, "activation_checkpointing": "selective"}}, "selective checkpointing kept"),
     ({"async_tp": True}, "parallel.async_tp true has nothing to cut where parallel.tp is 1"),
-    ({"async_tp": True, "tp": 2, "train": {"compile": False}}, "done by the compiler, but train.compile is false"),
+    ({"async_tp": True, "tp": 2, "train": {"compile": False}}, "done by the compiler, but train.compile false"),
     ({"timeout_minutes": 30}, "parallel.timeout_minutes 30.0 is not longer than 3 x train.guards.hang_minutes 10.0"),
     ({"cp": 2, "train": {"precision": "fp8", "sequence_length": 176, "batch_tokens": 176 * 8}},
      "176 is not a multiple of 16 x parallel.cp 2, which train.precision 'fp8'"),
@@ -97,8 +97,8 @@ def test_copies_can_be_as_many_as_the_ranks_make():
 
 
 @pytest.mark.parametrize("steps, problem", [
-    ([4, 2], "convert.average is [4, 2]: name each step once, in order, and none above train.steps 1000."),
-    ([2, 2000], "convert.average is [2, 2000]: name each step once, in order, and none above train.steps 1000.")])
+    ([4, 2], "convert.average [4, 2]: name each step once, in order, and none above train.steps 1000."),
+    ([2, 2000], "convert.average [2, 2000]: name each step once, in order, and none above train.steps 1000.")])
 def test_the_steps_of_an_average_are_steps_of_the_training_in_order(steps, problem):
     assert problems(config().model_copy(update={"convert": ConvertConfig(average=steps)})) == [problem]
 

@@ -29,14 +29,14 @@ def test_a_problem_in_what_was_merged_is_named_where_it_was_written(tmp_path):
 
 @pytest.mark.parametrize("text", ["train: {<<: 5}\n", "train: {<<: [1]}\n", "train: {<<: [[{steps: 3}]]}\n"])
 def test_only_mappings_can_be_merged(tmp_path, text):
-    assert "`<<` takes a mapping" in refusal(write(tmp_path / "c.yaml", text))
+    assert "for merging, but found" in refusal(write(tmp_path / "c.yaml", text))
 
 
 @pytest.mark.parametrize("text", ["train: &x {lr: *x}\n", "train: &x\n  prompts: [a, *x]\n", "shard: &x {<<: *x}\n",
                                   "train: &x {guards: {spike: [[*x]]}}\n", "&x shard: {sources: &y [[*y]]}\n"])
 def test_an_alias_inside_of_itself(tmp_path, text):
     said = refusal(write(tmp_path / "c.yaml", text))
-    assert f"{tmp_path}/c.yaml:1: an alias" in said and "contains the alias itself" in said
+    assert f"{tmp_path}/c.yaml:" in said and "an alias stands for a value that contains the alias itself" in said
 
 
 def test_an_alias_may_be_used_often(tmp_path):

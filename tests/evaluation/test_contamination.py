@@ -10,11 +10,11 @@ import pytest
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.data.comparable_words import comparable_words
 from drover.pipeline.data.documents import Document, digest, document_key, to_json
+from drover.pipeline.data.filters.item_index import ItemIndex
 from drover.pipeline.data.text_shards import write_members
 from drover.pipeline.evaluation.contamination import (
     DIRTY,
     LEAST,
-    ItemIndex,
     clean_and_dirty,
     shares_in_training_text,
 )
@@ -88,11 +88,12 @@ def test_the_index_agrees_with_a_plain_search_of_sets():
         draw = lambda count: [chance.choice("abc") for _ in range(count)]  # noqa: E731
         items = [draw(chance.randint(n, 12)) for _ in range(30)]
         documents = [[*draw(chance.randint(0, 25)), "d", *draw(chance.randint(0, 9))] for _ in range(6)]
-        index = ItemIndex([" ".join(item) for item in items], n)
+        index = ItemIndex([" ".join(item) for item in items], n, n)
+        met = np.zeros(index.places, bool)
         for document in documents:
-            index.scan(" ".join(document))
+            met[index.places_in(" ".join(document))] = True
         size = {id(item): min(n, len(item)) for item in items}
-        for item, found in zip(items, index.shares(), strict=True):
+        for item, found in zip(items, index.shares(met), strict=True):
             known = {tuple(document[at:at + size[id(item)]]) for document in documents
                      for at in range(len(document) - size[id(item)] + 1)}
             grams = [tuple(item[at:at + size[id(item)]]) for at in range(len(item) - size[id(item)] + 1)]

@@ -1,8 +1,9 @@
 """Which held-out documents are measured, who reads them, and how long anybody waits for the baselines."""
 
 import json
-import multiprocessing
 import threading
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
-from drover.pipeline.evaluation import compressing
+from drover.pipeline.evaluation import baselines
+from drover.pipeline.evaluation.baselines import Baselines
 from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText
-from drover.pipeline.evaluation.compressing import Baselines
 from tests.refusal import refused
 from tests.token_shards import write_documents
 
@@ -80,31 +81,30 @@ class OneRank:
         self.meetings += 1
         return json.loads(json.dumps(value))
 
+    def by_leader(self, function):
+        return function()
+
 
 @pytest.fixture
 def begun(monkeypatch):
-    """Baselines whose process is the test, and the end of the pipe by which it answers."""
-    monkeypatch.setattr(compressing, "ASKED_EVERY", 0.02)
-    made = Baselines(OneRank(), None, {}, 1, 1)
-    made._answer, answer = multiprocessing.Pipe(duplex=False)
-    with made:
-        yield made, answer
+    """Baselines whose process is the test, and what it answers with."""
+    monkeypatch.setattr(baselines, "ASKED_EVERY", 0.02)
+    with Baselines(OneRank(), None, None, {}, 1, 1) as made:
+        made._future = Future()
+        yield made, made._future
 
 
 def test_who_waits_for_the_baselines_meets_the_others_again_and_again(begun):
     compared, answer = begun
-    threading.Timer(0.3, answer.send, [({"s": {"gzip -9": 2.5}}, None)]).start()
+    threading.Timer(0.3, answer.set_result, [{"s": {"gzip -9": 2.5}}]).start()
     assert compared.result() == {"s": {"gzip -9": 2.5}}
     assert compared.ranks.meetings > 4, "a collective that waits for all of it would be one meeting"
 
 
-def test_what_goes_wrong_beside_is_told_everywhere(begun):
+@pytest.mark.parametrize(("error", "said"), [
+    (UserError("Document 3 was made of another text."), "Document 3 was made"),
+    (BrokenProcessPool(), "compression baselines died"), (ZeroDivisionError("x"), "could not be computed: ZeroDiv")])
+def test_what_goes_wrong_beside_is_told_and_a_killed_process_not_waited_for(begun, error, said):
     compared, answer = begun
-    answer.send((None, "Document 3 was made of another text."))
-    refused(UserError, "Document 3 was made", compared.result)
-
-
-def test_a_process_that_was_killed_is_not_waited_for(begun):
-    compared, answer = begun
-    answer.close()
-    refused(UserError, "compression baselines died", compared.result)
+    answer.set_exception(error)
+    refused(UserError, said, compared.result)

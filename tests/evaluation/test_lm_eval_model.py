@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 import drover.pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.lm_eval_model import DroverModel
-from drover.pipeline.evaluation.tasks import write_absolute
+from drover.pipeline.evaluation.tasks import find_tasks, write_absolute
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.lm_eval import main
 from tests.evaluation.test_task_packs import FILES
@@ -39,7 +39,7 @@ def home(tmp_path_factory):
     for name, text in FILES.items():
         (folder / "tasks" / name).write_text(text, encoding="utf-8")
     (folder / "absolute").mkdir()
-    write_absolute(folder / "tasks", folder / "absolute")
+    write_absolute(find_tasks([folder / "tasks"]).values(), folder / "absolute")
     return folder
 
 

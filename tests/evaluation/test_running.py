@@ -129,8 +129,8 @@ class Simplest(LM):
 
 def ours(model, folder, *names, log=None, **settings):
     tasks = chosen_tasks(Config(evaluate=EvaluateConfig(tasks=list(names), task_folders=[str(folder)])))
-    with TaskRunner(HarnessModel(model, VOCABULARY, batch=3), [folder], None, ITERS, log) as runner:
-        return {task.name: runner.measure(task) for task in tasks}
+    runner = TaskRunner(HarnessModel(model, VOCABULARY, batch=3), None, ITERS, log)
+    return {task.name: runner.measure(task) for task in tasks}
 
 
 @pytest.mark.parametrize("name", TASKS)

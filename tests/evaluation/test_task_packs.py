@@ -44,7 +44,8 @@ def pack(tmp_path_factory, harness):
 
 @pytest.fixture(scope="module")
 def results(pack, harness):
-    with pytest.MonkeyPatch.context() as patch, TaskRunner(harness, [pack], None, 20) as runner:
+    runner = TaskRunner(harness, None, 20)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap; the same draws
         return {task.name: runner.measure(task) for task in tasks_named(NAMES, [pack], "the test")}
 

@@ -46,9 +46,8 @@ def config(folder, *tasks, **more):
 
 def run(folder, name, limit=None):
     """What a model without an opinion has; tests/evaluation/test_running.py compares figures."""
-    with TaskRunner(HarnessModel(Uniform(), VOCABULARY, batch=4), [folder], limit, bootstrap_iters=100) as runner:
-        task, = chosen_tasks(config(folder, name))
-        return runner.measure(task)
+    task, = chosen_tasks(config(folder, name))
+    return TaskRunner(HarnessModel(Uniform(), VOCABULARY, batch=4), limit, bootstrap_iters=100).measure(task)
 
 
 @pytest.mark.parametrize("place", ["one", "one/deep"])

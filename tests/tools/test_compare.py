@@ -150,7 +150,7 @@ def test_models_of_any_form_in_one_table(home, capsys):
     (["--models", "{home}/hf", "--tasks", "capital"], "did you mean capitals"),
     (["--models", "{home}/tasks", "--tasks", "capitals"], "holds no weights"),
     (["--models", "{home}/hf", "--tasks", "capitals", "--limit", "0"], "--limit must be above 0"),
-    (["--models", "{home}/hf", "--tasks", "capitals", "--length", "129"], "more than the context of {home}/hf, 128"),
+    (["--models", "{home}/hf", "--tasks", "capitals", "--length", "129"], "{home}/hf: Windows of 129 tokens are more"),
     (["--models", "{home}/hf", "--heldout", "{home}/empty"], "has no held-out text"),
     (["--checkpoints", "{home}/hf", "--tasks", "capitals"], "config.yaml")])
 def test_what_cannot_be_compared_is_said(home, arguments, message, capsys, tmp_path):

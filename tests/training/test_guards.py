@@ -10,6 +10,7 @@ import torch
 
 from drover.pipeline.config.guarding import GuardConfig
 from drover.pipeline.config.section import identity
+from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.errors import UserError
 from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
@@ -35,7 +36,7 @@ def judged(guards, *values):
 
 
 def test_no_setting_makes_a_finished_run_stale():
-    assert identity(GuardConfig()) == {} == identity(GuardConfig(spike="skip", max_skipped=0))
+    assert identity(TrainConfig()) == identity(TrainConfig(guards=GuardConfig(spike="skip", max_skipped=0)))
 
 
 @pytest.mark.parametrize("loss, norm, spike", [(NAN, 0.5, "log"), (INF, 0.5, "skip"), (3.2, NAN, "rollback"),

@@ -30,6 +30,8 @@ BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 QUIET_S = 60.0
 """Who is missing is stuck, not slow, once nothing has come for so long and for as long as everything else took to come.
 """
+SLOW = 4.0
+"""A rank slower than the group's median by more than this factor makes its node a bad one."""
 CLOCK_S = 5.0
 """How far a node's clock may be from the others'."""
 FLOORS_S = {"cpu": 0.1, "cuda": 0.005}
@@ -79,7 +81,7 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
 
     end = run_step(command, environment, folder, goes_on, said.append)
     now = look()
-    found = judge(reports, places, spec.preflight_factor, last - began, now - last)
+    found = judge(reports, places, SLOW, last - began, now - last)
     found.told += [*(said if not reports else ()), *conclusion(found, reports, places, now - began, end.cause)]
     return found
 

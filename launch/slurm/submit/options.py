@@ -11,13 +11,12 @@ from drover.pipeline.contract.stages import STAGES
 RANKS = "launch.gpus_per_node or launch.processes"
 NONE = ""
 DECIDED = {
-    "account": "launch.account", "array": "launch.<stage>.array", "chdir": NONE, "clusters": NONE,
-    "constraint": "launch.constraint",
+    "array": "launch.<stage>.array", "chdir": NONE, "clusters": NONE,
     "cpus-per-gpu": "launch.cpus", "cpus-per-task": "launch.cpus", "error": NONE, "exclude": "launch.exclude",
     "export": "launch.environment and launch.secrets", "export-file": "launch.environment and launch.secrets",
     "job-name": "name", "kill-on-invalid-dep": NONE, "mem": "launch.mem", "no-requeue": "launch.requeue: false",
     "nodes": "launch.train.nodes", "ntasks": RANKS, "ntasks-per-gpu": RANKS, "ntasks-per-node": RANKS,
-    "open-mode": NONE, "output": NONE, "parsable": NONE, "partition": "launch.partition", "qos": "launch.qos",
+    "open-mode": NONE, "output": NONE, "parsable": NONE, "partition": "launch.partition",
     "requeue": "launch.requeue", "signal": "launch.signal_s", "test-only": "--dry-run (of submit.py)",
     "time": "launch.time", "wait": NONE, "wrap": NONE}
 """Options that the launcher sets or must not be set, and the setting that decides each (NONE: no setting does)."""

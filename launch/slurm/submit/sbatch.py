@@ -147,7 +147,7 @@ def _executor(config: Config, job: Job, ids: Mapping[str, str]) -> SlurmExecutor
     parameters: dict[str, Any] = {
         "job_name": job.name, "nodes": job.nodes, "ntasks_per_node": job.tasks_per_node,
         "cpus_per_task": job.cpus_per_task, "time": job.minutes,
-        **{name: getattr(asked, name) for name in ("partition", "account", "qos", "constraint", "mem", "exclude")},
+        "partition": asked.partition, "mem": asked.mem,
         "gpus_per_node": None if gpus_asked(job) else job.gpus_per_node or None,
         # The job's own script starts the runner once, on the first node; the runner starts the ranks with srun.
         "use_srun": False, "stderr_to_stdout": True,

@@ -1,4 +1,5 @@
-"""Which items of evaluation sets stand in a document: by n-grams of words, found by hashes and compared as words."""
+"""Which items of evaluation sets stand in documents, and how much of each: by n-grams of words, found by hashes and
+compared as words."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ class ItemIndex:
 
     Attributes:
         too_short: (texts,) bool: which are not looked for.
+        places: words of all texts, and one: n-grams are named by the place of their first word among these.
     """
 
     def __init__(self, texts: Iterable[str], n: int, least: int) -> None:
@@ -33,7 +35,7 @@ class ItemIndex:
             numbers += [self._numbers.setdefault(word, len(self._numbers) + 1) for word in comparable_words(text)]
             starts.append(len(numbers))
         self._words, self._starts = np.array(numbers, np.int64), np.array(starts, np.int64)
-        lengths = np.diff(self._starts)
+        lengths, self.places = np.diff(self._starts), len(numbers)
         self.too_short = lengths < least
         self._codes = _mixed(len(self._numbers) + 1)
         sizes = np.where(self.too_short, 0, np.minimum(lengths, n))
@@ -43,23 +45,33 @@ class ItemIndex:
             places = np.repeat(self._starts[:-1] - np.cumsum(windows) + windows, windows) + np.arange(windows.sum())
             places = places[np.argsort(hashes[places], kind="stable")]
             self._grams[size] = hashes[places], places
+        self._windows = np.where(self.too_short, 0, lengths - sizes + 1)
 
     def found_in(self, text: str) -> list[int]:
         """Numbers of the texts of which an n-gram stands in a document, ascending."""
+        found: list[int] = np.unique(np.searchsorted(self._starts, self.places_in(text), side="right") - 1).tolist()
+        return found
+
+    def shares(self, met: np.ndarray) -> list[float | None]:
+        """Of each text the share of its n-grams that were met; None where it is too short. met: (places,) bool."""
+        return [float(met[start:start + count].mean()) if count else None
+                for start, count in zip(self._starts[:-1], self._windows, strict=True)]
+
+    def places_in(self, text: str) -> list[int]:
+        """Places of the n-grams that stand in a document, each as often as it stands there."""
         words = comparable_words(text)
         known = np.fromiter(map(self._numbers.get, words, repeat(0)), np.int64, len(words))
         codes, unknown = self._codes[known], np.concatenate([[0], np.cumsum(known == 0)])
-        hits: set[int] = set()
+        found: list[int] = []
         for size, hashes in _hashes(codes, set(self._grams)):
             there, places = self._grams[size]
             whole = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows of words that all stand in items
             low, high = (np.searchsorted(there, hashes[whole], side=side) for side in ("left", "right"))
             for at in np.flatnonzero(high > low):
                 here = known[whole[at]:whole[at] + size]
-                hits.update(int(np.searchsorted(self._starts, place, side="right")) - 1
-                            for place in places[low[at]:high[at]]
-                            if np.array_equal(here, self._words[place:place + size]))
-        return sorted(hits)
+                found += [int(place) for place in places[low[at]:high[at]]
+                          if np.array_equal(here, self._words[place:place + size])]
+        return found
 
 
 def _mixed(count: int) -> np.ndarray:

@@ -208,7 +208,7 @@ def test_a_filter_that_fails_ends_the_stage_and_names_the_document(mine, capsys,
 @pytest.mark.parametrize(("wrong", "said"), [
     ({"kind": "my_filters:Mine", "wrod": 1, "large": -1},
      ["'shard.filters.0.word' is missing", "unknown key 'shard.filters.0.wrod'; did you mean 'word'?",
-      "'shard.filters.0.large' is -1: input should be greater than or equal to 0"]),
+      "'shard.filters.0.large' is -1 (int): input should be greater than or equal to 0"]),
     ({"kind": "my_filters:Document"}, ["it must be a class that extends drover.pipeline.data.filters.base.Filter"]),
     ({"kind": "my_filters:Absent"}, ["cannot be imported (AttributeError"]),
     ({"kind": "no_such_module:X"}, ["shard.filters.0.kind names no_such_module:X", "on PYTHONPATH"])])

@@ -71,9 +71,9 @@ code=$?; [ $code -ne 137 ] || {{ touch '{work}/runs/trial/launch'/killed.$SLURM_
 scontrol requeue $SLURM_JOB_ID; }}; exit $code
 """
 FOUR_NODES = ("--nodes", "4", "--gpus-per-node", "8", "launch.cpus=6", "launch.account=physics", "launch.mem=500G",
-              "launch.time=600", "launch.train.time=1-01:00:00", "launch.train.partition=gpu", "launch.train.qos=high",
-              "launch.train.constraint=h100", "launch.train.exclude=n[3-4]", "launch.encode.partition=cpu",
-              "launch.signal_s=180", "launch.setup=[module load cuda]", "--no-rehearse")
+              "launch.time=600", "launch.train.time=1-01:00:00", "launch.train.partition=gpu",
+              "launch.train.extra={qos: high, constraint: h100}", "launch.exclude=n[3-4]",
+              "launch.encode.partition=cpu", "launch.signal_s=180", "launch.setup=[module load cuda]", "--no-rehearse")
 
 
 def scripts(text):
