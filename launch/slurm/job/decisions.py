@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.host import StepEnd
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.errors import UserError

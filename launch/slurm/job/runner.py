@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from drover.launch.host import Host
+from drover.launch.host import Host, StepEnd
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import ChainJob, read_chain
 from drover.launch.slurm.evaluations import Evaluations
@@ -39,12 +39,11 @@ from drover.launch.slurm.job.decisions import (
     without_requeue,
 )
 from drover.launch.slurm.job.preflight import run_preflight
-from drover.launch.slurm.job.slurm_host import SlurmHost
-from drover.launch.slurm.job.srun import StepEnd, last_words
+from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import STRIKES, add_strike, few, lost, named
 from drover.launch.slurm.scheduler import Scheduler
-from drover.launch.slurm.start_logs import prune
+from drover.launch.slurm.start_logs import last_lines, prune
 from drover.launch.slurm.trust import usable_code
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.parts import PARTS, Part
@@ -228,7 +227,7 @@ class Runner:
         self._strike(dict.fromkeys(end.lost, "went down"))
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself.
-        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
+        words = last_lines(folder, end.rank, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
         return Outcome(
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
             cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
@@ -238,8 +237,9 @@ class Runner:
 
     def _tell_last_words(self) -> None:
         """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
-        for line in last_words(*self.last, self.spec.tasks_per_node, 25) if self.last else ():
-            self.say(f"  {line}", quiet=True)
+        if self.last:
+            for line in last_lines(self.last[0], self.last[1].rank, self.spec.tasks_per_node, 25):
+                self.say(f"  {line}", quiet=True)
 
     def _environment(self) -> dict[str, str]:
         """Of a stage's process. What the submission says goes before what the job's shell happened to have."""

@@ -11,7 +11,7 @@ import pytest
 
 from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
-from drover.launch.slurm.job.slurm_host import SlurmHost
+from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState, log_attempt

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from drover.launch.host import StepEnd
 from drover.launch.slurm.job import preflight
 from drover.launch.slurm.job.node_trial import EXCHANGE, PRODUCT, REDUCE, Report
 from drover.launch.slurm.job.preflight import conclusion, judge
 from drover.launch.slurm.job.runner import Runner
-from drover.launch.slurm.job.slurm_host import SlurmHost
-from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import excluded, few, strikes
 from drover.launch.slurm.scheduler import Scheduler
