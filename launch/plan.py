@@ -180,8 +180,7 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus)
     if not slurm:
         return job
-    trains, same = stage == "train", ("requeue", "signal_s", "max_restarts", "preflight_factor", "preflight_s",
-                                      "trusted_group", "check_owners")
+    trains, same = stage == "train", ("requeue", "signal_s", "max_restarts", "trusted_group", "check_owners")
     return replace(job, **{name: getattr(launch, name) for name in same}, wrap=tuple(launch.wrap), code=options.code,
                    code_sha256=options.code_sha256, preflight=launch.preflight and trains,
                    every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0)

@@ -54,8 +54,6 @@ class JobSpec:
     signal_s: int = 120
     max_restarts: int = 3
     preflight: bool = False
-    preflight_factor: float = 4.0
-    preflight_s: float | None = None
     every_checkpoints: int = 0
     code: str = ""
     code_sha256: str = ""

@@ -74,7 +74,7 @@ def having(kind, *nodes):
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
 def test_the_table(reports, bad):
-    found = judge(reports, NODES, 4.0)
+    found = judge(reports, NODES)
     assert (found.bad if not found.reason else {}) == bad
 
 
@@ -83,19 +83,19 @@ def test_several_ranks_of_a_node_are_one_node():
     reports = [Report(rank, node, times={PRODUCT: 3.0 if rank in (4, 5) else 0.01,
                                          EXCHANGE: 2.0 if rank == 2 else 0.01})
                for rank, node in enumerate(places)]
-    assert list(judge(reports, places, 4.0).bad) == ["n3", "n2"]
+    assert list(judge(reports, places).bad) == ["n3", "n2"]
 
 
 def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     places = [NODES[rank // 4] for rank in range(8)]
     reports = [Report(rank, node, times={EXCHANGE: 3.0 if rank == 5 else 0.01})
                for rank, node in enumerate(places)]
-    assert not judge(reports, places, 4.0).bad
+    assert not judge(reports, places).bad
 
 
 def told(reports, nodes):
     """What the runner hears."""
-    found = judge(reports, nodes, 4.0)
+    found = judge(reports, nodes)
     return replace(found, told=[*found.told, *conclusion(found, reports, nodes, 8.0, "")])
 
 
