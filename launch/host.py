@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.scheduler import UNKNOWN, Scheduler
+from drover.launch.slurm.scheduler import UNKNOWN, JobInfo, Scheduler
 
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
 """States of a job that has its nodes and is to keep them."""
@@ -92,10 +92,12 @@ class Host(ABC):
         A node that Slurm gave up may run what it was given for long. A step that it asks for under the job's id would
         get the nodes of the job's next start.
         """
-        found = self.scheduler.jobs([self.name])
-        if found is None or (job := found[self.name]).state == UNKNOWN:
-            return True
-        return job.state in RUNNING and job.restarts == self.restart
+        job = self.seen()
+        return job.state == UNKNOWN or (job.state in RUNNING and job.restarts == self.restart)
+
+    def seen(self) -> JobInfo:
+        """How the scheduler sees this job; as one that it does not know where it does not answer."""
+        return (self.scheduler.jobs([self.name]) or {}).get(self.name, JobInfo(self.name))
 
     def pause(self, seconds: float, each: Callable[[], bool]) -> None:
         """Wait, but not when told to end. `each` is called meanwhile."""

@@ -50,17 +50,14 @@ class Slurm:
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
-        found = {id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts) for id in ids}
-        return None if self.silent else found
+        return None if self.silent else {
+            id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts, left_s=self.left_s) for id in ids}
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         return {node: self.down.get(node, "idle") for node in nodes}
 
     def node_address(self, name: str) -> str:
         return self.address
-
-    def seconds_left(self, id: str) -> float:
-        return self.left_s
 
     def requeue(self, id: str, patience_s: float) -> str | None:
         self.requeued.append(id)

@@ -184,8 +184,7 @@ class Runner:
                 return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
             outcome = self._start()
             decision = decide(outcome, spec)
-            if decision.action == "restart" and \
-                    self.scheduler.seconds_left(here.job) < spec.signal_s + SLURM_EARLY_S:
+            if decision.action == "restart" and here.seen().left_s < spec.signal_s + SLURM_EARLY_S:
                 decision = too_late(decision, spec)
             if not self._beat(at_once=True):
                 self.say(TAKEN_OVER)

@@ -17,7 +17,7 @@ from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState, log_attempt
 from drover.pipeline.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
-from tests.launch.recorded_slurm import FakeSlurm
+from tests.launch.recorded_slurm import FakeSlurm, queue_line
 
 
 def strike(folder, node, hours, job):
@@ -69,12 +69,13 @@ def test_a_waiting_job_leaves_out_more(tmp_path):
     assert slurm.scheduler().leave_out("15", ["n3"]) is not None
 
 
-@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("UNLIMITED", math.inf), ("29:54\n29:54", math.inf)])
+@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("UNLIMITED", math.inf), ("INVALID", math.inf)])
 def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
     slurm = FakeSlurm(tmp_path / "bin")
-    assert slurm.scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
-    slurm.say("squeue", said)
-    assert slurm.scheduler().seconds_left("12") == left
+    here = SlurmHost("23", "20_3", 0, ("n1",), 3, slurm.scheduler())
+    assert here.seen().left_s == math.inf, "Slurm does not answer"
+    slurm.say("squeue", queue_line("20_2", "RUNNING", left="0:01") + "\n" + queue_line("20_3", "RUNNING", left=said))
+    assert here.seen().left_s == left
 
 
 def test_addresses():
