@@ -29,6 +29,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,8 @@ SNAPSHOT, CACHE = "snapshot.json", "__pycache__"
 CODE = ("code", "code_sha256", "trusted_group", "check_owners", "wrap")
 """What of a job's spec says which code is run, and who may own it."""
 SHOWN = 5
+UNUSED_S = 30 * 24 * 3600
+"""A node's copy from which nothing was started for so long is removed once another one is made."""
 REFUSED = 2
 """Exit status: trying again will not mend it."""
 OWN = ("code", "launch", "launch/jobs", "logs", "logs/slurm")
@@ -112,6 +115,10 @@ def local_copy(code: Path, content: str) -> Path:
                 shutil.rmtree(temporary)
                 raise ValueError(f"{code} is not what was submitted")
             temporary.rename(final)
+            for old in final.parent.glob("code-*.compared"):
+                if time.time() - old.stat().st_mtime > UNUSED_S:
+                    shutil.rmtree(old.with_suffix(""), ignore_errors=True)
+                    old.unlink()
         compared.write_text(step)
     return final
 

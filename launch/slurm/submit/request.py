@@ -21,7 +21,7 @@ from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import folders_of, group_exists, owner_problems
 from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.places import make_folder
-from drover.pipeline.config.plugins import loaded_plugins
+from drover.pipeline.config.plugins import plugin_files
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
@@ -106,7 +106,7 @@ def _refuse_untrusted(run: Run) -> None:
     elif not group_exists(launch.trusted_group):
         raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group here (`id` lists "
                         f"yours).")
-    plugins = [*loaded_plugins().values()]
+    plugins = plugin_files()
     if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json"), *plugins],
                                launch.trusted_group, [run.folder, *plugins]):
         raise UserError(f"Jobs execute what is in the run folder, and others could change it:\n{listed(found)}")

@@ -17,7 +17,7 @@ from drover.launch.slurm.chain import Chain, ChainJob, add_job, token
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
 from drover.launch.slurm.submit.options import gpus_asked, options_of
 from drover.pipeline.config.loading import save_config
-from drover.pipeline.config.plugins import loaded_plugins, plugin_folders
+from drover.pipeline.config.plugins import plugin_files, plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.console import spelled
 from drover.pipeline.errors import UserError
@@ -44,8 +44,8 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
     """
     frozen, run = Path(chain.config), config.folder.absolute()
     save_config(config, frozen)
-    # What decides, beside the code, what a job does: the configuration and its plugins.
-    files = {str(path): sha256_file(path) for path in (frozen, *loaded_plugins().values())}
+    # What decides, beside the code, what a job does: the configuration, its plugins, and what they import beside them.
+    files = {str(path): sha256_file(path) for path in (frozen, *plugin_files())}
     chain.write(run)
     submitted: dict[str, ChainJob] = {}
     for job in jobs:

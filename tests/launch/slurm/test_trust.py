@@ -239,6 +239,13 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     local_copy(code, content)
     assert "damaged" not in (copy / "drover/launch/a.py").read_text()
+    old, recent = copy.with_name("code-old"), copy.with_name("code-recent")
+    for other in (old, recent):
+        other.mkdir()
+        other.with_suffix(".compared").touch()
+    os.utime(old.with_suffix(".compared"), (0, 0))
+    shutil.rmtree(copy)
+    assert local_copy(code, content).is_dir() and recent.is_dir() and not old.exists()
     (code / "drover/launch/b.py").symlink_to("a.py")
     shutil.rmtree(copy)
     with pytest.raises(ValueError, match="is not what was submitted"):
