@@ -63,7 +63,7 @@ class RunStatus:
 
 def wanted_ids(run: RunFiles) -> list[str]:
     """Jobs that Slurm has to be asked for; none for a run whose files say it all."""
-    ids = [entry.job.id for entry in run.evaluations if entry.job and not entry.result]
+    ids = [*run.evaluations]
     for stage, files in run.stages.items():
         if _is_due(run, stage):
             ids += [id for job in run.jobs(stage)
@@ -81,15 +81,12 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
         rows.append(_Stage(run, stage, jobs, now).row(broken))
         asked += rows[-1:] if (run.jobs(stage) if run.chain else files.begun or files.manifest) else []
     current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
-    evaluations, beside = _evaluations(run, jobs)
+    beside = any(jobs[id].queued for id in run.evaluations if id in jobs) if jobs else False
     states = {row.state for row in rows}
     # What waits for something that failed waits in vain.
     goes_on = beside or not asked or "running" in states or ("waiting" in states and "failed" not in states)
     outcome: Outcome = None if goes_on else "done" if current.state in FINISHED else "failed"
-    remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + evaluations
-    for node, strike in {str(strike.get("node")): strike for strike in run.strikes}.items():
-        left_out = "; it is left out of the next submission" * (node in run.excluded)
-        remarks.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
+    remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + run.remarks
     if outcome == "failed":
         remarks.append(f"to go on: {go_on(run)}")
     return RunStatus(run, rows, asked[-1] if outcome == "done" else current, remarks, outcome)
@@ -100,22 +97,6 @@ def go_on(run: RunFiles) -> str:
     if run.chain:
         return shlex.join(["python", *(word for word in run.chain.command if word != "--force")])
     return f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))}"
-
-
-def _evaluations(run: RunFiles, jobs: Jobs) -> tuple[list[str], bool]:
-    """Evaluations beside training, as remarks, and whether some are in the queue."""
-    groups: dict[str, list[int]] = {}
-    queued, result, failed = False, "", list[str]()
-    for entry in run.evaluations:
-        word = "done" if entry.result else "failed" if entry.failed else "owed"
-        info = (jobs or {}).get(entry.job.id) if entry.job and not entry.result else None
-        if info and info.queued:
-            queued, word = True, info.state.lower()
-        groups.setdefault(word, []).append(entry.step)
-        result = f", step {entry.step} has {entry.result}" if entry.result else result
-        failed += [f"the evaluation of step {entry.step} failed: {entry.failed}"] if entry.failed else []
-    counts = ", ".join(f"{len(steps)} {word} (newest: step {steps[-1]})" for word, steps in groups.items())
-    return [f"evaluations of checkpoints: {counts}{result}"] * bool(counts) + failed, queued
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:
