@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
+from itertools import zip_longest
 
 from drover.launch.forecast import (
     Disk,
@@ -26,29 +26,19 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM
 from drover.pipeline.parallel.stages import stage_layers
 
-WIDTH = 140
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
 """Cores, GPUs and memory are a node's."""
 
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, a row per job, and what follows from the settings of train."""
-    from rich.console import Console
-    from rich.table import Table
-
     config, machine = run.config, options.machine
-    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    slurm = options.cluster == "slurm"
-    for heading in SLURM_COLUMNS if slurm else ("stage", "state", "resources"):
-        table.add_column(heading, overflow="fold")
-    for job in jobs:
-        table.add_row(*row(job, options))
-    with console.capture() as captured:
-        console.print(table)
-    print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
+    headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
+    rows = [headings, *(row(job, options) for job in jobs)]
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    print("", *("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows), sep="\n")
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
     if disk.needed:

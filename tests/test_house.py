@@ -121,7 +121,7 @@ def test_the_code_of_every_stage_is_where_its_table_says(stage):
 
 
 HEAVY = {"torch", "torch._dynamo", "transformers", "datasets", "lm_eval", "deepspeed", "pyarrow", "pandas", "numpy",
-         "tokenizers", "sentencepiece", "tiktoken", "matplotlib", "jinja2", "rich", "submitit", "tensorboard",
+         "tokenizers", "sentencepiece", "tiktoken", "matplotlib", "jinja2", "submitit", "tensorboard",
          "webdataset"}
 CONFIG = REPOSITORY / "configs" / "demo.yaml"
 REFUSED = {  # program: wrong arguments, and what is said of them

@@ -95,9 +95,9 @@ def read_run(folder: Path) -> RunFiles:
     stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
                             ended.get(stage, {}))
               for stage in dict.fromkeys([*STAGES, *added, *(job.stage for job in jobs)])}
-    told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), ([], []))
+    told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), (list[str](), list[str]()))
     return RunFiles(
-        folder, chain, stages, told + _quietly(lambda: _failed_nodes(folder, nodes), []), evaluations,
+        folder, chain, stages, told + _quietly(lambda: _failed_nodes(folder, nodes), list[str]()), evaluations,
         _quietly(lambda: (folder / STOP).read_text(encoding="utf-8").strip(), None), nodes)
 
 

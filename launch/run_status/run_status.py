@@ -8,11 +8,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Literal, get_args
 
 from drover.launch.run_status.run_files import RunFiles, when
-from drover.launch.slurm.scheduler import ENDED, LAST, RANKS, UNKNOWN, JobInfo
+from drover.launch.slurm.scheduler import ENDED, LAST, UNKNOWN, JobInfo
 from drover.launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
 from drover.pipeline.console import duration
 from drover.pipeline.contract.state import Progress
@@ -124,12 +123,11 @@ class _Stage:
         self.said = said = self.files.state
         if said and (said.status == "done" or (chain and self.own and said.at < chain.submitted)):
             self.said = None  # its manifest was withdrawn, or it is of an earlier submission
-        ranked = [(RANKS.get(known[job.id].state, 3) if job.id in known else LAST, job) for job in self.own]
-        self.job = min(ranked, key=itemgetter(0))[1] if ranked else None
-        if {rank for rank, _ in ranked} == {LAST}:
-            self.job = self.own[-1]
-        id = self.job.id if self.job else self.said.job if self.said else ""
-        self.info = known.get(id, JobInfo(id))
+        ids = [job.id for job in self.own] or [self.said.job if self.said else ""]
+        infos = [known.get(id, JobInfo(id)) for id in ids]
+        first = min(infos, key=lambda info: info.rank)
+        self.info = first if first.rank < LAST else infos[-1]
+        self.job = next((job for job in self.own if job.id == self.info.id), None)
         self.failed = [(job, element, info.state) for job in self.own for element in job.elements or ()
                        if element not in self.files.shares[job.id] and (info := known.get(f"{job.id}_{element}"))
                        and info.state in ENDED - {UNKNOWN, "CANCELLED"}]

@@ -26,8 +26,7 @@ ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", 
 LAST = 6
 RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": LAST,
          UNKNOWN: LAST}
-"""Of the elements of an array, or the jobs of a stage, the one whose state comes first here tells how the whole stands;
-other states of the queue are 3."""
+"""What a state tells of an array, or of a stage with several jobs; other states of the queue are 3."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200), ("TimeLeft", 20))
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
@@ -57,6 +56,11 @@ class JobInfo:
     name: str = ""
     comment: str = ""
     left_s: float = inf
+
+    @property
+    def rank(self) -> int:
+        """Of the elements of an array, or the jobs of a stage, the one of the least tells how the whole stands."""
+        return RANKS.get(self.state, 3)
 
     @property
     def queued(self) -> bool:
@@ -269,7 +273,7 @@ def _queue_lines(text: str) -> list[JobInfo]:
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     """The job, or the array as its elements have it that are in the state that counts most."""
     elements = [known[id]] if id in known else [job for job in known.values() if job.id.startswith(f"{id}_")]
-    first = min(elements, key=lambda job: RANKS.get(job.state, 3), default=JobInfo(id))
+    first = min(elements, key=lambda job: job.rank, default=JobInfo(id))
     nodes = sorted({job.nodes for job in elements if job.nodes and job.state == first.state})
     return replace(first, id=id, nodes=",".join(nodes), elapsed_s=max((job.elapsed_s for job in elements), default=0))
 

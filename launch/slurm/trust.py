@@ -107,11 +107,11 @@ def local_copy(code: Path, content: str) -> Path:
         fcntl.flock(held, fcntl.LOCK_EX)
         if "SLURM_STEP_ID" in os.environ and compared.exists() and compared.read_text() == step and final.is_dir():
             return final
-        if not final.is_dir() or digest(_hashes(final)) != content:
+        if not final.is_dir() or digest(hashes_of(final)) != content:
             for folder in (final, temporary):
                 shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(code, temporary, symlinks=True, ignore=shutil.ignore_patterns(CACHE))
-            if digest(_hashes(temporary)) != content:
+            if digest(hashes_of(temporary)) != content:
                 shutil.rmtree(temporary)
                 raise ValueError(f"{code} is not what was submitted")
             temporary.rename(final)
@@ -134,7 +134,7 @@ def code_problems(code: Path, content: str, trusted_group: str | None, *, owners
     try:
         if owners and (found := owner_problems([code, *_below(code)], trusted_group)):
             return found
-        hashes = _hashes(code)
+        hashes = hashes_of(code)
     except OSError as error:
         return [f"The copy of the code in {code} cannot be read ({error}). {_AGAIN}"]
     if digest(hashes) == content:
@@ -229,7 +229,7 @@ def _changed(code: Path, hashes: dict[str, str], content: str) -> str:
     return " (" + "; ".join(f"{word}: {_listed(sorted(names))}" for word, names in differing.items() if names) + ")"
 
 
-def _hashes(code: Path) -> dict[str, str]:
+def hashes_of(code: Path) -> dict[str, str]:
     """sha256 of the files that the hash of a copy of the code is of. Links count: what was submitted has none."""
     return {path.relative_to(code).as_posix(): "a link" if path.is_symlink() else _sha256(path)
             for path in _below(code) if path.is_symlink() or (

@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from drover.launch.checks import refuse_wrong_packages
 from drover.launch.plan import Job, Options
@@ -68,7 +69,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     _refuse_queued(run, jobs)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
         rehearse_training(run, jobs, options)  # last: it takes up to some minutes
-    take_snapshot(run.folder)
+    take_snapshot(Path(options.code), options.code_sha256)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     submitted = submit(config, jobs, Chain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 from drover.launch.credentials import files_with_secrets
-from drover.launch.slurm.trust import code_problems, digest
+from drover.launch.slurm.trust import code_problems, digest, hashes_of
 from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
 from drover.pipeline.contract.state import now
 from drover.pipeline.errors import UserError, listed
@@ -25,57 +25,50 @@ PARTS = (PACKAGE, "__init__.py", "launch", "model", "pipeline", "tools", "config
 """What jobs need of the checkout, or of an installed package; tests, docs and everything else stay behind."""
 
 
-def take_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
-    """Copy the code into `code/<commit>-<content>/` of the run folder, whole or not at all; returns that folder.
+def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> tuple[Path, str]:
+    """Where the copy of the code will be, `code/<commit>-<content>/` of the run folder, and the hash of its content;
+    writes nothing."""
+    content = digest({_in_copy(name): sha256_file(repository / name) for name in _files(repository)})
+    commit = _git(repository, "rev-parse", "HEAD").strip()
+    return run_folder.absolute() / CODE / f"{commit[:10] or 'unversioned'}-{content[:10]}", content
+
+
+def take_snapshot(final: Path, content: str, repository: Path = REPOSITORY) -> None:
+    """Make the planned copy of the code, whole or not at all.
 
     `drover/` in it holds the files, as in an installed package. Beside that lies `snapshot.json`: the commit, and
     whether the checkout had changes.
 
     Raises:
-        UserError: a file holds a secret; or the copy is not what was read, since somebody was editing.
+        UserError: a file holds a secret; or the copy is not what was planned, since somebody was editing.
     """
-    files, commit, final = _look(run_folder, repository)
+    names = _files(repository)
     # What is copied into a run folder is read by whoever may read the run.
-    sources = {_in_copy(name): name for name in _files(repository)}
-    if found := [f"{name} holds {what}" for name, what in files_with_secrets(repository, sources.values()).items()]:
+    if found := [f"{name} holds {what}" for name, what in files_with_secrets(repository, names).items()]:
         raise UserError(f"Jobs get a copy of the code, and it would hold secrets:\n{listed(found)}\nNothing was "
                         f"submitted. Move them out of {repository}, or into a file that git ignores; variables reach "
                         f"the jobs through launch.secrets.")
-    content = digest(files)
     if (final / SNAPSHOT).is_file() and not code_problems(final, content, None, owners=False):
-        return final
+        return
     temporary = final.with_name(f"{final.name}.{platform.node()}-{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    for name, source in sources.items():
-        target = temporary / name
+    for name in names:
+        target = temporary / _in_copy(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(repository / source, target)
+        shutil.copy2(repository / name, target)
         target.chmod(target.stat().st_mode & ~0o022)  # who may edit the checkout need not write what jobs run
-    if {name: sha256_file(temporary / name) for name in files} != files:
+    files = hashes_of(temporary)
+    if digest(files) != content:
         shutil.rmtree(temporary)
         raise UserError(f"Files in {repository} changed while they were being copied for the jobs. Nothing was "
                         f"submitted; save what you edit and submit again.")
+    commit = _git(repository, "rev-parse", "HEAD").strip()
     changed = bool(commit and _git(repository, "status", "--porcelain", "--", *PARTS))
     write_json(temporary / SNAPSHOT, {"commit": commit, "changed": changed, "content": content, "made": now(),
                                       "from": str(repository), "files": files})
     shutil.rmtree(final, ignore_errors=True)  # a copy that was being removed, or that somebody changed
     temporary.rename(final)
     sync(final.parent)
-    return final
-
-
-def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> tuple[Path, str]:
-    """Where `take_snapshot` would put its copy, and the hash of its content; writes nothing."""
-    files, _, final = _look(run_folder, repository)
-    return final, digest(files)
-
-
-def _look(run_folder: Path, repository: Path) -> tuple[dict[str, str], str, Path]:
-    """The hashes of the files that jobs need, by their names in the copy; the commit, and the folder of the copy."""
-    files = {_in_copy(name): sha256_file(repository / name) for name in _files(repository)}
-    commit = _git(repository, "rev-parse", "HEAD").strip()
-    name = f"{commit[:10] or 'unversioned'}-{digest(files)[:10]}"
-    return files, commit, run_folder.absolute() / CODE / name
 
 
 def _files(repository: Path) -> list[Path]:

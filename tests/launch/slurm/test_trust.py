@@ -21,7 +21,7 @@ from drover.launch.slurm import trust
 from drover.launch.slurm.job.rank import defaults
 from drover.launch.slurm.job.srun import srun_command
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.submit.snapshot import planned_snapshot
 from drover.launch.slurm.trust import (
     check_submission,
     code_problems,
@@ -33,6 +33,7 @@ from drover.launch.slurm.trust import (
 )
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import sha256_file, write_json
+from tests.launch.launcher import snapshot_of
 
 ROOT = os.getuid() == 0
 OTHER = 12345
@@ -60,7 +61,7 @@ def checkout(tmp_path):
 def submitted(checkout, tmp_path):
     """A run folder as a submission leaves it."""
     run = tmp_path / "run"
-    code = take_snapshot(run, checkout)
+    code = snapshot_of(run, checkout)
     for folder in folders_of(run):
         folder.mkdir(parents=True, exist_ok=True)
     config = run / "launch/config-1.yaml"
@@ -284,7 +285,7 @@ def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
     hashes = {str(path.relative_to(code)): sha256_file(path) for path in code.rglob("*.py") if path.is_file()}
     write_json(code / "snapshot.json", {"files": hashes, "content": trust.digest(hashes)})
     assert "is not what was submitted. Nothing was started" in check(submitted)
-    assert take_snapshot(Path(submitted.run), checkout) == code
+    assert snapshot_of(Path(submitted.run), checkout) == code
     assert check(submitted) == "" and "evil" not in (code / "drover/launch/a.py").read_text()
 
 
