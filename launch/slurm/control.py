@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import go_on, judge, wanted_ids
@@ -84,9 +84,9 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
     with ExitStack() as opened:
         try:
             while True:
-                path = _file(run_folder, stage, rank)
-                if not follow and not path.exists():
-                    raise UserError(_absent(run_folder, stage, rank))
+                start = next((event for event in reversed(read_attempts(run_folder)) if event["event"] == "attempt"
+                              and event["stage"] == stage), None)
+                path = _file(run_folder, start, rank) if start else shown
                 if file is not None:
                     _print(file, rank)  # of an earlier start, to its end
                 if path != shown and path.exists():
@@ -94,6 +94,8 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
                     print(f"==> {path} <==", flush=True)
                     _print(file, rank)
                 if not follow:
+                    if file is None:
+                        raise UserError(_absent(run_folder, stage, rank, start))
                     return 0
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
@@ -106,22 +108,15 @@ def _print(file: IO[bytes], rank: int) -> None:
     sys.stdout.buffer.flush()
 
 
-def _file(run_folder: Path, stage: str, rank: int) -> Path:
-    """The file that the rank's output in the newest start is in, if there is one."""
-    folder = (run_folder / "logs" / stage / "latest").resolve()  # it may lead elsewhere a moment later
-    began = next((event for event in read_attempts(run_folder) if event["event"] == "attempt"
-                  and f"{event['job']}.{event['start']}" == folder.name), {}) if rank else {}
-    return rank_log(folder, rank, began["ranks"] // len(began["nodes"]) if began else 1)
+def _file(run_folder: Path, start: dict[str, Any], rank: int) -> Path:
+    """The file that the rank's output in a start is in, if there is one."""
+    folder = run_folder / "logs" / start["stage"] / f"{start['job']}.{start['start']}"
+    return rank_log(folder, rank, start["ranks"] // len(start["nodes"]))
 
 
-def _absent(run_folder: Path, stage: str, rank: int) -> str:
-    logs = run_folder / "logs"
-    text, jobs = f"There is no log of rank {rank} of {stage} in {run_folder}.", read_run(run_folder).jobs(stage)
-    if found := sorted((logs / stage).glob("latest/*.log")):
-        ranks = {event["ranks"] for event in read_attempts(run_folder) if event["event"] == "attempt"
-                 and event["stage"] == stage}
-        return f"{text} {found[0].resolve().parent} holds the ranks 0-{max(ranks, default=1) - 1}."
-    if said := [job.log for job in jobs if job.log and Path(job.log.replace("%a", "0")).is_file()]:
-        return f"{text} The stage itself has not started; its job says: {said[-1]}"
-    others = [name for name in STAGES if (logs / name / "latest").exists()]
-    return f"{text} There are logs of: {', '.join(others) or 'no stage'}."
+def _absent(run_folder: Path, stage: str, rank: int, start: dict[str, Any] | None) -> str:
+    text = f"There is no log of rank {rank} of {stage} in {run_folder}."
+    if start:
+        return f"{text} Its newest start ({start['job']}.{start['start']}) has the ranks 0-{start['ranks'] - 1}."
+    jobs = [job.log for job in read_run(run_folder).jobs(stage) if Path(job.log.replace("%a", "0")).is_file()]
+    return f"{text} The stage itself has not started" + (f"; its job says: {jobs[-1]}" if jobs else ".")

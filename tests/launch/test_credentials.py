@@ -130,8 +130,8 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
 def test_nothing_is_written_of_what_is_refused(slurm, cluster):
     said = slurm.refused("--stage", "all", "--cluster", cluster, f"launch.environment={{MY_AUTH: {TOKENS['hf']}, "
                          f"TOKENIZERS_PARALLELISM: 'false'}}", f"launch.setup=['export WANDB_API_KEY={WANDB}']")
-    assert "looks like a secret (a Hugging Face token), MY_AUTH" in said
-    assert "launch.setup holds what looks like a secret, WANDB_API_KEY" in said
+    assert "launch.environment.MY_AUTH holds what looks like a secret (a Hugging Face token)" in said
+    assert "launch.setup.0 holds what looks like a secret, WANDB_API_KEY" in said
     assert "TOKENIZERS" not in said and not slurm.run.exists() and not list(slurm.queue.iterdir())
     assert TOKENS["hf"] not in said and WANDB not in said
 
