@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import go_on, judge, wanted_ids
+from drover.launch.run_status.run_status import SILENT, go_on
 from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import output, rank_log
+from drover.launch.status import look
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import STOP, read_attempts
 from drover.pipeline.errors import UserError
@@ -51,23 +52,22 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
 
 def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     """Ask training to save and leave, through the stop file; the exit status."""
-    files = read_run(run_folder)
-    jobs = (scheduler or Scheduler()).jobs(wanted_ids(files))
-    row = next(row for row in judge(files, jobs, time.time()).rows if row.stage == "train")
-    said = files.stages["train"].state
-    waits = row.state == "waiting" and jobs is not None
+    standing, = look([run_folder], scheduler or Scheduler())
+    row = next(row for row in standing.rows if row.stage == "train")
+    said, silent = standing.files.stages["train"].state, SILENT in standing.remarks
+    waits = row.state == "waiting" and not silent
     if row.state not in ("running", "waiting") or (waits and (said is None or said.job != row.job)):
         print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
         if waits:
             print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
         return 0
     write_text(run_folder / STOP, "submit.py --stop\n")
-    if jobs is None:
+    if silent:
         print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
     print(f"training{f' (job {row.job})' if row.job else ''} will stop "
           f"{'when its job starts again' if waits else 'after the step that it is in'}: it saves a checkpoint and "
           f"leaves, and what depends on it does not start.\nThe request is the file {run_folder / STOP}; deleting it "
-          f"before training has seen it takes it back.\nto go on: {go_on(files)}")
+          f"before training has seen it takes it back.\nto go on: {go_on(standing.files)}")
     return 0
 
 

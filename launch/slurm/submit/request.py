@@ -114,13 +114,9 @@ def _refuse_untrusted(run: Run) -> None:
 
 
 def _say_what_is_not_passed_on() -> None:
-    foreign = of_another_job(os.environ)
-    if options := [name for name in foreign if name.startswith("SBATCH_")]:
-        print(f"note      not passed on to sbatch: {', '.join(options)} of your shell. What jobs ask for stands in the "
-              f"section `launch` (python launch/submit.py --explain launch)")
-    if rest := len(foreign) - len(options):
-        print(f"note      not passed on to the jobs: {rest} variables of the allocation that this shell is in "
-              f"(SLURM_*)")
+    if foreign := of_another_job(os.environ):
+        print(f"note      not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for "
+              f"stands in the section `launch` (python launch/submit.py --explain launch)")
 
 
 def _refuse_queued(run: Run, jobs: list[Job]) -> None:
