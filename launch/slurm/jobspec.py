@@ -28,7 +28,8 @@ class JobSpec:
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
         every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
-        code, code_sha256: folder of the copy of the code, and the hash that it must have; empty: not known.
+        code, code_sha256: folder of the copy of the code, and the hash that the archive beside it must have; empty: not
+            known.
         files: hashes of other files that the job reads and that decide what it does: the frozen configuration first,
             then its plugins with the modules beside them.
         trusted_group, check_owners: who may write what is executed from the run folder (`drover.launch.slurm.trust`).

@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 
-from drover.launch.slurm.submit import snapshot
-from drover.launch.slurm.submit.snapshot import planned_snapshot
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import read_json
 from tests.launch.launcher import git, snapshot_of
@@ -44,8 +43,7 @@ def test_a_clean_checkout_is_copied_once(checkout, tmp_path):
     assert record["commit"] == head.strip() and record["changed"] is False
     before = (copy / "drover/launch/a.py").stat().st_ino
     assert snapshot_of(tmp_path / "run", checkout) == copy and (copy / "drover/launch/a.py").stat().st_ino == before
-    (copy / "snapshot.json").unlink()  # a copy that was never finished, or is being removed
-    (copy / "drover/launch/a.py").unlink()
+    (copy / "drover/launch/a.py").unlink()  # a copy that was never finished, or is being removed
     snapshot_of(tmp_path / "run", checkout)
     assert (copy / "drover/launch/a.py").read_text() == "A = 1\n"
 
@@ -77,15 +75,9 @@ def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path, ins
     assert read_json(copy / "snapshot.json")["commit"] == ""
 
 
-def test_an_edit_while_copying_is_refused(checkout, tmp_path, monkeypatch):
-    honest = snapshot.shutil.copy2
-
-    def copy(source, target):
-        honest(source, target)
-        if source.name == "a.py":
-            target.write_text("A = 9\n")
-
-    monkeypatch.setattr(snapshot.shutil, "copy2", copy)
+def test_an_edit_after_the_plan_is_refused(checkout, tmp_path):
+    code, content = planned_snapshot(tmp_path / "run", checkout)
+    (checkout / "launch/a.py").write_text("A = 9\n")
     with pytest.raises(UserError, match="changed while they were being copied"):
-        snapshot_of(tmp_path / "run", checkout)
-    assert not list((tmp_path / "run/code").iterdir())
+        take_snapshot(code, content, checkout)
+    assert not (tmp_path / "run").exists()
