@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
-from drover.launch.slurm.trust import content_of
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_record, write_json
+from drover.pipeline.files import read_record, write_text
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class JobSpec:
         return Path(self.run) / self.stage
 
     @property
-    def content(self) -> dict[str, Any]:
+    def text(self) -> str:
         """What is written: of a planned job no more than what it does."""
-        return {field.name: getattr(self, field.name) for field in fields(JobSpec)}
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(JobSpec)}, indent=1)
 
     @property
     def later_links(self) -> bool:
@@ -79,12 +79,12 @@ class JobSpec:
 
     @property
     def sha256(self) -> str:
-        """Hash of the content, however it is written."""
-        return content_of(self.content)
+        """Hash of the file."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the file."""
-        write_json(path, self.content)
+        write_text(path, self.text)
 
     @classmethod
     def load(cls, path: Path, sha256: str = "") -> JobSpec:

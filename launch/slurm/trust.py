@@ -55,14 +55,14 @@ def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
     """The folder of the code that the job is to run, and why the job must not start (empty if it may).
 
     Args:
-        spec: file of the job's spec, in `launch/jobs/` of the run. Its content has the hash `spec_sha256`.
+        spec: file of the job's spec, in `launch/jobs/` of the run. It has the hash `spec_sha256`.
     """
     try:
-        values = json.loads(spec.read_bytes())
-        content = content_of(values)
+        text = spec.read_bytes()
+        values = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         return spec, [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
-    if content != spec_sha256:
+    if hashlib.sha256(text).hexdigest() != spec_sha256:
         return spec, [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
     files = {Path(path): sha256 for path, sha256 in values["files"].items()}
     found = [f"{path} is not what was submitted. {_AGAIN}" for path, sha256 in files.items() if _sha256(path) != sha256]
@@ -170,12 +170,6 @@ def owner_problems(paths: Iterable[Path], trusted_group: str | None, above: Iter
             if why := _problem(path, status, trusted_group):
                 found.setdefault(why, []).append(path)
     return [f"{_listed(several)} {why}{_way(several, why)}" for why, several in found.items()]
-
-
-def content_of(values: dict[str, Any]) -> str:
-    """Hex sha256 of a JSON object in canonical form, as `drover.pipeline.files.sha256_json`."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def node_folder() -> Path:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -227,9 +228,9 @@ class Runner:
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself.
         words = last_lines(folder, end.rank, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
+        end = replace(end, cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])))
         return Outcome(
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
-            cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
             hang=self._hang(), stopping=self.stopping,
             again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
             fruitless=fruitless([*self._events(), crash]))

@@ -80,8 +80,7 @@ def test_what_holds_for_every_combination():
     flags = (False, True)
     ends = [read_end(status, said, given_up=given_up, abandoned=abandoned) for status, said, given_up, abandoned in
             product((0, 143), ("", LOST, REFUSED, NO_STEP, LOST + REFUSED), flags, flags)]
-    for *known, requeue, links in product(STATES, flags, ends, ("", "because"), ("", "late"), flags, flags, (0, 4),
-                                          flags, flags):
+    for *known, requeue, links in product(STATES, flags, ends, ("", "late"), flags, flags, (0, 4), flags, flags):
         outcome, spec = Outcome(*known), terms(links, requeue)
         decision = decide(outcome, spec)
         assert decision.reason
