@@ -53,11 +53,6 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     print(flush=True)
 
 
-def state_text(job: Job) -> str:
-    """The state in a few words, and that it will not count if the stage is rebuilt."""
-    return f"rebuild (now {job.state.kind})" if job.forced else str(job.state)
-
-
 def work(job: Job) -> str:
     """How many processes do the job, with how many threads."""
     if job.ranks:
@@ -67,11 +62,14 @@ def work(job: Job) -> str:
 
 def row(job: Job, options: Options) -> tuple[str, ...]:
     """A job in the table: on one box its processes, on Slurm what it asks for as well."""
-    waits = options.cluster == "slurm" and job.state.kind == "waiting"  # for what, the last column says
-    state = "waiting" if waits and not job.forced else state_text(job)
+    slurm, state = options.cluster == "slurm", str(job.state)
+    if job.forced:
+        state = f"rebuild (now {job.state.kind})"
+    elif slurm and job.state.kind == "waiting":
+        state = "waiting"  # for what, the last column says
     if not job.to_run:
-        return job.key, state, "" if options.cluster == "slurm" else "-"
-    if options.cluster == "local":
+        return job.key, state, "" if slurm else "-"
+    if not slurm:
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
     asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)
     where = [asked.partition, asked.qos, asked.constraint, f"link {job.link} of {job.links}" * (job.links > 1)]

@@ -92,7 +92,7 @@ CALLED_FROM_OUTSIDE = {
     "register_stage",  # by plugins
     "initialise",  # by who uses the network alone
     "loglikelihood_rolling", "generate_until",  # by lm_eval
-    "affinity",  # by submitit
+    "_make_submission_file_text",  # by submitit
     "seekable",  # by io.BufferedReader
 }
 

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
 from drover.launch.slurm.evaluations import owed
-from drover.launch.slurm.nodes import NODES, excluded
+from drover.launch.slurm.nodes import NODES, failing
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.parts import marked_parts
@@ -154,7 +154,7 @@ def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...])
 
 
 def _failed_nodes(folder: Path, wanted: int) -> list[str]:
-    left_out = excluded(folder, wanted)
+    left_out, _ = failing(folder, wanted)
     newest = {strike["node"]: strike for strike in read_lines(folder / NODES, appended=True)}
     return [f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}"
             f"{'; it is left out of the next submission' * (node in left_out)}" for node, strike in newest.items()]

@@ -153,15 +153,12 @@ class Scheduler:
         arrays = {_array(id): job for id, job in (known or {}).items()}
         return None if known is None else [replace(job, id=id) for id, job in arrays.items()]
 
-    def cancel(self, id: str) -> str | None:
-        """Cancel a job; None, or why that failed. That it has ended is no failure."""
-        answer = self._ask("scancel", id)
+    def cancel(self, id: str, *options: str) -> str | None:
+        """Cancel a job, or with `--signal=USR2` send that to its steps; None, or why that failed. That it has ended is
+        no failure."""
+        answer = self._ask("scancel", *options, id)
         ended = answer.reached and (answer.unknown_job or "already complet" in answer.error)
         return None if ended else answer.problem
-
-    def signal(self, id: str, name: str) -> str | None:
-        """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
-        return self._ask("scancel", "--signal", name, id).problem
 
     def requeue(self, id: str, patience_s: float = 20) -> str | None:
         """Put a running job back into the queue; None, or the reason why it is not there.

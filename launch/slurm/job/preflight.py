@@ -13,14 +13,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from statistics import median
 
+from drover.launch.host import Host
 from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
 from drover.launch.slurm.job.rank import PREFLIGHT
-from drover.launch.slurm.job.srun import run_step, srun_command
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
 from drover.launch.slurm.start_logs import labelled
@@ -52,14 +52,14 @@ class Found:
     reason: str = ""
 
 
-def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each: Callable[[], bool],
-                  nodes: Sequence[str]) -> Found:
+def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str, str], each: Callable[[], bool]
+                  ) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
     limit_s = min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
+    nodes = here.nodes
     places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
     trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}"]
-    command = srun_command(spec, folder, PREFLIGHT, trial)
-    reports, said, look_at = list[Report](), list[str](), 0.0
+    reports, look_at = list[Report](), 0.0
     began = last = time.monotonic()  # last: when the newest report came
 
     def goes_on() -> bool:
@@ -74,12 +74,12 @@ def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each
         stuck = 0 < len(silent) <= few(len(nodes)) and now - last >= 2 * max(QUIET_S, last - began)
         return each() and now - began < limit_s and not (reports and stuck)
 
-    end = run_step(command, environment, folder, goes_on, said.append)
+    end = here.start(replace(spec, stage=PREFLIGHT), trial, environment, folder, goes_on)
     look_at = 0.0
     goes_on()  # the last reports
     now = time.monotonic()
     found = judge(reports, places, last - began, now - last)
-    found.told += [*(said if not reports else ()), *conclusion(found, reports, places, now - began, end.cause)]
+    found.told += conclusion(found, reports, places, now - began, end.cause)
     return found
 
 

@@ -163,7 +163,7 @@ class Runner:
         began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder.parent, here.name, self.say)
-        found = run_preflight(spec, folder, self._environment(), self.tick, here.nodes)
+        found = run_preflight(spec, here, folder, self._environment(), self.tick)
         for line in found.told:
             self.say(f"preflight: {line}")
         self._log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)

@@ -61,7 +61,7 @@ class SlurmHost(Host):
     def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
               each: Callable[[], bool]) -> StepEnd:
         """As a step of srun: Slurm tells only steps that the time limit is near."""
-        srun = srun_command(spec, folder, spec.stage, command)
+        srun = srun_command(spec, folder, command)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, environment, folder, each, self.say)
             if end.started or end.abandoned or self.asked or number == STEP_TRIES or not self.is_current():
@@ -80,7 +80,7 @@ class SlurmHost(Host):
                 "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
 
 
-def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]) -> list[str]:
+def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[str]:
     """srun's command line for one task per rank, or one for a stage without ranks; their output in `folder`, in a file
     for each node.
 
@@ -97,8 +97,7 @@ def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
             *(copying if spec.code_sha256 and not spec.wrap else []),
-            sys.executable, "-m", "drover.launch.slurm.job.rank",
-            stage, *command]
+            sys.executable, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],

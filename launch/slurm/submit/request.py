@@ -15,7 +15,7 @@ from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
 from drover.launch.slurm.evaluations import pending
-from drover.launch.slurm.nodes import excluded, few, named, spared
+from drover.launch.slurm.nodes import failing, few, named
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
 from drover.launch.slurm.submit.sbatch import LOGS, submit
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
@@ -38,13 +38,14 @@ def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:
     code, content = planned_snapshot(run.folder)
     frozen = run.folder.absolute() / "launch" / f"config-{config_hash(run.config)[:12]}.yaml"
     wanted = run.config.launch.train.nodes
-    if bad := excluded(run.folder, wanted):
-        print(f"left out  {', '.join(bad)}: failed twice within a day (launch/nodes.jsonl)\n")
-    if kept := spared(run.folder, wanted):
+    bad, kept = failing(run.folder, wanted)
+    if bad:
+        print(f"left out  {', '.join(sorted(bad))}: failed twice within a day (launch/nodes.jsonl)\n")
+    if kept:
         print(f"not left out  {named(kept)}: failed twice within a day as well, but of {wanted} nodes no more than "
               f"{few(wanted)} may be missed (launch.exclude leaves out others)\n")
     return replace(options, frozen=str(frozen), chain=_new_id(), code=str(code), code_sha256=content,
-                   exclude=tuple(bad))
+                   exclude=tuple(sorted(bad)))
 
 
 def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool | None) -> int:

@@ -12,7 +12,7 @@ import pytest
 from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.job.srun import SlurmHost
-from drover.launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
+from drover.launch.slurm.nodes import NODES, address, failing, few, lost, named, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState, log_attempt
 from drover.pipeline.files import append_line, write_sealed
@@ -30,7 +30,7 @@ def test_two_strikes_within_a_day(tmp_path):
         strike(tmp_path, node, hours, f"1.{hours}")
     append_line(tmp_path / NODES, {"at": "now"})
     assert strikes(tmp_path) == {"n1": 2, "n2": 1, "n3": 1}, "strikes lapse"
-    assert excluded(tmp_path) == ["n1"] and spared(tmp_path) == []
+    assert failing(tmp_path) == (["n1"], [])
 
 
 @pytest.mark.parametrize(("wanted", "most"), [(1, 1), (2, 1), (64, 3), (4096, 204)])
@@ -40,7 +40,7 @@ def test_never_more_than_a_few_nodes_are_left_out(tmp_path, wanted, most):
     for node in names:
         for job in range(3 if node == names[0] else 2):
             strike(tmp_path, node, 0, f"{job}.0")
-    left, kept = excluded(tmp_path, wanted), spared(tmp_path, wanted)
+    left, kept = map(sorted, failing(tmp_path, wanted))
     assert few(wanted) == most and left == [names[0], *names[most + 1:]] and kept == names[1:most + 1]
 
 

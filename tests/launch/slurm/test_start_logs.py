@@ -17,7 +17,7 @@ def test_a_start_writes_one_file_a_node(tmp_path, ranks, per_node):
     nodes = ranks // per_node
     spec = JobSpec("x-train", "train", ("python",), run="run", chain="c", nodes=nodes, ranks=ranks,
                    tasks_per_node=per_node)
-    command = srun_command(spec, tmp_path, "train", ["true"])
+    command = srun_command(spec, tmp_path, ["true"])
     path, = (word.removeprefix("--output=") for word in command if word.startswith(("--output", "--error")))
     assert "--label" in command and re.findall("%.", path.removeprefix(str(tmp_path))) == ["%n"]
     written = {rank_log(tmp_path, rank, per_node) for rank in range(ranks)}

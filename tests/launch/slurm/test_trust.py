@@ -285,7 +285,7 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     shutil.rmtree(copy.parent)
     archive_of(Path(submitted.code)).write_bytes(b"PK")
     assert run()[0] == 2
-    step = srun_command(submitted, tmp_path, "train", ["true"])
+    step = srun_command(submitted, tmp_path, ["true"])
     before = step[:step.index("node")]
     assert not any(submitted.code in word for word in before), "what looks at the copy is not taken from there"
     assert "def local_copy(" in before[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from drover.launch.slurm.job.preflight import conclusion, judge
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.nodes import excluded, few, strikes
+from drover.launch.slurm.nodes import failing, few, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
 from tests.launch.fake_job import chain_of
@@ -114,7 +115,7 @@ def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     assert there._strike(down, "0.0") == dict.fromkeys(down, 1)
     assert there._strike(more, "0.1") == {}
     assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
-    assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
+    assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and sorted(failing(tmp_path, count)[0]) == sorted(down)
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def trial(tmp_path, monkeypatch):
     def play(nodes, arrivals, times, base_s=preflight.BASE_S):
         clock, went_on = [0.0], []
 
-        def run_step(command, environment, folder, goes_on, say):
+        def start(spec, command, environment, folder, goes_on):
             for clock[0] in sorted([*arrivals, *times]):
                 if clock[0] in arrivals:
                     rank = arrivals.index(clock[0])
@@ -132,11 +133,11 @@ def trial(tmp_path, monkeypatch):
                 went_on.append(goes_on())
             return StepEnd(143)
 
-        monkeypatch.setattr(preflight, "run_step", run_step)
         monkeypatch.setattr(preflight, "BASE_S", base_s)
         monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
         spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes)
-        return preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes)), went_on[len(arrivals):]
+        here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
+        return preflight.run_preflight(spec, here, tmp_path, {}, lambda: True), went_on[len(arrivals):]
 
     return play
 
