@@ -23,7 +23,6 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.console import duration, readable
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import IMPORTED_FROM
 from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -142,6 +141,6 @@ def _departures(model: ModelConfig) -> list[str]:
 
 def by_hand(job: Job) -> str:
     """The job's command as a line for a shell."""
-    environment = {**job.environment, "PYTHONPATH": code_path(job.code or str(IMPORTED_FROM))}
+    environment = {**job.environment, "PYTHONPATH": code_path(job.code)}
     settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*settings, shlex.join(job.command)])
