@@ -6,9 +6,7 @@ by its name: whole words, so that TOKENIZERS_PARALLELISM is no token. No message
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -49,8 +47,8 @@ TOKENS = PASSWORDS | {"TOKEN", "APIKEY", "PRIVATE"}
 AUTHORISED = TOKENS | {"AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "DSN", "KEY", "KEYS", "LOGIN", "PASS", "PAT", "PWD",
                        "SESSION", "SIGNATURE", "TOKENS"}
 """Those, and words of names whose values are if they look random."""
-LEAST_ENTROPY = 3.0
-"""Bits per character of a value that looks random; of a word or a host's name it is less, or the value is short."""
+LEAST_DISTINCT = 8
+"""Different characters of a value that looks random."""
 _ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
 _GIVEN = re.compile(r"--([a-z][a-z-]*)[= ](\"[^\"]+\"|'[^']+'|[^\s;,-][^\s;,]*)")
 _HARMLESS = re.compile(r"|[-+]?[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|~|"
@@ -109,11 +107,8 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def is_random(value: str) -> bool:
-    """Whether a value looks drawn at random: long, letters and digits, no character much more common than others."""
-    if len(value) < 16 or re.search(r"\s", value) or not (re.search(r"[0-9]", value) and re.search(r"[A-Za-z]", value)):
-        return False
-    shares = [count / len(value) for count in Counter(value).values()]
-    return -sum(share * math.log2(share) for share in shares) >= LEAST_ENTROPY
+    """Whether a value looks drawn at random: long, without blanks, letters and digits, many different ones."""
+    return len({*value}) >= LEAST_DISTINCT and re.fullmatch(r"(?=.*[0-9])(?=.*[A-Za-z])\S{16,}", value) is not None
 
 
 def known_form(text: str) -> str:
