@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.console import first
 from drover.pipeline.contract.state import Time, now
 from drover.pipeline.files import append_line, read_lines
 
@@ -66,8 +67,7 @@ def few(count: int) -> int:
 
 def named(nodes: Collection[str]) -> str:
     """Nodes in a sentence: the first ones by name, the others as a number."""
-    first, more = sorted(nodes)[:NAMED], len(nodes) - NAMED
-    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+    return first(sorted(nodes), NAMED)
 
 
 def failing(run_folder: Path, wanted: int = 1) -> tuple[list[str], list[str]]:
