@@ -23,6 +23,7 @@ from drover.launch.slurm.trust import folders_of, group_exists, owner_problems
 from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
+from drover.pipeline.console import say
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
@@ -116,8 +117,8 @@ def _refuse_untrusted(run: Run) -> None:
 
 def _say_what_is_not_passed_on() -> None:
     if foreign := of_another_job(os.environ):
-        print(f"note      not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for "
-              f"stands in the section `launch` (python launch/submit.py --explain launch)")
+        say("note", f"not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for stands "
+                    f"in the section `launch` (python launch/submit.py --explain launch)")
 
 
 def _refuse_queued(run: Run, jobs: list[Job]) -> None:
