@@ -47,7 +47,8 @@ def rehearse_training(run: Run, jobs: list[Job], given: Options) -> None:
     if words is None and made is not None:
         words = made.counts["vocab_size"]
     if words is None:
-        return say("rehearsal", "not done: the vocabulary's size is known with the tokenizer (or by model.vocab_size)")
+        return say("rehearsal", "not done: the vocabulary's size is known once the tokenizer is (or by "
+                                "model.vocab_size)")
     say("rehearsal", "a step of training, without GPUs (--no-rehearse leaves it out) ...")
     request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
                "ranks": train.ranks, "gpu": train.gpus_per_node > 0,
