@@ -22,7 +22,7 @@ from drover.pipeline.config.places import blocked
 from drover.pipeline.config.shapes import export_problem
 from drover.pipeline.config.shipped import HOOKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import readable
+from drover.pipeline.console import readable, say
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.data.filters.base import unusable as unusable_filters
@@ -133,7 +133,7 @@ def say_absent(run: Run, jobs: list[Job]) -> None:
     """Say, once, which files that stages were made of are not there any more: that is not refused."""
     asked = [job.stage for job in jobs]
     for text in run.absences([stage for stage in STAGES if stage in {*asked, *before(asked)}]):
-        print(f"note      {text}", flush=True)
+        say("note", text)
 
 
 def refuse_stale(run: Run, job: Job, options: Options) -> None:
@@ -233,7 +233,7 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping
         if url is None or not any(job.stage == stage and job.to_run for job in jobs):
             continue
         if not here and not any(name.startswith(CREDENTIALS.get(url.partition(":")[0], ("",))) for name in environment):
-            print(f"note      {key} {url} is not tried from here, where there are no credentials for it", flush=True)
+            say("note", f"{key} {url} is not tried from here, where there are no credentials for it")
             continue
         try:
             preflight(Store(url))
@@ -305,5 +305,5 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
             if (marker := whole_marker(path)) is not None:  # training sets a torn one aside
                 progress = TrainingProgress(**marker["progress"])
                 for text in changed_future(path, progress, PhasePlan.of(train)):
-                    print(f"note      plan changed after step {progress.step}: {text}", flush=True)
+                    say("note", f"plan changed after step {progress.step}: {text}")
                 break

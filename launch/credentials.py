@@ -6,14 +6,11 @@ by its name: whole words, so that TOKENIZERS_PARALLELISM is no token. No message
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from drover.launch.slurm.submit.options import extras
 from drover.pipeline.config.section import flatten
 from drover.pipeline.config.tree import Config
 
@@ -50,8 +47,8 @@ TOKENS = PASSWORDS | {"TOKEN", "APIKEY", "PRIVATE"}
 AUTHORISED = TOKENS | {"AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "DSN", "KEY", "KEYS", "LOGIN", "PASS", "PAT", "PWD",
                        "SESSION", "SIGNATURE", "TOKENS"}
 """Those, and words of names whose values are if they look random."""
-LEAST_ENTROPY = 3.0
-"""Bits per character of a value that looks random; of a word or a host's name it is less, or the value is short."""
+LEAST_DISTINCT = 8
+"""Different characters of a value that looks random."""
 _ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
 _GIVEN = re.compile(r"--([a-z][a-z-]*)[= ](\"[^\"]+\"|'[^']+'|[^\s;,-][^\s;,]*)")
 _HARMLESS = re.compile(r"|[-+]?[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|~|"
@@ -61,11 +58,13 @@ LEAST_SHARED = 8
 """Characters of a secret of the shell by which it is recognised elsewhere."""
 LARGEST = 1 << 20
 """Bytes of a file that is looked at; configurations and code are smaller."""
-HOLDS = ("{place} holds what looks like a secret{what}{named}: it would be written to files. Set {name} in the shell "
-         "that submits (`export {name}=...`) and put the name alone into launch.secrets; or write it into a file that "
-         "only you can read (chmod 600) and let launch.setup source that file{rest}.")
+HOLDS = ("{key} holds what looks like a secret{what}: it would be written to files. Set {name} in the shell that "
+         "submits (`export {name}=...`) and put the name alone into launch.secrets; or write it into a file that only "
+         "you can read (chmod 600) and let launch.setup source that file{rest}.")
 _OF_JOBS = re.compile(r"launch\.(environment|setup|wrap|(\w+\.)?extra)\b")
 """Settings that are judged by the names in them as well."""
+_VARIABLE = re.compile(r"launch\.(environment|(\w+\.)?extra)\.(?!export$)")
+"""Settings whose last word is such a name."""
 
 
 def credential_problems(config: Config, environment: Mapping[str, str]) -> list[str]:
@@ -73,28 +72,24 @@ def credential_problems(config: Config, environment: Mapping[str, str]) -> list[
 
     environment: of the shell that submits.
     """
-    launch, found = config.launch, []
-    for place, variable, text in _texts(config):
-        if kind := known_form(text):
-            found.append(HOLDS.format(place=place, what=f" ({kind})", named=f", {variable}" if variable else "",
-                                      name=variable or "NAME", rest=""))
-        for name, value in [(variable, text)] if variable else [*_ASSIGNED.findall(text), *_GIVEN.findall(text)]:
-            if name not in launch.not_secrets and is_secret(name, value) and not (
-                    kind if variable else known_form(f"{name}={value}")):
-                found.append(HOLDS.format(
-                    place=place, what="", named=f", {name}", name=name.replace("-", "_"),
-                    rest=f"; if it is no secret, say so: launch.not_secrets=[{name}]"))
+    launch, found = config.launch, list[str]()
     shell = {name: secret for name, secret in environment.items() if len(secret) >= LEAST_SHARED and (
         name in launch.secrets or known_form(secret) or (words_of(name) & TOKENS and is_random(secret)))}
-    for key, value in flatten(config.model_dump(mode="json")).items():
+    settings = config.model_dump(mode="json")
+    settings["launch"]["wrap"] = " ".join(launch.wrap)  # `--token`, `abc` are two words there
+    for key, value in flatten(settings).items():
         if isinstance(value, bool) or value is None:
             continue
-        if not _OF_JOBS.match(key) and (kind := known_form(str(value))):
-            found.append(f"{key} holds what looks like a secret ({kind}): it would be written to the run's "
-                         f"configuration. Take it out; give it to the job in a variable (launch.secrets), or in a file "
-                         f"that only you can read.")
+        own = key.rpartition(".")[2] if _VARIABLE.match(key) else ""
+        text = f"{own}={value}" if own else str(value)
+        if kind := known_form(text):
+            found.append(HOLDS.format(key=key, what=f" ({kind})", name=own or "NAME", rest=""))
+        for name, given in [*_ASSIGNED.findall(text), *_GIVEN.findall(text)] if _OF_JOBS.match(key) else ():
+            if name not in launch.not_secrets and is_secret(name, given) and not known_form(f"{name}={given}"):
+                found.append(HOLDS.format(key=key, what=f", {name}", name=name.replace("-", "_"),
+                                          rest=f"; if it is no secret, say so: launch.not_secrets=[{name}]"))
         found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and put "
-                  f"{name} into launch.secrets." for name, secret in shell.items() if secret in str(value)]
+                  f"{name} into launch.secrets." for name, secret in shell.items() if secret in text]
     return found
 
 
@@ -112,11 +107,8 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def is_random(value: str) -> bool:
-    """Whether a value looks drawn at random: long, letters and digits, no character much more common than others."""
-    if len(value) < 16 or re.search(r"\s", value) or not (re.search(r"[0-9]", value) and re.search(r"[A-Za-z]", value)):
-        return False
-    shares = [count / len(value) for count in Counter(value).values()]
-    return -sum(share * math.log2(share) for share in shares) >= LEAST_ENTROPY
+    """Whether a value looks drawn at random: long, without blanks, letters and digits, many different ones."""
+    return len({*value}) >= LEAST_DISTINCT and re.fullmatch(r"(?=.*[0-9])(?=.*[A-Za-z])\S{16,}", value) is not None
 
 
 def known_form(text: str) -> str:
@@ -139,13 +131,3 @@ def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
         if path.stat().st_size <= LARGEST and (what := known_form(path.read_text(errors="replace"))):
             found[name.as_posix()] = what
     return found
-
-
-def _texts(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Where in the section `launch` jobs are given something: the place, the variable if it is one, the text."""
-    launch = config.launch
-    yield from (("launch.environment", name, value) for name, value in launch.environment.items())
-    yield from (("launch.setup", "", line) for line in launch.setup)
-    yield "launch.wrap", "", " ".join(launch.wrap)
-    for place, extra in extras(launch):
-        yield from ((place, "", f"{key}={value}" if key != "export" else str(value)) for key, value in extra.items())

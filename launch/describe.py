@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
+from itertools import zip_longest
 
 from drover.launch.forecast import (
     Disk,
@@ -23,32 +23,21 @@ from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.console import duration, readable
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import IMPORTED_FROM
 from drover.pipeline.parallel.stages import stage_layers
 
-WIDTH = 140
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
 """Cores, GPUs and memory are a node's."""
 
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
     """Print the run folder, a row per job, and what follows from the settings of train."""
-    from rich.console import Console
-    from rich.table import Table
-
     config, machine = run.config, options.machine
-    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    slurm = options.cluster == "slurm"
-    for heading in SLURM_COLUMNS if slurm else ("stage", "state", "resources"):
-        table.add_column(heading, overflow="fold")
-    for job in jobs:
-        table.add_row(*row(job, options))
-    with console.capture() as captured:
-        console.print(table)
-    print("\n" + "\n".join(line.rstrip() for line in captured.get().splitlines()))
+    headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
+    rows = [headings, *(row(job, options) for job in jobs)]
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    print("", *("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows), sep="\n")
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
     if disk.needed:
@@ -63,11 +52,6 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     print(flush=True)
 
 
-def state_text(job: Job) -> str:
-    """The state in a few words, and that it will not count if the stage is rebuilt."""
-    return f"rebuild (now {job.state.kind})" if job.forced else str(job.state)
-
-
 def work(job: Job) -> str:
     """How many processes do the job, with how many threads."""
     if job.ranks:
@@ -77,11 +61,14 @@ def work(job: Job) -> str:
 
 def row(job: Job, options: Options) -> tuple[str, ...]:
     """A job in the table: on one box its processes, on Slurm what it asks for as well."""
-    waits = options.cluster == "slurm" and job.state.kind == "waiting"  # for what, the last column says
-    state = "waiting" if waits and not job.forced else state_text(job)
+    slurm, state = options.cluster == "slurm", str(job.state)
+    if job.forced:
+        state = f"rebuild (now {job.state.kind})"
+    elif slurm and job.state.kind == "waiting":
+        state = "waiting"  # for what, the last column says
     if not job.to_run:
-        return job.key, state, "" if options.cluster == "slurm" else "-"
-    if options.cluster == "local":
+        return job.key, state, "" if slurm else "-"
+    if not slurm:
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
     asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)
     extra = asked.extra or {}
@@ -156,6 +143,6 @@ def _departures(model: ModelConfig) -> list[str]:
 
 def by_hand(job: Job) -> str:
     """The job's command as a line for a shell."""
-    environment = {**job.environment, "PYTHONPATH": code_path(job.code or str(IMPORTED_FROM))}
+    environment = {**job.environment, "PYTHONPATH": code_path(job.code)}
     settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     return " ".join([*settings, shlex.join(job.command)])

@@ -43,10 +43,9 @@ LOOK_S = 0.1
 EFFICIENCY = (1.0, 0.4)
 """Training's share of that speed on CPUs: at best (bfloat16, a faster library than NumPy's), and with small matrices,
 two ranks or a slow memory. Measured on the demo: 1.0 in bfloat16, 0.7 in float32 under AVX2 (benchmarks/RESULTS.md)."""
-STAGE_S = {"shard": (1.5, 0.1), "tokenizer": (3.0, 0.4), "encode": (1.5, 0.1), "train": (6.0, 0.0),
-           "convert": (5.0, 0.0), "evaluate": (10.0, 0.0), "report": (3.0, 0.0)}
-OTHER_S = (2.0, 0.0)
-"""Seconds that a stage takes beside training's steps, and seconds per MB of the corpus, on a fast core."""
+STAGE_S, MEGABYTE_S = 4.0, 0.2
+"""Seconds that a stage takes beside training's steps, and that shard, tokenizer and encode take for each MB of the
+corpus, on a fast core."""
 SLOWER = 2.0
 """How much longer that may take on another."""
 
@@ -230,6 +229,6 @@ def estimate(config: Config, jobs: list[Job], rate: float) -> tuple[float, float
     if not begins or flops is None:
         return None
     low, high = (flops / (rate * share) for share in EFFICIENCY)
-    megabytes = corpus_bytes(config) / 1e6
-    others = sum(fixed + each * megabytes for fixed, each in (STAGE_S.get(job.stage, OTHER_S) for job in running))
+    readers = sum(job.stage in ("shard", "tokenizer", "encode") for job in running)
+    others = STAGE_S * len(running) + MEGABYTE_S * readers * corpus_bytes(config) / 1e6
     return low + others, high + SLOWER * others, low, high

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +10,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drover.launch.slurm.job.joblock import JobLock
-from drover.launch.slurm.job.srun import StepEnd
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.scheduler import UNKNOWN, Scheduler
+from drover.launch.slurm.scheduler import UNKNOWN, JobInfo, Scheduler
 
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
 """States of a job that has its nodes and is to keep them."""
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """How the processes of a start ended.
+
+    status: of the first that failed, or of what started them (128 + n for signal n), nothing to rely on.
+    cause: what is known, in a few words; empty if nothing.
+    rank: the first that ended badly. exit_code: its exit status, if it chose to end, so that its last words say why.
+    lost: nodes that Slurm says failed.
+    started: whether there were processes at all. abandoned: whether some may still run.
+    """
+
+    status: int
+    cause: str = ""
+    rank: int = 0
+    exit_code: int | None = None
+    lost: tuple[str, ...] = ()
+    started: bool = True
+    abandoned: bool = False
+
+
+def process_end(status: int) -> StepEnd:
+    """How a process ended that has this exit status."""
+    killed = f"killed by {signal.Signals(status - 128).name}" if 128 < status < 128 + signal.NSIG else ""
+    return StepEnd(status, killed, exit_code=status if 0 < status < 128 else None)
 
 
 @dataclass
@@ -66,10 +92,12 @@ class Host(ABC):
         A node that Slurm gave up may run what it was given for long. A step that it asks for under the job's id would
         get the nodes of the job's next start.
         """
-        found = self.scheduler.jobs([self.name])
-        if found is None or (job := found[self.name]).state == UNKNOWN:
-            return True
-        return job.state in RUNNING and job.restarts == self.restart
+        job = self.seen()
+        return job.state == UNKNOWN or (job.state in RUNNING and job.restarts == self.restart)
+
+    def seen(self) -> JobInfo:
+        """How the scheduler sees this job; as one that it does not know where it does not answer."""
+        return (self.scheduler.jobs([self.name]) or {}).get(self.name, JobInfo(self.name))
 
     def pause(self, seconds: float, each: Callable[[], bool]) -> None:
         """Wait, but not when told to end. `each` is called meanwhile."""

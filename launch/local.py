@@ -15,12 +15,11 @@ from datetime import datetime
 from pathlib import Path
 
 from drover.launch.checks import refuse_stale
-from drover.launch.host import Host
+from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.plan import Job, Machine, Options
 from drover.launch.processes import Processes, stop_requests, tell
 from drover.launch.slurm.job.rank import visible_gpus
 from drover.launch.slurm.job.runner import Runner
-from drover.launch.slurm.job.srun import StepEnd
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.start_logs import ONE_PROCESS
@@ -49,9 +48,11 @@ class LocalHost(Host):
         """On the terminal as well."""
         processes = Processes(command, environment, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS,
                               shown=True)
-        status = processes.run(each)
-        said = [f"{self.nodes[0]}: task {rank}: {_how(status)}\n" for rank, status in processes.failed if spec.ranks]
-        return StepEnd(status, "".join(said))
+        end = process_end(processes.run(each))
+        if not spec.ranks or not processes.failed:
+            return end
+        rank, cause = processes.failed[0][0], end.cause or f"exited with exit code {end.status}"
+        return replace(end, rank=rank, cause=f"rank {rank} on {self.nodes[0]}: {cause}")
 
     def say(self, text: str, *, quiet: bool = False) -> None:
         """To the log, and to the terminal."""
@@ -133,9 +134,3 @@ def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
     restarts = config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
     return replace(job, run=str(config.folder), chain=chain, command=command, environment=environment, requeue=False,
                    max_restarts=restarts)
-
-
-def _how(status: int) -> str:
-    """As srun has it."""
-    return signal.strsignal(status - 128) or "Killed" if status > 128 else f"Exited with exit code {status}"
-

@@ -176,21 +176,19 @@ def _job(config: Config, stage: str, options: Options) -> Job:
     if launch.wrap:  # else the job's script says where its node has the code
         environment["PYTHONPATH"] = code_path(options.code)
     workers = launch.processes or (threads if slurm else options.machine.cores)
-    job = Job(
+    trains = slurm and stage == "train"
+    return Job(
         key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain,
         name=f"{config.name}-{stage}", stage=stage, environment=environment,
         asked=asked, minutes=minutes(asked.time or 0),
         command=((slurm and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
                  *["--accept-drift"] * options.accept_drift, *given[1:]),
         ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
-        tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus)
-    if not slurm:
-        return job
-    trains, same = stage == "train", ("requeue", "signal_s", "max_restarts", "preflight_s", "trusted_group",
-                                      "check_owners")
-    return replace(job, **{name: getattr(launch, name) for name in same}, wrap=tuple(launch.wrap), code=options.code,
-                   code_sha256=options.code_sha256, preflight=launch.preflight and trains,
-                   every_checkpoints=(launch.evaluate.every_checkpoints or 0) if trains else 0)
+        tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus, wrap=tuple(launch.wrap) if slurm else (),
+        requeue=launch.requeue, signal_s=launch.signal_s, max_restarts=launch.max_restarts,
+        trusted_group=launch.trusted_group, check_owners=launch.check_owners, code=options.code,
+        code_sha256=options.code_sha256, preflight=trains and launch.preflight,
+        every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains else 0)
 
 
 def code_path(code: str) -> str:

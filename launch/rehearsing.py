@@ -17,6 +17,7 @@ from drover.launch.processes import answer_of
 from drover.pipeline.config.checks import vocabulary_size
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
+from drover.pipeline.console import say
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM
 from drover.pipeline.errors import UserError
@@ -39,36 +40,33 @@ def rehearse_training(run: Run, jobs: list[Job], given: Options) -> None:
     """
     config, train = run.config, _training(jobs)
     if train is None:
-        return _say("not done: no training is to be submitted")
+        return say("rehearsal", "not done: no training is to be submitted")
     if importlib.util.find_spec("torch") is None:
-        return _say("not done: torch is not installed here")
+        return say("rehearsal", "not done: torch is not installed here")
     words, made = config.model.vocab_size or vocabulary_size(config), run.manifest("tokenizer")
     if words is None and made is not None:
         words = made.counts["vocab_size"]
     if words is None:
-        return _say("not done: the vocabulary's size is known once the tokenizer is (or by model.vocab_size)")
-    print("rehearsal  a step of training, without GPUs (--no-rehearse leaves it out) ...", flush=True)
+        return say("rehearsal", "not done: the vocabulary's size is known once the tokenizer is (or by "
+                                "model.vocab_size)")
+    say("rehearsal", "a step of training, without GPUs (--no-rehearse leaves it out) ...")
     request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
                "ranks": train.ranks, "gpu": train.gpus_per_node > 0,
                "memory_gb": config.launch.limits.gpu_memory_gb if train.gpus_per_node else None}
     answer = _ask(request)
     if failed := answer.get("failed"):
-        return _say(f"not done: {failed}. The job is submitted nevertheless")
+        return say("rehearsal", f"not done: {failed}. The job is submitted nevertheless")
     if answer.get("refused"):
         raise UserError(f"A rehearsed step of training does not run: {answer['refused']}\n--no-rehearse submits it "
                         f"without one.")
     for text in answer["lines"]:
-        _say(text)
+        say("rehearsal", text)
     if not answer["fits"]:
         raise UserError(f"Training does not fit: {answer['verdict']} --no-rehearse submits it nevertheless.")
 
 
 def _training(jobs: list[Job]) -> Job | None:
     return next((job for job in jobs if job.stage == "train" and job.to_run and job.ranks), None)
-
-
-def _say(text: str) -> None:
-    print(f"rehearsal  {text}", flush=True)
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:

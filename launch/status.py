@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from drover.launch.command import exit_status
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
 from drover.launch.slurm.scheduler import Scheduler
@@ -46,22 +47,7 @@ COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "d
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit status."""
     options = parser().parse_args(arguments)
-    try:
-        if options.run is None:
-            if options.watch is None:
-                print(*overview(Path(options.runs_dir), Scheduler()), sep="\n")
-                return 0
-            raise UserError("--watch follows one run: name it with --run.")
-        return watch(find_run(options.run, options.runs_dir), Scheduler(), options.watch)
-    except UserError as error:
-        print(printable(f"drover stops here: {error}"), file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print()
-        return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stderr.close()
-        return 1
+    return exit_status(lambda: _shown(options))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +59,15 @@ def parser() -> argparse.ArgumentParser:
                         help="show it again every so many seconds (%(const)s)")
     result.add_argument("--runs-dir", default="runs", metavar="FOLDER", help="where runs are (default: runs)")
     return result
+
+
+def _shown(options: argparse.Namespace) -> int:
+    if options.run is not None:
+        return watch(find_run(options.run, options.runs_dir), Scheduler(), options.watch)
+    if options.watch is not None:
+        raise UserError("--watch follows one run: name it with --run.")
+    print(*overview(Path(options.runs_dir), Scheduler()), sep="\n")
+    return 0
 
 
 def find_run(text: str, runs_dir: str = "runs") -> Path:

@@ -16,6 +16,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from drover.launch.command import exit_status
 from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,18 +46,7 @@ USUAL = Path("configs") / "demo.yaml"
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit status."""
     options = parser().parse_intermixed_args(arguments)
-    try:
-        return _main(options)
-    except UserError as error:
-        sys.stdout.flush()
-        print(f"\ndrover stops here: {error}", file=sys.stderr, flush=True)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("\nstopped before anything was started", file=sys.stderr, flush=True)
-        return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stderr.close()
-        return 1
+    return exit_status(lambda: _main(options), "stopped before anything was started")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -262,7 +262,7 @@ def kill_runner(run: SoakRun, dice: Random) -> str:
 
 def warn(run: SoakRun, dice: Random) -> str:
     """The signal that Slurm sends before the time limit."""
-    return _asked(run, lambda job: run.scheduler.signal(job, "USR2"))
+    return _asked(run, lambda job: run.scheduler.cancel(job, "--signal=USR2"))
 
 
 def requeue(run: SoakRun, dice: Random) -> str:

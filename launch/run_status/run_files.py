@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
 from drover.launch.slurm.evaluations import owed
-from drover.launch.slurm.nodes import NODES, excluded
+from drover.launch.slurm.nodes import NODES, failing
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.parts import marked_parts
@@ -58,21 +58,12 @@ class StageFiles:
 
 
 @dataclass(frozen=True)
-class EvaluationFiles:
-    """An evaluation of a checkpoint beside training. result: in words, if it is done. failed: why, if it did."""
-
-    step: int
-    result: str
-    failed: str
-    job: ChainJob | None
-
-
-@dataclass(frozen=True)
 class RunFiles:
     """A run folder as it was found.
 
     Attributes:
-        strikes: of nodes, oldest first; `excluded`: nodes that the next submission leaves out.
+        remarks: what is to be said of evaluations beside training, and of nodes that failed.
+        evaluations: jobs of evaluations that are not done.
         stop: the reason in the stop file, if there is one.
         train_nodes: how many its configuration asks for.
     """
@@ -80,9 +71,8 @@ class RunFiles:
     folder: Path
     chain: Chain | None
     stages: dict[str, StageFiles]
-    evaluations: list[EvaluationFiles]
-    strikes: list[dict[str, Any]]
-    excluded: list[str]
+    remarks: list[str]
+    evaluations: list[str]
     stop: str | None
     train_nodes: int
 
@@ -105,10 +95,9 @@ def read_run(folder: Path) -> RunFiles:
     stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
                             ended.get(stage, {}))
               for stage in dict.fromkeys([*STAGES, *added, *(job.stage for job in jobs)])}
+    told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), (list[str](), list[str]()))
     return RunFiles(
-        folder, chain, stages, _quietly(lambda: _evaluations(folder, run, jobs), []),
-        _quietly(lambda: list(read_lines(folder / NODES, appended=True)), []),
-        _quietly(lambda: excluded(folder, nodes), []),
+        folder, chain, stages, told + _quietly(lambda: _failed_nodes(folder, nodes), list[str]()), evaluations,
         _quietly(lambda: (folder / STOP).read_text(encoding="utf-8").strip(), None), nodes)
 
 
@@ -141,20 +130,34 @@ def _record(kind: type[Value], path: Path) -> Value | None:
     return _quietly(lambda: TypeAdapter(kind).validate_python(read_sealed(path)), None)
 
 
-def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...]) -> list[EvaluationFiles]:
-    """Those that were made, begun or submitted, and those that are owed: every so many checkpoints that are there."""
-    due = owed(folder, run.config) if run else []
-    jobs: dict[int, ChainJob | None] = dict.fromkeys([*due, *map(step_of, named_after_steps(folder / EVALUATIONS))])
-    jobs |= {int(job.name.rpartition("-")[2]): job for job in submitted if job.kind == "evaluation"}
-    found = []
-    for step, job in sorted(jobs.items()):
+def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...]) -> tuple[list[str], list[str]]:
+    """Of those that were made, begun or submitted, and those that are owed: what to say of them, and the jobs of those
+    that are not done."""
+    jobs = {int(job.name.rpartition("-")[2]): job.id for job in submitted if job.kind == "evaluation"}
+    steps = {*jobs, *map(step_of, named_after_steps(folder / EVALUATIONS)), *(owed(folder, run.config) if run else ())}
+    states, failures, result = list[str](), list[str](), ""
+    for step in sorted(steps):
         place = evaluation_folder(folder, step)
-        manifest = _quietly(partial(read_manifest, place / "evaluate"), None)
-        states = [_record(StageState, place / stage / STATE) for stage in ("convert", "evaluate")]
-        failed = [state.reason for state in states if state and state.status == "failed" and manifest is None]
-        result = f"{manifest.counts['bits_per_byte']:.3f} bits per byte" if manifest else ""
-        found.append(EvaluationFiles(step, result, "; ".join(failed), job))
-    return found
+        said = [_record(StageState, place / stage / STATE) for stage in ("convert", "evaluate")]
+        reasons = [state.reason for state in said if state and state.status == "failed"]
+        if manifest := _quietly(partial(read_manifest, place / "evaluate"), None):
+            states.append("done")
+            result = f"; step {step} has {manifest.counts['bits_per_byte']:.3f} bits per byte"
+            jobs.pop(step, None)
+        elif reasons:
+            states.append("failed")
+            failures.append(f"the evaluation of step {step} failed: {reasons[0]}")
+        else:
+            states.append("owed")
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    return [f"evaluations of checkpoints: {counts}{result}"] * bool(counts) + failures, [*jobs.values()]
+
+
+def _failed_nodes(folder: Path, wanted: int) -> list[str]:
+    left_out, _ = failing(folder, wanted)
+    newest = {strike["node"]: strike for strike in read_lines(folder / NODES, appended=True)}
+    return [f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}"
+            f"{'; it is left out of the next submission' * (node in left_out)}" for node, strike in newest.items()]
 
 
 def _alive(own: Path) -> bool | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Literal, get_args
 
 from drover.launch.run_status.run_files import RunFiles, when
-from drover.launch.slurm.scheduler import ENDED, LAST, RANKS, UNKNOWN, JobInfo
+from drover.launch.slurm.scheduler import ENDED, LAST, UNKNOWN, JobInfo
 from drover.launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
 from drover.pipeline.console import duration
 from drover.pipeline.contract.state import Progress
@@ -63,7 +62,7 @@ class RunStatus:
 
 def wanted_ids(run: RunFiles) -> list[str]:
     """Jobs that Slurm has to be asked for; none for a run whose files say it all."""
-    ids = [entry.job.id for entry in run.evaluations if entry.job and not entry.result]
+    ids = [*run.evaluations]
     for stage, files in run.stages.items():
         if _is_due(run, stage):
             ids += [id for job in run.jobs(stage)
@@ -81,15 +80,12 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
         rows.append(_Stage(run, stage, jobs, now).row(broken))
         asked += rows[-1:] if (run.jobs(stage) if run.chain else files.begun or files.manifest) else []
     current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
-    evaluations, beside = _evaluations(run, jobs)
+    beside = any(jobs[id].queued for id in run.evaluations if id in jobs) if jobs else False
     states = {row.state for row in rows}
     # What waits for something that failed waits in vain.
     goes_on = beside or not asked or "running" in states or ("waiting" in states and "failed" not in states)
     outcome: Outcome = None if goes_on else "done" if current.state in FINISHED else "failed"
-    remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + evaluations
-    for node, strike in {str(strike.get("node")): strike for strike in run.strikes}.items():
-        left_out = "; it is left out of the next submission" * (node in run.excluded)
-        remarks.append(f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}{left_out}")
+    remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + run.remarks
     if outcome == "failed":
         remarks.append(f"to go on: {go_on(run)}")
     return RunStatus(run, rows, asked[-1] if outcome == "done" else current, remarks, outcome)
@@ -100,22 +96,6 @@ def go_on(run: RunFiles) -> str:
     if run.chain:
         return shlex.join(["python", *(word for word in run.chain.command if word != "--force")])
     return f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))}"
-
-
-def _evaluations(run: RunFiles, jobs: Jobs) -> tuple[list[str], bool]:
-    """Evaluations beside training, as remarks, and whether some are in the queue."""
-    groups: dict[str, list[int]] = {}
-    queued, result, failed = False, "", list[str]()
-    for entry in run.evaluations:
-        word = "done" if entry.result else "failed" if entry.failed else "owed"
-        info = (jobs or {}).get(entry.job.id) if entry.job and not entry.result else None
-        if info and info.queued:
-            queued, word = True, info.state.lower()
-        groups.setdefault(word, []).append(entry.step)
-        result = f", step {entry.step} has {entry.result}" if entry.result else result
-        failed += [f"the evaluation of step {entry.step} failed: {entry.failed}"] if entry.failed else []
-    counts = ", ".join(f"{len(steps)} {word} (newest: step {steps[-1]})" for word, steps in groups.items())
-    return [f"evaluations of checkpoints: {counts}{result}"] * bool(counts) + failed, queued
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:
@@ -143,12 +123,11 @@ class _Stage:
         self.said = said = self.files.state
         if said and (said.status == "done" or (chain and self.own and said.at < chain.submitted)):
             self.said = None  # its manifest was withdrawn, or it is of an earlier submission
-        ranked = [(RANKS.get(known[job.id].state, 3) if job.id in known else LAST, job) for job in self.own]
-        self.job = min(ranked, key=itemgetter(0))[1] if ranked else None
-        if {rank for rank, _ in ranked} == {LAST}:
-            self.job = self.own[-1]
-        id = self.job.id if self.job else self.said.job if self.said else ""
-        self.info = known.get(id, JobInfo(id))
+        ids = [job.id for job in self.own] or [self.said.job if self.said else ""]
+        infos = [known.get(id, JobInfo(id)) for id in ids]
+        first = min(infos, key=lambda info: info.rank)
+        self.info = first if first.rank < LAST else infos[-1]
+        self.job = next((job for job in self.own if job.id == self.info.id), None)
         self.failed = [(job, element, info.state) for job in self.own for element in job.elements or ()
                        if element not in self.files.shares[job.id] and (info := known.get(f"{job.id}_{element}"))
                        and info.state in ENDED - {UNKNOWN, "CANCELLED"}]

@@ -6,13 +6,14 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import go_on, judge, wanted_ids
+from drover.launch.run_status.run_status import SILENT, go_on
 from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import output, rank_log
+from drover.launch.status import look
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import STOP, read_attempts
 from drover.pipeline.errors import UserError
@@ -51,23 +52,22 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
 
 def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     """Ask training to save and leave, through the stop file; the exit status."""
-    files = read_run(run_folder)
-    jobs = (scheduler or Scheduler()).jobs(wanted_ids(files))
-    row = next(row for row in judge(files, jobs, time.time()).rows if row.stage == "train")
-    said = files.stages["train"].state
-    waits = row.state == "waiting" and jobs is not None
+    standing, = look([run_folder], scheduler or Scheduler())
+    row = next(row for row in standing.rows if row.stage == "train")
+    said, silent = standing.files.stages["train"].state, SILENT in standing.remarks
+    waits = row.state == "waiting" and not silent
     if row.state not in ("running", "waiting") or (waits and (said is None or said.job != row.job)):
         print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
         if waits:
             print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
         return 0
     write_text(run_folder / STOP, "submit.py --stop\n")
-    if jobs is None:
+    if silent:
         print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
     print(f"training{f' (job {row.job})' if row.job else ''} will stop "
           f"{'when its job starts again' if waits else 'after the step that it is in'}: it saves a checkpoint and "
           f"leaves, and what depends on it does not start.\nThe request is the file {run_folder / STOP}; deleting it "
-          f"before training has seen it takes it back.\nto go on: {go_on(files)}")
+          f"before training has seen it takes it back.\nto go on: {go_on(standing.files)}")
     return 0
 
 
@@ -84,9 +84,9 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
     with ExitStack() as opened:
         try:
             while True:
-                path = _file(run_folder, stage, rank)
-                if not follow and not path.exists():
-                    raise UserError(_absent(run_folder, stage, rank))
+                start = next((event for event in reversed(read_attempts(run_folder)) if event["event"] == "attempt"
+                              and event["stage"] == stage), None)
+                path = _file(run_folder, start, rank) if start else shown
                 if file is not None:
                     _print(file, rank)  # of an earlier start, to its end
                 if path != shown and path.exists():
@@ -94,6 +94,8 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
                     print(f"==> {path} <==", flush=True)
                     _print(file, rank)
                 if not follow:
+                    if file is None:
+                        raise UserError(_absent(run_folder, stage, rank, start))
                     return 0
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
@@ -106,22 +108,15 @@ def _print(file: IO[bytes], rank: int) -> None:
     sys.stdout.buffer.flush()
 
 
-def _file(run_folder: Path, stage: str, rank: int) -> Path:
-    """The file that the rank's output in the newest start is in, if there is one."""
-    folder = (run_folder / "logs" / stage / "latest").resolve()  # it may lead elsewhere a moment later
-    began = next((event for event in read_attempts(run_folder) if event["event"] == "attempt"
-                  and f"{event['job']}.{event['start']}" == folder.name), {}) if rank else {}
-    return rank_log(folder, rank, began["ranks"] // len(began["nodes"]) if began else 1)
+def _file(run_folder: Path, start: dict[str, Any], rank: int) -> Path:
+    """The file that the rank's output in a start is in, if there is one."""
+    folder = run_folder / "logs" / start["stage"] / f"{start['job']}.{start['start']}"
+    return rank_log(folder, rank, start["ranks"] // len(start["nodes"]))
 
 
-def _absent(run_folder: Path, stage: str, rank: int) -> str:
-    logs = run_folder / "logs"
-    text, jobs = f"There is no log of rank {rank} of {stage} in {run_folder}.", read_run(run_folder).jobs(stage)
-    if found := sorted((logs / stage).glob("latest/*.log")):
-        ranks = {event["ranks"] for event in read_attempts(run_folder) if event["event"] == "attempt"
-                 and event["stage"] == stage}
-        return f"{text} {found[0].resolve().parent} holds the ranks 0-{max(ranks, default=1) - 1}."
-    if said := [job.log for job in jobs if job.log and Path(job.log.replace("%a", "0")).is_file()]:
-        return f"{text} The stage itself has not started; its job says: {said[-1]}"
-    others = [name for name in STAGES if (logs / name / "latest").exists()]
-    return f"{text} There are logs of: {', '.join(others) or 'no stage'}."
+def _absent(run_folder: Path, stage: str, rank: int, start: dict[str, Any] | None) -> str:
+    text = f"There is no log of rank {rank} of {stage} in {run_folder}."
+    if start:
+        return f"{text} Its newest start ({start['job']}.{start['start']}) has the ranks 0-{start['ranks'] - 1}."
+    jobs = [job.log for job in read_run(run_folder).jobs(stage) if Path(job.log.replace("%a", "0")).is_file()]
+    return f"{text} The stage itself has not started" + (f"; its job says: {jobs[-1]}" if jobs else ".")

@@ -1,7 +1,7 @@
 """Checkpoints that are owed a conversion and an evaluation: found from what lies in the run folder, done in jobs of
 their own beside training.
 
-    python -m drover.launch.slurm.evaluations --run RUN --step STEP [--keep]
+    python -m drover.launch.slurm.evaluations --run RUN --step STEP
 
 is such a job. `evaluations/step-<step>/` is a run folder of its own that reuses the run's data stages and whose train
 stage is a link to the checkpoint, which training keeps while it is owed a result. The manifest of its stage evaluate
@@ -14,22 +14,24 @@ import argparse
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
+from drover.launch.command import exit_status
 from drover.launch.plan import Job, Options, evaluation, local_ranks
 from drover.launch.processes import Processes
 from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.submit.sbatch import submit_job
 from drover.pipeline.config.loading import config_hash, load_config, save_config
 from drover.pipeline.config.plugins import add_run_options
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.state import now
@@ -45,6 +47,7 @@ from drover.pipeline.records.checkpoints import (
 )
 from drover.pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 
+Value = TypeVar("Value")
 TRIES = 2
 """Jobs for one checkpoint in one submission."""
 EVERY_S = 20.0
@@ -116,7 +119,7 @@ def prepare(run: Run, step: int) -> Path:
     return folder / "config.yaml"
 
 
-def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
+def evaluate(run_folder: Path, step: int) -> int:
     """Convert and evaluate a checkpoint; the exit status of the first stage that fails, or 0."""
     if evaluation_record(run_folder, step).exists():
         print(f"the checkpoint of step {step} has its result already", flush=True)
@@ -130,8 +133,10 @@ def evaluate(run_folder: Path, step: int, *, keep: bool = False) -> int:
             return status
     if not evaluation_record(run_folder, step).exists():
         return 1
-    if not keep:
-        clear(run_folder, step)
+    # The results stay; the weights need not.
+    folder = evaluation_folder(run_folder, step)
+    for weights in (folder / "train" / CHECKPOINTS, folder / "convert" / "hf"):
+        shutil.rmtree(weights, ignore_errors=True)
     return 0
 
 
@@ -143,13 +148,6 @@ def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
             (("convert", 0), ("evaluate", local_ranks(config, find_machine())))]
 
 
-def clear(run_folder: Path, step: int) -> None:
-    """Remove the weights of a checkpoint that has its result; the results stay."""
-    folder = evaluation_folder(run_folder, step)
-    for path in (folder / "train" / CHECKPOINTS, folder / "convert" / "hf"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 # ---- beside training
 
 
@@ -159,26 +157,20 @@ class Evaluations:
 
     def __init__(self, spec: JobSpec, say: Callable[[str], None]) -> None:
         self.spec, self._say = spec, say
-        self._thread = threading.Thread()
+        self._worker = BackgroundWorker[None]("evaluations", self._submit_owed, newest_only=True)
         self._next = 0.0
         self._said: set[str] = set()
 
     def look(self) -> None:
         """See to what is owed, now and then."""
-        if time.monotonic() >= self._next and not self._thread.is_alive():
+        if time.monotonic() >= self._next:
             self._next = time.monotonic() + EVERY_S
-            self._thread = threading.Thread(target=self._submit_owed, name="evaluations", daemon=True)
-            self._thread.start()
+            self._worker.put(None)
 
     def finish(self, patience_s: float = 60.0) -> None:
         """See to it a last time, for a while at most."""
-        until = time.monotonic() + patience_s
-        for _ in range(2):  # the look that goes on may have begun before the last checkpoint was there
-            if self._thread.is_alive():
-                self._thread.join(max(0.0, until - time.monotonic()))
-            self._next = 0.0
-            self.look()
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self._worker.put(None)  # the look that goes on may have begun before the last checkpoint was there
+        self._worker.wait(patience_s)
 
     @cached_property
     def config(self) -> Config:
@@ -196,29 +188,25 @@ class Evaluations:
 
     def submit(self, job: Job) -> str:
         """Submit one job; its id."""
-        from drover.launch.slurm.submit.sbatch import submit_job
-
         return submit_job(self.config, job, {}).id
 
-    def _submit_owed(self) -> None:
-        jobs: list[Job] = []
-        with self._training_goes_on("checkpoints are"):
-            jobs = self.to_submit()
-        for job in jobs:
+    def _submit_owed(self, _: None) -> None:
+        for job in self._tried("checkpoints are", self.to_submit) or ():
             what = f"the checkpoint of step {int(job.name.rpartition('-')[2])} is"
-            with self._training_goes_on(what):
-                self._say(f"{what} evaluated by job {self.submit(job)}")
+            if id := self._tried(what, partial(self.submit, job)):
+                self._say(f"{what} evaluated by job {id}")
 
-    @contextmanager
-    def _training_goes_on(self, what: str) -> Iterator[None]:
+    def _tried(self, what: str, work: Callable[[], Value]) -> Value | None:
+        """What the work gives; None where it fails, which is said once."""
         try:
-            yield
+            return work()
         except Exception as error:  # noqa: BLE001 - of a library too: training is not to hear of it
             kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
             text = f"{what} not evaluated for now, training goes on: {kind}{str(error).strip()}"
             if text not in self._said:
                 self._said.add(text)
                 self._say(text)
+            return None
 
 
 def main(arguments: list[str]) -> int:
@@ -226,13 +214,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m drover.launch.slurm.evaluations")
     add_run_options(parser)
     parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
-    parser.add_argument("--keep", action="store_true", help="keep the exported model")
     options = parser.parse_args(arguments)
-    try:
-        return evaluate(options.run, options.step, keep=options.keep)
-    except UserError as error:
-        print(error, file=sys.stderr, flush=True)
-        return UserError.exit_status
+    return exit_status(lambda: evaluate(options.run, options.step))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
-from drover.launch.slurm.trust import content_of
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_record, write_json
+from drover.pipeline.files import read_record, write_text
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class JobSpec:
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
         every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
-        code, code_sha256: folder of the copy of the code, and the hash that it must have; empty: not known.
+        code, code_sha256: folder of the copy of the code, and the hash that the archive beside it must have; empty: not
+            known.
         files: hashes of other files that the job reads and that decide what it does: the frozen configuration first,
-            then its plugins.
+            then its plugins with the modules beside them.
         trusted_group, check_owners: who may write what is executed from the run folder (`drover.launch.slurm.trust`).
     """
 
@@ -54,7 +55,6 @@ class JobSpec:
     signal_s: int = 120
     max_restarts: int = 3
     preflight: bool = False
-    preflight_s: float | None = None
     every_checkpoints: int = 0
     code: str = ""
     code_sha256: str = ""
@@ -68,9 +68,9 @@ class JobSpec:
         return Path(self.run) / self.stage
 
     @property
-    def content(self) -> dict[str, Any]:
+    def text(self) -> str:
         """What is written: of a planned job no more than what it does."""
-        return {field.name: getattr(self, field.name) for field in fields(JobSpec)}
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(JobSpec)}, indent=1)
 
     @property
     def later_links(self) -> bool:
@@ -79,12 +79,12 @@ class JobSpec:
 
     @property
     def sha256(self) -> str:
-        """Hash of the content, however it is written."""
-        return content_of(self.content)
+        """Hash of the file."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the file."""
-        write_json(path, self.content)
+        write_text(path, self.text)
 
     @classmethod
     def load(cls, path: Path, sha256: str = "") -> JobSpec:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.console import first
 from drover.pipeline.contract.state import Time, now
 from drover.pipeline.files import append_line, read_lines
 
@@ -66,22 +67,14 @@ def few(count: int) -> int:
 
 def named(nodes: Collection[str]) -> str:
     """Nodes in a sentence: the first ones by name, the others as a number."""
-    first, more = sorted(nodes)[:NAMED], len(nodes) - NAMED
-    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+    return first(sorted(nodes), NAMED)
 
 
-def excluded(run_folder: Path, wanted: int = 1) -> list[str]:
-    """Nodes to leave out of the next submission, sorted. wanted: how many nodes it asks for."""
-    return sorted(_failing(run_folder)[:few(wanted)])
-
-
-def spared(run_folder: Path, wanted: int = 1) -> list[str]:
-    """Nodes that failed as often, but are not left out, since that would be too many; sorted."""
-    return sorted(_failing(run_folder)[few(wanted):])
-
-
-def _failing(run_folder: Path) -> list[str]:
-    return [node for node, count in strikes(run_folder).items() if count >= STRIKES]
+def failing(run_folder: Path, wanted: int = 1) -> tuple[list[str], list[str]]:
+    """Nodes to leave out of the next submission, and those that failed as often, but are not left out, since that would
+    be too many. wanted: how many nodes it asks for."""
+    nodes = [node for node, count in strikes(run_folder).items() if count >= STRIKES]
+    return nodes[:few(wanted)], nodes[few(wanted):]
 
 
 def address(node: str, scheduler: Scheduler) -> str:

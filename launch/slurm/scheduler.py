@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 from drover.launch.processes import answer_of
 
@@ -25,11 +26,12 @@ ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", 
 LAST = 6
 RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": LAST,
          UNKNOWN: LAST}
-"""Of the elements of an array, or the jobs of a stage, the one whose state comes first here tells how the whole stands;
-other states of the queue are 3."""
+"""What a state tells of an array, or of a stage with several jobs; other states of the queue are 3."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
-           ("Name", 200), ("Comment", 200))
+           ("Name", 200), ("Comment", 200), ("TimeLeft", 20))
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
+GPUS = re.compile(r"\bgpu(?:(?::[^,:(]+)?:(\d+))?")
+"""In a list of resources (`gpu:h100:8(S:0-1),nvme:1`), with how many there are."""
 UNREACHABLE = ("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out",
                "unexpected message received", "zero bytes were transmitted", "transport endpoint",
                "slurm backup controller in standby", "insane message length", "communication connection failure")
@@ -42,7 +44,7 @@ class JobInfo:
     """A job, an element of an array, or a whole array.
 
     state: Slurm's word in capitals (RUNNING, PENDING, COMPLETED ...), or `unknown`.
-    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start.
+    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start; left_s: until Slurm ends it.
     """
 
     id: str
@@ -53,6 +55,12 @@ class JobInfo:
     restarts: int = 0
     name: str = ""
     comment: str = ""
+    left_s: float = inf
+
+    @property
+    def rank(self) -> int:
+        """Of the elements of an array, or the jobs of a stage, the one of the least tells how the whole stands."""
+        return RANKS.get(self.state, 3)
 
     @property
     def queued(self) -> bool:
@@ -89,8 +97,10 @@ class _Answer:
         return "invalid job id" in self.error.lower()
 
     @property
-    def reason(self) -> str:
-        """The last line that it wrote, without the program's name."""
+    def problem(self) -> str | None:
+        """Why it failed: the last line that it wrote, without the program's name. None: it did not."""
+        if self.status == 0:
+            return None
         lines = [line for line in (self.error or self.out).splitlines() if line.strip()]
         return re.sub(r"^\w+: (error|fatal): ", "", lines[-1].strip()) if lines else f"exit status {self.status}"
 
@@ -143,16 +153,12 @@ class Scheduler:
         arrays = {_array(id): job for id, job in (known or {}).items()}
         return None if known is None else [replace(job, id=id) for id, job in arrays.items()]
 
-    def cancel(self, id: str) -> str | None:
-        """Cancel a job; None, or why that failed. That it has ended is no failure."""
-        answer = self._ask("scancel", id)
+    def cancel(self, id: str, *options: str) -> str | None:
+        """Cancel a job, or with `--signal=USR2` send that to its steps; None, or why that failed. That it has ended is
+        no failure."""
+        answer = self._ask("scancel", *options, id)
         ended = answer.reached and (answer.unknown_job or "already complet" in answer.error)
-        return None if answer.status == 0 or ended else answer.reason
-
-    def signal(self, id: str, name: str) -> str | None:
-        """Send a signal (`USR2`) to the processes of the job's steps; None, or why that failed."""
-        answer = self._ask("scancel", "--signal", name, id)
-        return None if answer.status == 0 else answer.reason
+        return None if ended else answer.problem
 
     def requeue(self, id: str, patience_s: float = 20) -> str | None:
         """Put a running job back into the queue; None, or the reason why it is not there.
@@ -166,7 +172,7 @@ class Scheduler:
             if answer.status == 0 or "pending execution" in answer.error:
                 return None
             if answer.reached or time.monotonic() - began + pause > patience_s:
-                return answer.reason
+                return answer.problem
             time.sleep(pause)
             pause *= 2
 
@@ -177,32 +183,19 @@ class Scheduler:
             before = _word(_fields(answer.out).get("ExcNodeList", ""))
             left_out = ",".join(sorted({*nodes, *(self.hostnames(before) if before else ())}))
             answer = self._ask("scontrol", "update", f"JobId={id}", f"ExcNodeList={left_out}")
-        return None if answer.status == 0 else answer.reason
-
-    def seconds_left(self, id: str) -> float:
-        """Until Slurm ends a job; without end where there is no limit, or Slurm does not answer for this job alone (the
-        id of an array names all of its elements)."""
-        answer = self._ask("squeue", "--noheader", "--jobs", id, "--format", "%L")
-        lines = answer.out.split() if answer.status == 0 else []
-        return seconds(lines[0]) if len(lines) == 1 and lines[0][:1].isdigit() else float("inf")
+        return answer.problem
 
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; nothing where Slurm does not answer."""
-        answer = self._ask("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G")
-        found = []
-        for line in answer.out.splitlines() if answer.status == 0 else ():
-            if match := re.fullmatch(r"(\S+?)(\*?)\|(\d+)\|(\d+)\|(\d+)\|(.*)", line.strip()):
-                partition, usual, nodes, cpus, memory, gres = match.groups()
-                gpus = [part.partition("(")[0].split(":")[-1] for part in gres.split(",") if part.startswith("gpu")]
-                found.append(NodeKind(partition, bool(usual), int(nodes), int(cpus), int(memory),
-                                      sum(int(count) if count.isdigit() else 1 for count in gpus)))
-        return found
+        return [NodeKind(partition.rstrip("*"), partition.endswith("*"), int(nodes), int(cpus), int(memory),
+                         sum(int(count or 1) for count in GPUS.findall(gres)))
+                for partition, nodes, cpus, memory, gres in self._rows(
+                    "sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G")]
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""
-        answer = self._ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")
-        pairs = (line.strip().partition("|") for line in answer.out.splitlines())
-        return {name: state for name, bar, state in pairs if bar}
+        return {row[0]: row[1] for row in self._rows(
+            "sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")}
 
     def hostnames(self, nodes: str) -> list[str]:
         """The names in a list such as `n[1-3,7]`; asks no daemon."""
@@ -227,16 +220,16 @@ class Scheduler:
 
     def _accounting(self, ids: list[str]) -> list[JobInfo]:
         """What the accounting database has; nothing where there is none."""
-        answer = self._ask("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids),
-                           "--format", "JobID,State,Reason,NodeList,ElapsedRaw,JobName")
-        found = []
-        for line in answer.out.splitlines() if answer.status == 0 else ():
-            id, state, reason, nodes, elapsed, name = (line.split("|", 5) + [""] * 6)[:6]
-            # Whom squeue does not know neither waits nor runs: then the database has missed the end.
-            if (word := state.partition(" ")[0]) in ENDED:
-                found.append(JobInfo(id, word, reason, "" if nodes == "None assigned" else nodes,
-                                     int(elapsed) if elapsed.isdigit() else 0, name=name))
-        return found
+        rows = self._rows("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids),
+                          "--format", "JobID,State,Reason,NodeList,ElapsedRaw,JobName")
+        # Whom squeue does not know neither waits nor runs: then the database has missed the end.
+        return [JobInfo(id, state.partition(" ")[0], reason, _word(nodes), _number(elapsed), name=name)
+                for id, state, reason, nodes, elapsed, name in rows if state.partition(" ")[0] in ENDED]
+
+    def _rows(self, *command: str) -> list[list[str]]:
+        """The rows of an answer whose columns are parted by bars; none where Slurm does not answer."""
+        answer = self._ask(*command)
+        return [line.strip().split("|") for line in answer.out.splitlines() if answer.status == 0 and "|" in line]
 
     def _ask(self, *command: str) -> _Answer:
         try:
@@ -266,18 +259,18 @@ def seconds(text: str) -> int:
 def _queue_lines(text: str) -> list[JobInfo]:
     found = []
     for line in text.splitlines():
-        id, state, reason, nodes, used, restarts, name, comment = (
+        id, state, reason, nodes, used, restarts, name, comment, left = (
             line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
         if id[:1].isdigit() and state:  # not `CLUSTER: name`
             found.append(JobInfo(id, state, _word(reason), nodes, seconds(used), _number(restarts), name,
-                                 comment=_word(comment)))
+                                 _word(comment), seconds(left) if left[:1].isdigit() else inf))
     return found
 
 
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
     """The job, or the array as its elements have it that are in the state that counts most."""
     elements = [known[id]] if id in known else [job for job in known.values() if job.id.startswith(f"{id}_")]
-    first = min(elements, key=lambda job: RANKS.get(job.state, 3), default=JobInfo(id))
+    first = min(elements, key=lambda job: job.rank, default=JobInfo(id))
     nodes = sorted({job.nodes for job in elements if job.nodes and job.state == first.state})
     return replace(first, id=id, nodes=",".join(nodes), elapsed_s=max((job.elapsed_s for job in elements), default=0))
 
@@ -291,7 +284,7 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def _word(text: str) -> str:
-    return "" if text in ("None", "(null)") else text
+    return "" if text in ("None", "None assigned", "(null)") else text
 
 
 def _number(text: str) -> int:

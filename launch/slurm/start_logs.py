@@ -46,14 +46,16 @@ def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     file.seek(-len(line), os.SEEK_CUR)  # Slurm is still writing this one
 
 
-def last_lines(path: Path, rank: int, count: int) -> list[str]:
-    """The last lines of a rank in a log that may be absent; not Slurm's own that the step is ended, which follows."""
+def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list[str]:
+    """The last lines of a rank, whose log may be absent, each with the rank; not Slurm's own that the step is ended,
+    which follows."""
     try:
-        with open(path, "rb") as file:
+        with open(rank_log(folder, rank, ranks_per_node), "rb") as file:
             text = b"".join(deque(output(file, rank), 1000)).decode(errors="replace")
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip() and " error: *** STEP " not in line][-count:]
+    lines = [line for line in text.splitlines() if line.strip() and " error: *** STEP " not in line]
+    return [f"rank {rank}: {line}" for line in lines[-count:]]
 
 
 def prune(folder: Path, job: str, say: Callable[[str], None]) -> None:

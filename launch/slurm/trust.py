@@ -8,8 +8,9 @@ and the copy of the code. The script compares the hash of this file and runs it 
 stands in the script; the hashes of the code and of the configuration stand in the spec. This file imports nothing but
 the standard library.
 
-Jobs run from a copy of the code on their node, in a folder that only their user can write. It is compared after it was
-copied, so whatever happens to the run folder later does not reach it, and thousands of ranks import from local disks.
+Jobs run from a copy of the code on their node, in a folder that only their user can write. It comes from an archive
+that was compared after it was copied, so whatever happens to the run folder later does not reach it, and thousands of
+ranks import from local disks.
 
 Owners may be the user and root. The group may write where it is the user's own (named like the user, with nobody else
 in it) or `launch.trusted_group`; others never. The same holds for every folder above the run, as in sshd's StrictModes:
@@ -29,16 +30,19 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
-SNAPSHOT, CACHE = "snapshot.json", "__pycache__"
-"""What a copy of the code holds besides the files that its hash is of."""
+CACHE = "__pycache__"
 CODE = ("code", "code_sha256", "trusted_group", "check_owners", "wrap")
 """What of a job's spec says which code is run, and who may own it."""
 SHOWN = 5
+UNUSED_S = 30 * 24 * 3600
+"""A node's copy from which nothing was started for so long is removed once another one is made."""
 REFUSED = 2
 """Exit status: trying again will not mend it."""
 OWN = ("code", "launch", "launch/jobs", "logs", "logs/slurm")
@@ -51,14 +55,14 @@ def check_submission(spec: Path, spec_sha256: str) -> tuple[Path, list[str]]:
     """The folder of the code that the job is to run, and why the job must not start (empty if it may).
 
     Args:
-        spec: file of the job's spec, in `launch/jobs/` of the run. Its content has the hash `spec_sha256`.
+        spec: file of the job's spec, in `launch/jobs/` of the run. It has the hash `spec_sha256`.
     """
     try:
-        values = json.loads(spec.read_bytes())
-        content = content_of(values)
+        text = spec.read_bytes()
+        values = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         return spec, [f"{spec}, what the job has to do, cannot be read ({error}). Submit the same command again."]
-    if content != spec_sha256:
+    if hashlib.sha256(text).hexdigest() != spec_sha256:
         return spec, [f"{spec}, what the job has to do, is not what was submitted. {_AGAIN}"]
     files = {Path(path): sha256 for path, sha256 in values["files"].items()}
     found = [f"{path} is not what was submitted. {_AGAIN}" for path, sha256 in files.items() if _sha256(path) != sha256]
@@ -78,61 +82,79 @@ def usable_code(values: Mapping[str, Any]) -> tuple[Path, list[str]]:
     Args:
         values: of the job's spec, those that are named in `CODE`.
     """
-    code, content, changed = Path(values["code"]), values["code_sha256"], []
+    code, content = Path(values["code"]), values["code_sha256"]
+    other = f"{archive_of(code)}, the copy of the code, is not what was submitted, or gone. {_AGAIN}"
     if not values["wrap"]:
         try:
             return local_copy(code, content), []
-        except ValueError as error:
-            changed = [f"{error}. {_AGAIN}"]
+        except ValueError:
+            return code, [other]
         except OSError as error:
             print(f"note: the code is run from {code}, since it cannot be copied to this node: {error}",
                   file=sys.stderr, flush=True)
-    return code, code_problems(code, content, values["trusted_group"], owners=values["check_owners"]) or changed
+    if values["check_owners"] and (found := owner_problems([code, *_below(code)], values["trusted_group"])):
+        return code, found
+    if _sha256(archive_of(code)) != content:
+        return code, [other]
+    changed = changed_files(code)
+    return code, [f"The code in {code} is not what was submitted: {_listed(changed)} changed. {_AGAIN}"] * bool(changed)
 
 
 def local_copy(code: Path, content: str) -> Path:
-    """The copy of the code on this node, which was compared after copying. The tasks of a step share one comparison.
+    """The copy of the code on this node, compared with the archive. The tasks of a step share one comparison.
 
     Raises:
-        ValueError: the code does not have the hash `content`.
+        ValueError: the archive does not have the hash `content`.
         OSError: it cannot be copied.
     """
     final = private_folder(node_folder()) / f"code-{content[:16]}"
-    compared, temporary = final.with_suffix(".compared"), final.with_suffix(".tmp")
+    compared, archive = final.with_suffix(".compared"), archive_of(final)
     step = " ".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
     with open(final.with_suffix(".lock"), "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         if "SLURM_STEP_ID" in os.environ and compared.exists() and compared.read_text() == step and final.is_dir():
             return final
-        if not final.is_dir() or digest(_hashes(final)) != content:
-            for folder in (final, temporary):
-                shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(code, temporary, symlinks=True, ignore=shutil.ignore_patterns(CACHE))
-            if digest(_hashes(temporary)) != content:
-                shutil.rmtree(temporary)
-                raise ValueError(f"{code} is not what was submitted")
-            temporary.rename(final)
+        if _sha256(archive) != content:
+            shutil.copyfile(archive_of(code), archive)
+            if _sha256(archive) != content:
+                raise ValueError("other code")
+        if changed_files(final):
+            unpack(final)
+            for old in final.parent.glob("code-*.compared"):
+                if time.time() - old.stat().st_mtime > UNUSED_S:
+                    shutil.rmtree(old.with_suffix(""), ignore_errors=True)
+                    archive_of(old.with_suffix("")).unlink(missing_ok=True)
+                    old.unlink()
         compared.write_text(step)
     return final
+
+
+def archive_of(code: Path) -> Path:
+    """The archive of a copy of the code, which lies beside it."""
+    return code.with_name(f"{code.name}.zip")
+
+
+def unpack(code: Path) -> None:
+    """Make a copy of the code anew from its archive."""
+    shutil.rmtree(code, ignore_errors=True)
+    with ZipFile(archive_of(code)) as archive:
+        archive.extractall(code)
+
+
+def changed_files(code: Path) -> list[str]:
+    """Files of a copy of the code that are not as in its archive, are absent or are too many. Links count, Python's
+    caches do not."""
+    there = {path.relative_to(code).as_posix(): path for path in _below(code)
+             if path.is_symlink() or (path.is_file() and CACHE not in path.parts)}
+    with ZipFile(archive_of(code)) as archive:
+        names = {*archive.namelist()}
+        return sorted({*names ^ there.keys(), *(name for name in names & there.keys() if there[name].is_symlink()
+                                                or there[name].read_bytes() != archive.read(name))})
 
 
 def folders_of(run: Path) -> list[Path]:
     """The folders of a run whose owners matter."""
     return [run, *(run / name for name in OWN)]
-
-
-def code_problems(code: Path, content: str, trusted_group: str | None, *, owners: bool = True) -> list[str]:
-    """Why the copy of the code must not be run: others own or may write some of it, or it is not the one with this
-    hash."""
-    try:
-        if owners and (found := owner_problems([code, *_below(code)], trusted_group)):
-            return found
-        hashes = _hashes(code)
-    except OSError as error:
-        return [f"The copy of the code in {code} cannot be read ({error}). {_AGAIN}"]
-    if digest(hashes) == content:
-        return []
-    return [f"The code in {code} is not what was submitted{_changed(code, hashes, content)}. {_AGAIN}"]
 
 
 def owner_problems(paths: Iterable[Path], trusted_group: str | None, above: Iterable[Path] = ()) -> list[str]:
@@ -148,20 +170,6 @@ def owner_problems(paths: Iterable[Path], trusted_group: str | None, above: Iter
             if why := _problem(path, status, trusted_group):
                 found.setdefault(why, []).append(path)
     return [f"{_listed(several)} {why}{_way(several, why)}" for why, several in found.items()]
-
-
-def content_of(values: dict[str, Any]) -> str:
-    """Hex sha256 of a JSON object in canonical form, as `drover.pipeline.files.sha256_json`."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def digest(hashes: dict[str, str]) -> str:
-    """Hex sha256 of a set of files, from their names and hashes."""
-    total = hashlib.sha256()
-    for name in sorted(hashes, key=lambda name: name.split("/")):
-        total.update(f"{name}\0{hashes[name]}\n".encode())
-    return total.hexdigest()
 
 
 def node_folder() -> Path:
@@ -209,26 +217,6 @@ def _listed(names: Sequence[Path | str]) -> str:
     return ", ".join(map(str, names[:SHOWN])) + more
 
 
-def _changed(code: Path, hashes: dict[str, str], content: str) -> str:
-    """Which files differ, where the record of the copy is that of the submission."""
-    try:
-        before = json.loads((code / SNAPSHOT).read_bytes())["files"]
-        if digest(before) != content:
-            return ""
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    differing = {"changed": [name for name in before if hashes.get(name, before[name]) != before[name]],
-                 "gone": before.keys() - hashes.keys(), "new": hashes.keys() - before.keys()}
-    return " (" + "; ".join(f"{word}: {_listed(sorted(names))}" for word, names in differing.items() if names) + ")"
-
-
-def _hashes(code: Path) -> dict[str, str]:
-    """sha256 of the files that the hash of a copy of the code is of. Links count: what was submitted has none."""
-    return {path.relative_to(code).as_posix(): "a link" if path.is_symlink() else _sha256(path)
-            for path in _below(code) if path.is_symlink() or (
-                path.is_file() and CACHE not in path.parts and path != code / SNAPSHOT)}
-
-
 def _sha256(path: Path) -> str:
     """Of a file; empty where it cannot be read."""
     try:
@@ -249,9 +237,8 @@ def _above(paths: Iterable[Path]) -> dict[Path, None]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All that is in a folder; OSError if it cannot be read."""
-    return [path for entry in sorted(folder.iterdir()) for path in (
-        entry, *(_below(entry) if entry.is_dir() and not entry.is_symlink() else ()))]
+    """All that is in a folder, and does not lie behind a link."""
+    return [Path(root, name) for root, folders, names in os.walk(folder) for name in sorted(folders + names)]
 
 
 def group_exists(name: str) -> bool:

@@ -164,10 +164,8 @@ class LaunchConfig(Resources):
     """Whether jobs look, at every start, at the owners and modes of what they execute from the run folder. false where
     the file system does not show true ones; the content is compared in any case."""
     preflight: bool = True
-    """Try every node (devices, memory, disk, network, clock) before training."""
-    preflight_s: PositiveInt | None = None
-    """Seconds that this may take; null: 180, and one more for every two nodes, half an hour at most. Nodes that have
-    not answered by then are slow, not bad."""
+    """Try every node (devices, memory, disk, network, clock) before training: 180 s at most, one more for every two
+    nodes, half an hour in all. A rank four times slower than the median makes its node a bad one."""
     limits: SiteLimits = Field({}, validate_default=True)
     """What the site allows."""
     shard: ArrayResources = Field({}, validate_default=True)

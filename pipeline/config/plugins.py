@@ -32,6 +32,15 @@ def plugin_folders() -> list[str]:
     return sorted({str(_root(name, path)) for name, path in _LOADED.items()})
 
 
+def plugin_files() -> list[Path]:
+    """The files of the plugins that this process has imported, and of the modules that were imported from beside them.
+    """
+    folders = {path.parent for path in _LOADED.values()}
+    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    return sorted({*_LOADED.values(), *(path for file in files if file
+                                        and (path := Path(file).resolve()).parent in folders)})
+
+
 def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     """Import the plugins of a configuration, in order.
 

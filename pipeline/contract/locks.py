@@ -22,7 +22,7 @@ from drover.pipeline.errors import UserError
 
 LOCKS = ".locks"
 EARLIER_S = 180.0
-"""How long an earlier start of the same Slurm job or chain of jobs may go on to hold a stage: on a node that Slurm has
+"""How long an earlier start of the same submission may go on to hold a stage: on a node that Slurm has
 given up, or where a file system notices late that its process has ended."""
 NETWORK_S = 75.0
 """Longer than network file systems remember by default that a file was not there."""
@@ -136,9 +136,10 @@ def _is_ending(holder: str) -> bool:
 
 
 def _is_earlier_start(holder: str) -> bool:
-    """Whether a lock is held by a job of the chain that this process is of: then it is about to be given up, for they
+    """Whether a lock is held by a start of the submission that this process is of (not by another launcher in the same
+    allocation): then it is about to be given up, for they
     start one after another."""
-    return bool(_chain()) and any(mine and f"{mine}," in holder for mine in (_job(), _chain()))
+    return bool(_chain()) and f"{_chain()}," in holder
 
 
 def _job() -> str:

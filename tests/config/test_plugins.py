@@ -7,17 +7,20 @@ import pytest
 import yaml
 
 from drover.pipeline.config.loading import dump_config, load_config
-from drover.pipeline.config.plugins import loaded_plugins, plugin_folders
+from drover.pipeline.config.plugins import loaded_plugins, plugin_files, plugin_folders
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, register_stage
 from drover.pipeline.errors import UserError
 
 
 @pytest.fixture
-def place(tmp_path, no_plugins):
-    """A folder with a plugin."""
+def place(tmp_path, no_plugins, monkeypatch):
+    """A folder with a plugin, and what it imports from beside it."""
+    monkeypatch.delitem(sys.modules, "imported_beside", raising=False)
     (tmp_path / "here").mkdir()
-    (tmp_path / "here/plugged_in.py").write_text("import os\nLOADED = os.getpid()\n")
+    (tmp_path / "here/plugged_in.py").write_text("import os\nimport imported_beside\nLOADED = os.getpid()\n")
+    for name in ("imported_beside.py", "imported_by_nobody.py"):
+        (tmp_path / "here" / name).write_text("")
     (tmp_path / "config.yaml").write_text("plugins: [here/plugged_in.py]\n")
     return tmp_path
 
@@ -29,6 +32,7 @@ def test_a_file_beside_the_configuration_is_imported_and_found_by_other_processe
     assert loaded.plugins == [f"{here}/plugged_in.py"] and plugin_folders() == [here]
     assert here in os.environ["PYTHONPATH"].split(os.pathsep)
     assert yaml.safe_load(dump_config(loaded))["plugins"] == loaded.plugins
+    assert plugin_files() == [place / "here/imported_beside.py", place / "here/plugged_in.py"]
 
 
 def test_a_module_is_imported_by_its_name_and_its_file_is_recorded_as_code(place, monkeypatch):
@@ -39,6 +43,7 @@ def test_a_module_is_imported_by_its_name_and_its_file_is_recorded_as_code(place
     monkeypatch.syspath_prepend(str(place / "packaged"))
     load_config(place / "config.yaml", ["plugins=[inside.more]"], check=False)
     assert loaded_plugins() == {"inside.more": package / "more.py"} and plugin_folders() == [str(place / "packaged")]
+    assert plugin_files() == [package / "__init__.py", package / "more.py"]
     before = code_hashes(STAGES["shard"])
     (package / "more.py").write_text("VALUE = 2\n")
     changed = {name for name, digest in code_hashes(STAGES["shard"]).items() if before[name] != digest}

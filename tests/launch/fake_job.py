@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from drover.launch.host import StepEnd
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import Chain, ChainJob
-from drover.launch.slurm.job import runner, slurm_host
+from drover.launch.slurm.job import runner, srun
 from drover.launch.slurm.job.preflight import Found
-from drover.launch.slurm.job.slurm_host import SlurmHost
-from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.job.srun import SlurmHost, read_end
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.manifest import Manifest
@@ -50,17 +50,14 @@ class Slurm:
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
-        found = {id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts) for id in ids}
-        return None if self.silent else found
+        return None if self.silent else {
+            id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts, left_s=self.left_s) for id in ids}
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         return {node: self.down.get(node, "idle") for node in nodes}
 
     def node_address(self, name: str) -> str:
         return self.address
-
-    def seconds_left(self, id: str) -> float:
-        return self.left_s
 
     def requeue(self, id: str, patience_s: float) -> str | None:
         self.requeued.append(id)
@@ -111,7 +108,7 @@ class Job:
         for name, value in {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart), "DROVER_ATTEMPT": "0"}.items():
             patch.setenv(name, value)
         patch.setattr(runner, "PAUSE_S", 0.0)
-        patch.setattr(slurm_host, "STEP_PAUSE_S", 0.0)
+        patch.setattr(srun, "STEP_PAUSE_S", 0.0)
 
         def start(command, environment, folder, each, say):
             self.commands.append(" ".join(command))
@@ -119,7 +116,7 @@ class Job:
             what = next(plan)
             return what(each) if callable(what) else self.play(what, folder, element)
 
-        patch.setattr(slurm_host, "run_step", start)
+        patch.setattr(srun, "run_step", start)
         here = SlurmHost(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
                          element, self.slurm, [] if asked is None else asked)  # type: ignore[arg-type]
         return runner.Runner(self.spec, here)
@@ -129,12 +126,12 @@ class Job:
         say = partial(write_state, self.stage) if element is None else partial(
             write_state, self.stage / PARTS, file=last_word_file(self.spec.phase, element, self.spec.parts))
         if what == "no step":
-            return StepEnd(1, NO_STEP)
+            return read_end(1, NO_STEP)
         if what == "abandoned":
-            return StepEnd(137, abandoned=True)
+            return read_end(137, "", abandoned=True)
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
-            return StepEnd(143, "srun: error: n1: task 0: Exited with exit code 2\n")
+            return read_end(143, "srun: error: n1: task 0: Exited with exit code 2\n")
         if what == "work":
             if element is None:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
@@ -148,7 +145,7 @@ class Job:
             return StepEnd(0)
         if what == "units":  # a stage without ranks
             say("preempted", reason="SIGUSR2: 3 of 4 units", again=True)
-            return StepEnd(130, "srun: error: n1: task 0: Exited with exit code 130\n")
+            return read_end(130, "srun: error: n1: task 0: Exited with exit code 130\n")
         if what == "failed":
             say("failed", reason="the third record is broken")
             return StepEnd(143)
@@ -157,7 +154,7 @@ class Job:
         if what.startswith("save"):
             write_json(self.stage / f"checkpoints/step-{what[4:]:0>8}/COMPLETE.json", {})
         self.say(folder, 1, "this rank says why")
-        return StepEnd(143, KILLED)
+        return read_end(143, KILLED)
 
     def say(self, folder: Path, rank: int, text: str) -> None:
         """What a rank writes, one on each node."""

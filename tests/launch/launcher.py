@@ -47,6 +47,13 @@ def git(folder: Path, *arguments: str) -> None:
                    capture_output=True)
 
 
+def snapshot_of(run: Path, checkout: Path) -> Path:
+    """The copy of a checkout's code in a run folder."""
+    code, content = planned_snapshot(run, checkout)
+    take_snapshot(code, content, checkout)
+    return code
+
+
 class Launcher:
     """A user in the folder `work` with a `config.yaml`, whose run is runs/trial; its stages read no outside files.
 

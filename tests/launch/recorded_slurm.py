@@ -7,8 +7,9 @@ from pathlib import Path
 
 from drover.launch.slurm.scheduler import Scheduler
 
-WIDTHS = (40, 20, 60, 400, 20, 10, 200, 200)
-"""Of the columns JobArrayID, State, Reason, NodeList, TimeUsed, RestartCnt, Name, Comment as they were recorded."""
+WIDTHS = (40, 20, 60, 400, 20, 10, 200, 200, 20)
+"""Of the columns JobArrayID, State, Reason, NodeList, TimeUsed, RestartCnt, Name, Comment as they were recorded, and
+TimeLeft."""
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 NO_JOB = "slurm_load_jobs error: Invalid job id specified"
 NO_DATABASE = """\
@@ -52,7 +53,7 @@ class FakeSlurm:
 
 
 def queue_line(id: str, state: str, reason: str = "None", nodes: str = "", used: str = "0:00", restarts: str = "0",
-               name: str = "demo-train", comment: str = "(null)") -> str:
+               name: str = "demo-train", comment: str = "(null)", left: str = "INVALID") -> str:
     """A line of `squeue --Format`, padded as squeue does."""
     return "".join(value.ljust(width) for value, width in
-                   zip((id, state, reason, nodes, used, restarts, name, comment), WIDTHS, strict=True))
+                   zip((id, state, reason, nodes, used, restarts, name, comment, left), WIDTHS, strict=True))

@@ -9,11 +9,10 @@ import string
 import pytest
 
 from drover.launch.credentials import credential_problems, is_secret, known_form
-from drover.launch.slurm.submit.snapshot import take_snapshot
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.errors import UserError
-from tests.launch.launcher import git
+from tests.launch.launcher import git, snapshot_of
 
 DRAW = random.Random(0)
 
@@ -119,11 +118,11 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     (checkout / "configs/.env").write_text(TOKENS["hf"])
     git(tmp_path, "init", "-q", str(checkout))
     with pytest.raises(UserError, match=r"configs/mine\.yaml holds a GitLab token") as refused:
-        take_snapshot(run, checkout)
+        snapshot_of(run, checkout)
     assert "launch.secrets" in str(refused.value) and TOKENS["gitlab"] not in str(refused.value)
     assert not run.exists()
     mine.write_text("setup: []\n")
-    take_snapshot(run, checkout)
+    snapshot_of(run, checkout)
     assert not holding(run, *TOKENS.values()), "nor an ignored file"
 
 
@@ -131,8 +130,8 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
 def test_nothing_is_written_of_what_is_refused(slurm, cluster):
     said = slurm.refused("--stage", "all", "--cluster", cluster, f"launch.environment={{MY_AUTH: {TOKENS['hf']}, "
                          f"TOKENIZERS_PARALLELISM: 'false'}}", f"launch.setup=['export WANDB_API_KEY={WANDB}']")
-    assert "looks like a secret (a Hugging Face token), MY_AUTH" in said
-    assert "launch.setup holds what looks like a secret, WANDB_API_KEY" in said
+    assert "launch.environment.MY_AUTH holds what looks like a secret (a Hugging Face token)" in said
+    assert "launch.setup.0 holds what looks like a secret, WANDB_API_KEY" in said
     assert "TOKENIZERS" not in said and not slurm.run.exists() and not list(slurm.queue.iterdir())
     assert TOKENS["hf"] not in said and WANDB not in said
 

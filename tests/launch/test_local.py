@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from drover.launch.host import process_end
 from drover.launch.local import LocalHost, find_machine
 from drover.launch.plan import Machine, local_ranks
 from drover.launch.slurm.job import runner
-from drover.launch.slurm.job.srun import StepEnd
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.state import read_attempts, read_state, write_state
 from tests.waiting import wait_for
@@ -67,7 +67,7 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
             launcher.done(spec.stage)
         if said := {"late": "done", "stopped": "preempted"}.get(what, "done" if "done" in what else ""):
             write_state(spec.folder, said)
-        return StepEnd({"fail": 2, "late": 3, "stopped": 130, "request": 143, "9": 137, "15": 143}.get(what, 0))
+        return process_end({"fail": 2, "late": 3, "stopped": 130, "request": 143, "9": 137, "15": 143}.get(what, 0))
 
     monkeypatch.setattr(LocalHost, "start", start)
     result = launcher.submit("--stage", "shard,tokenizer", "--cluster", "local", "launch.max_restarts=1",
@@ -92,9 +92,9 @@ def test_a_failed_rank_speaks_for_itself(ready):
 def test_a_killed_rank_is_named_and_started_again(ready):
     result = ready.submit("--stage", "train", "launch.max_restarts=1", FAKE_train="killed")
     node = os.uname().nodename
-    assert result.returncode == 137 and f"crashed: rank 1 on {node}: killed; starting again" in result.stderr
+    assert result.returncode == 137 and f"crashed: rank 1 on {node}: killed by SIGKILL; starting again" in result.stderr
     assert f"2 starts in a row without a new checkpoint (launch.max_restarts=1); the last one: rank 1 on {node}: " \
-           "killed, as the kernel does when memory runs out" in result.stderr
+           "killed by SIGKILL, as the kernel does when memory runs out" in result.stderr
     assert [(event["start"], event["status"], event["next"]) for event in read_attempts(ready.run)
             if event["event"] == "ended" and event["stage"] == "train"] == [
         (0, "crashed", "restart"), (1, "crashed", "stop")]

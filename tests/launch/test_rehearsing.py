@@ -61,7 +61,7 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
     rehearsal("words of a library\n" + json.dumps(FITS))
     rehearse_training(run, [job()], options)
     said = capsys.readouterr().out
-    assert "a step of training, without GPUs (--no-rehearse" in said and "rehearsal  0.1 GB on rank 0" in said
+    assert "a step of training, without GPUs (--no-rehearse" in said and "rehearsal 0.1 GB on rank 0" in said
     asked = json.loads((tmp_path / "asked").read_text())
     assert asked == {"config": options.config_path, "overrides": [*options.overrides, f"model.vocab_size="
                      f"{MODEL['vocab_size']}"], "ranks": 2, "gpu": True, "memory_gb": 0.13}

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from drover.launch.slurm.control import logs
+from drover.launch.slurm import control
 from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.contract.state import read_attempts
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def test_a_stage_without_ranks_is_told_that_the_time_limit_is_near(cluster, tmp_
         cluster, tmp_path, spec, "--nodelist=n1", "--time=1", "--signal=USR2@30")
 
 
-def test_crashes_on_two_nodes(cluster, tmp_path, capsys):
+def test_crashes_on_two_nodes(cluster, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     spec = JobSpec(name="x-evaluate", stage="evaluate", command=(sys.executable, "-c", STAGE, str(tmp_path)),
                    environment={"PYTHONUNBUFFERED": "1"}, run=str(run), chain="c", ranks=4, nodes=2,
@@ -66,15 +67,14 @@ def test_crashes_on_two_nodes(cluster, tmp_path, capsys):
     said = run_job(cluster, tmp_path, spec, "--nodes=2", "--ntasks-per-node=2")
     starts = sorted((run / "logs/evaluate").glob("*.?"))
     assert len(starts) == 2
-    latest = run / "logs/evaluate/latest"
-    for folder, ending in zip(starts, ENDING, strict=True):
-        latest.unlink()
-        latest.symlink_to(folder.name)
+    attempts = [event for event in read_attempts(run) if event["event"] == "attempt"]
+    for count, folder, ending in zip((1, 2), starts, ENDING, strict=True):
+        monkeypatch.setattr(control, "read_attempts", lambda _, count=count: attempts[:count])
         assert f"exited with exit code 1; rank {ending}: why {ending} ended" in said, said
         assert f"  rank {ending}: why {ending} ended\n" in said, said
         assert {path.name for path in folder.iterdir()} == {"node0.log", "node1.log", "srun.err"}
         for rank in range(4):
-            assert logs(run, "evaluate", rank) == 0
+            assert control.logs(run, "evaluate", rank) == 0
             header, *lines = capsys.readouterr().out.splitlines()
             assert header == f"==> {folder}/node{rank // 2}.log <=="
             assert [line for line in lines if "slurmstepd" not in line] == [

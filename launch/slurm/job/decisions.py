@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.host import StepEnd
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.errors import UserError
@@ -33,7 +33,7 @@ class Outcome:
     Attributes:
         state: the stage's last word in this start; None if it said nothing.
         committed: the manifest (of an array element: the record of its part) is there.
-        end: of its processes. cause: what Slurm, and the processes themselves, said of it.
+        end: of its processes.
         hang: what the account of a hang says; empty if nothing hung.
         stopping: the runner itself was told to end meanwhile.
         again: the job had started the stage before.
@@ -43,7 +43,6 @@ class Outcome:
     state: StageState | None = None
     committed: bool = False
     end: StepEnd = StepEnd(0)  # noqa: RUF009 - it is immutable
-    cause: str = ""
     hang: str = ""
     stopping: bool = False
     again: bool = False
@@ -67,7 +66,7 @@ class Decision:
 
 def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     """What follows from a start's end."""
-    state, end, cause = outcome.state, outcome.end, outcome.cause
+    state, end, cause = outcome.state, outcome.end, outcome.end.cause
     said = state.status if state else None
     # Without a word of its own, a stage that was done before and ended well did nothing, as it should; one that broke
     # off before its first word may have an old manifest beside it, which it was about to replace.

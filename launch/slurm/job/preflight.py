@@ -13,25 +13,25 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from statistics import median
 
+from drover.launch.host import Host
 from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
 from drover.launch.slurm.job.rank import PREFLIGHT
-from drover.launch.slurm.job.srun import run_step, srun_command
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
 from drover.launch.slurm.start_logs import labelled
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
-"""Time for the trial where `launch.preflight_s` says nothing: all ranks import from one file system at once."""
+"""Time for the trial, by the number of nodes: all ranks import from one file system at once."""
 QUIET_S = 60.0
 """Who is missing is stuck, not slow, once nothing has come for so long and for as long as everything else took to come.
 """
-SLOW = 4.0
-"""A rank slower than the group's median by more than this factor makes its node a bad one."""
+FACTOR = 4.0
+"""How much longer than the median is too slow."""
 CLOCK_S = 5.0
 """How far a node's clock may be from the others'."""
 FLOORS_S = {"cpu": 0.1, "cuda": 0.005}
@@ -52,48 +52,43 @@ class Found:
     reason: str = ""
 
 
-def run_preflight(spec: JobSpec, folder: Path, environment: dict[str, str], each: Callable[[], bool],
-                  nodes: Sequence[str]) -> Found:
+def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str, str], each: Callable[[], bool]
+                  ) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
-    limit_s = spec.preflight_s or min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
+    limit_s = min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
+    nodes = here.nodes
     places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
     trial = [*spec.wrap, spec.command[0], "-m", "drover.launch.slurm.job.node_trial", spec.run, f"{limit_s:.0f}"]
-    command = srun_command(spec, folder, PREFLIGHT, trial)
-    reports, said, look_at = list[Report](), list[str](), 0.0
+    reports, look_at = list[Report](), 0.0
     began = last = time.monotonic()  # last: when the newest report came
-
-    def look() -> float:
-        nonlocal reports, last
-        now = time.monotonic()
-        if (found := read_reports(folder)) != reports:
-            reports, last = found, now
-        return now
 
     def goes_on() -> bool:
         """Until the time is up, or it is of no use to wait for the few nodes that have reported nothing."""
-        nonlocal look_at
+        nonlocal reports, last, look_at
         now = time.monotonic()
         if now >= look_at:
-            look_at = look() + 1 + len(reports) / 1000
+            if (found := read_reports(folder)) != reports:
+                reports, last = found, now
+            look_at = now + 1 + len(reports) / 1000
         silent = _silent(reports, places)
         stuck = 0 < len(silent) <= few(len(nodes)) and now - last >= 2 * max(QUIET_S, last - began)
         return each() and now - began < limit_s and not (reports and stuck)
 
-    end = run_step(command, environment, folder, goes_on, said.append)
-    now = look()
-    found = judge(reports, places, SLOW, last - began, now - last)
-    found.told += [*(said if not reports else ()), *conclusion(found, reports, places, now - began, end.cause)]
+    end = here.start(replace(spec, stage=PREFLIGHT), trial, environment, folder, goes_on)
+    look_at = 0.0
+    goes_on()  # the last reports
+    now = time.monotonic()
+    found = judge(reports, places, last - began, now - last)
+    found.told += conclusion(found, reports, places, now - began, end.cause)
     return found
 
 
-def judge(reports: Sequence[Report], places: Sequence[str], factor: float, lasted_s: float = 0.0,
-          quiet_s: float = inf) -> Found:
+def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.0, quiet_s: float = inf) -> Found:
     """Which nodes are bad.
 
     Args:
         reports: of the ranks that sent one.
         places: the node of each rank.
-        factor: how much longer than the median is too slow.
         lasted_s: for how long reports came. quiet_s: for how long none came, up to the end.
     """
     count, result = len({*places}), Found()
@@ -129,7 +124,7 @@ def judge(reports: Sequence[Report], places: Sequence[str], factor: float, laste
                   "did not come to the end")
     elif silent:
         result.told.append(f"not all nodes have answered yet: {named(silent)} ({counted(silent)}); slow is not sick, "
-                           f"so none gets a strike (launch.preflight_s gives them more time)")
+                           f"so none gets a strike")
     clocks = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     middle = median(clocks.values() or [0])
     blame({node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
@@ -140,7 +135,7 @@ def judge(reports: Sequence[Report], places: Sequence[str], factor: float, laste
         middle = median([value for _, value in times] or [0])
         blame({report.node: f"{what} took {1000 * value:.0f} ms, {value / middle:.1f} times the others' "
                             f"{1000 * middle:.0f} ms"
-               for report, value in times if value > factor * middle and value - middle > FLOORS_S[report.device]},
+               for report, value in times if value > FACTOR * middle and value - middle > FLOORS_S[report.device]},
               f"took too long for {what}")
     return result
 

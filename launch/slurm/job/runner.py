@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from drover.launch.host import Host
+from drover.launch.host import Host, StepEnd
 from drover.launch.processes import stop_requests
 from drover.launch.slurm.chain import ChainJob, read_chain
 from drover.launch.slurm.evaluations import Evaluations
@@ -39,12 +40,11 @@ from drover.launch.slurm.job.decisions import (
     without_requeue,
 )
 from drover.launch.slurm.job.preflight import run_preflight
-from drover.launch.slurm.job.slurm_host import SlurmHost
-from drover.launch.slurm.job.srun import StepEnd, last_words
+from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import STRIKES, add_strike, few, lost, named
 from drover.launch.slurm.scheduler import Scheduler
-from drover.launch.slurm.start_logs import prune
+from drover.launch.slurm.start_logs import last_lines, prune
 from drover.launch.slurm.trust import usable_code
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.parts import PARTS, Part
@@ -163,7 +163,7 @@ class Runner:
         began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder.parent, here.name, self.say)
-        found = run_preflight(spec, folder, self._environment(), self.tick, here.nodes)
+        found = run_preflight(spec, here, folder, self._environment(), self.tick)
         for line in found.told:
             self.say(f"preflight: {line}")
         self._log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
@@ -185,8 +185,7 @@ class Runner:
                 return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
             outcome = self._start()
             decision = decide(outcome, spec)
-            if decision.action == "restart" and \
-                    self.scheduler.seconds_left(here.job) < spec.signal_s + SLURM_EARLY_S:
+            if decision.action == "restart" and here.seen().left_s < spec.signal_s + SLURM_EARLY_S:
                 decision = too_late(decision, spec)
             if not self._beat(at_once=True):
                 self.say(TAKEN_OVER)
@@ -228,18 +227,19 @@ class Runner:
         self._strike(dict.fromkeys(end.lost, "went down"))
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself.
-        words = last_words(folder, end, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
+        words = last_lines(folder, end.rank, self.spec.tasks_per_node, 1) if end.exit_code is not None else []
+        end = replace(end, cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])))
         return Outcome(
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
-            cause="; ".join(filter(None, [end.cause, *(line.strip()[:200] for line in words)])),
             hang=self._hang(), stopping=self.stopping,
             again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
             fruitless=fruitless([*self._events(), crash]))
 
     def _tell_last_words(self) -> None:
         """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
-        for line in last_words(*self.last, self.spec.tasks_per_node, 25) if self.last else ():
-            self.say(f"  {line}", quiet=True)
+        if self.last:
+            for line in last_lines(self.last[0], self.last[1].rank, self.spec.tasks_per_node, 25):
+                self.say(f"  {line}", quiet=True)
 
     def _environment(self) -> dict[str, str]:
         """Of a stage's process. What the submission says goes before what the job's shell happened to have."""

@@ -1,21 +1,29 @@
-"""A step of ranks through srun, and what is known of the end of ranks from what srun said."""
+"""A job's nodes as the runner sees them, steps of ranks there through srun, and what srun says of their end."""
 
 from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from secrets import token_hex
 
-from drover.launch.processes import BROKEN_S, KILL_S, Processes
+from drover.launch.host import Host, StepEnd, process_end
+from drover.launch.processes import BROKEN_S, KILL_S, Processes, free_port
 from drover.launch.slurm import trust
+from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.start_logs import last_lines, rank_log
+from drover.launch.slurm.nodes import address
+from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.errors import UserError
 
+STEP_TRIES = 4
+"""Calls of srun until a step that cannot be made is given up."""
+STEP_PAUSE_S = 5.0
 WAIT_S = 30
 """Seconds that the other ranks get once one has ended well."""
 MAKE_S = 30.0
@@ -30,70 +38,49 @@ _NO_STEP = re.compile(r"^srun: error: (.*(?:Unable to (?:create step|resolve|con
                       r"|Application launch failed|Job/step already completing).*)$", re.MULTILINE | re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class StepEnd:
-    """How a step ended.
+class SlurmHost(Host):
+    """A job's nodes."""
 
-    status: of srun or of the child (128 + n for signal n), nothing to rely on. said: srun's stderr, or a line for each
-        rank that ended badly, as srun would write it.
-    given_up: srun had started no task for so long that it was ended.
-    abandoned: srun itself did not end and was killed: Slurm may still run its tasks.
-    """
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], scheduler: Scheduler, asked: list[int]) -> SlurmHost:
+        """UserError outside of a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise UserError("drover.launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes "
+                            "jobs.")
+        job, element = environment["SLURM_JOB_ID"], environment.get("SLURM_ARRAY_TASK_ID")
+        name = job if element is None else f"{environment.get('SLURM_ARRAY_JOB_ID', job)}_{element}"
+        return cls(job, name, int(environment.get("SLURM_RESTART_COUNT") or 0),
+                   tuple(scheduler.hostnames(environment.get("SLURM_JOB_NODELIST", ""))),
+                   None if element is None else int(element), scheduler, asked)
 
-    status: int
-    said: str = ""
-    given_up: bool = False
-    abandoned: bool = False
+    def lock(self, spec: JobSpec) -> JobLock | None:
+        """Elements of an array work on one stage together."""
+        return JobLock(Path(spec.run), spec.stage, self.job, self.restart, self.scheduler, spec.chain) \
+            if self.index is None else None
 
-    @property
-    def first(self) -> re.Match[str] | None:
-        """Of the tasks that ended badly, those that srun named first, and that were not ended for others' sake."""
-        ends = list(_ENDED.finditer(self.said))
-        own = [end for end in ends if end["how"] != "Terminated" and end["code"] != "143"]
-        return next(iter(own + ends), None)
+    def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
+              each: Callable[[], bool]) -> StepEnd:
+        """As a step of srun: Slurm tells only steps that the time limit is near."""
+        srun = srun_command(spec, folder, command)
+        for number in range(1, STEP_TRIES + 1):
+            end = run_step(srun, environment, folder, each, self.say)
+            if end.started or end.abandoned or self.asked or number == STEP_TRIES or not self.is_current():
+                break
+            self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
+            self.pause(STEP_PAUSE_S * number, each)
+        return end
 
-    @property
-    def rank(self) -> int:
-        """The lowest of the first ranks that ended badly."""
-        return int(re.split("[,-]", self.first["tasks"])[0]) if self.first else 0
+    def say(self, text: str, *, quiet: bool = False) -> None:
+        """All goes to the job's log."""
+        print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
-    @property
-    def started(self) -> bool:
-        """Whether there was a step at all."""
-        return not self.given_up and _NO_STEP.search(self.said) is None
-
-    @property
-    def exit_code(self) -> int | None:
-        """Of the first to end, if it chose to, so that its last words say why."""
-        if self.first:
-            return int(self.first["code"]) if self.first["code"] and not _VANISHED.search(self.said) else None
-        return self.status if 0 < self.status < 128 else None
-
-    @property
-    def lost(self) -> list[str]:
-        """Nodes that Slurm says failed."""
-        return list(dict.fromkeys(found[1] or found[2] for found in _NODE.finditer(self.said)))
-
-    @property
-    def cause(self) -> str:
-        """What is known, in a few words; empty if nothing."""
-        if self.lost:
-            return f"lost {', '.join(self.lost)}"
-        if self.given_up:
-            return f"srun started no task in {MAKE_S:.0f} s"
-        if self.abandoned:
-            return f"srun did not end within {KILL_S:.0f} s of being told to, and its tasks may still run"
-        if found := _VANISHED.search(self.said):  # the others' complaints came first
-            return f"Slurm lost the tasks of the step's node number {found['index']}, from 0 (slurmstepd died)"
-        if first := self.first:
-            ranks = "rank" if first["tasks"].isdigit() else "ranks"
-            return f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
-        if found := _NO_STEP.search(self.said):
-            return found[1]
-        return f"killed by {signal.Signals(self.status - 128).name}" if 128 < self.status < 128 + 65 else ""
+    def rendezvous(self, spec: JobSpec) -> dict[str, str]:
+        """On the first node. Ranks sign what they leave in their store with the secret."""
+        return {"MASTER_ADDR": address(self.nodes[0], self.scheduler), "MASTER_PORT": str(free_port()),
+                "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
 
 
-def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]) -> list[str]:
+def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[str]:
     """srun's command line for one task per rank, or one for a stage without ranks; their output in `folder`, in a file
     for each node.
 
@@ -110,8 +97,7 @@ def srun_command(spec: JobSpec, folder: Path, stage: str, command: Sequence[str]
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
             *(copying if spec.code_sha256 and not spec.wrap else []),
-            sys.executable, "-m", "drover.launch.slurm.job.rank",
-            stage, *command]
+            sys.executable, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
 
 
 def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
@@ -140,10 +126,38 @@ def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Pat
         srun = Processes(command, environment, log=log)  # which answers SIGTERM by killing its tasks at once
         status = srun.run(goes_on)
         hear()
-    return StepEnd(status, said, given_up, srun.killed)
+    return read_end(status, said, given_up=given_up, abandoned=srun.killed)
 
 
-def last_words(folder: Path, end: StepEnd, ranks_per_node: int, count: int) -> list[str]:
-    """The last lines of the first rank that failed."""
-    path = rank_log(folder, end.rank, ranks_per_node)
-    return [f"rank {end.rank}: {line}" for line in last_lines(path, end.rank, count)]
+def read_end(status: int, said: str, *, given_up: bool = False, abandoned: bool = False) -> StepEnd:
+    """How a step ended.
+
+    Args:
+        status: of srun. said: what it wrote to stderr.
+        given_up: it had started no task for so long that it was ended.
+        abandoned: it did not end itself and was killed: Slurm may still run its tasks.
+    """
+    ends = list(_ENDED.finditer(said))
+    own = [end for end in ends if end["how"] != "Terminated" and end["code"] != "143"]  # not ended for others' sake
+    first = next(iter(own + ends), None)
+    vanished, no_step = _VANISHED.search(said), _NO_STEP.search(said)
+    lost = tuple(dict.fromkeys(found[1] or found[2] for found in _NODE.finditer(said)))
+    alone = process_end(status)
+    rank, code, cause = 0, alone.exit_code, alone.cause
+    if first:
+        rank = int(re.split("[,-]", first["tasks"])[0])
+        code = int(first["code"]) if first["code"] and not vanished else None
+    if lost:
+        cause = f"lost {', '.join(lost)}"
+    elif given_up:
+        cause = f"srun started no task in {MAKE_S:.0f} s"
+    elif abandoned:
+        cause = f"srun did not end within {KILL_S:.0f} s of being told to, and its tasks may still run"
+    elif vanished:  # the others' complaints came first
+        cause = f"Slurm lost the tasks of the step's node number {vanished['index']}, from 0 (slurmstepd died)"
+    elif first:
+        ranks = "rank" if first["tasks"].isdigit() else "ranks"
+        cause = f"{ranks} {first['tasks']} on {first['node']}: {first['how'][0].lower()}{first['how'][1:]}"
+    elif no_step:
+        cause = no_step[1]
+    return StepEnd(status, cause, rank, code, lost, not given_up and no_step is None, abandoned)

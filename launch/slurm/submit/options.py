@@ -22,6 +22,8 @@ DECIDED = {
 """Options that the launcher sets or must not be set, and the setting that decides each (NONE: no setting does)."""
 GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 """Options that ask for GPUs, to name their type (`gpu:h100:8`). The number must be the one of `gpus_per_node`."""
+
+
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
     """Options as sbatch writes them: True for one without a value (`exclusive: true`). Those that are false are left
     out."""
@@ -53,7 +55,8 @@ def gpus_asked(job: Job) -> tuple[str, float] | None:
 
 def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
     """What `extra` must not hold, for all stages and for each, and what in it contradicts the job."""
-    for where, extra in extras(launch):
+    own = {f"launch.{stage}.extra": launch.of(stage).extra or {} for stage in STAGES}
+    for where, extra in {"launch.extra": launch.extra, **own}.items():
         for name in long_options(extra):
             if len(name) == 1:
                 yield f"{where} holds {name}; write the long name of sbatch's option -{name} (man sbatch)."
@@ -73,9 +76,3 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
 def _is_gpu(resource: str) -> bool:
     """Whether a part of `gres` is of GPUs: `gpu:h100:8`, `gres/gpu:8`."""
     return resource.removeprefix("gres/").split(":")[0] == "gpu"
-
-
-def extras(launch: LaunchConfig) -> Iterator[tuple[str, Mapping[str, str | int | bool]]]:
-    """Where options of sbatch stand in the configuration, and those that stand there."""
-    yield "launch.extra", launch.extra
-    yield from ((f"launch.{stage}.extra", launch.of(stage).extra or {}) for stage in STAGES)

@@ -8,20 +8,22 @@ import shutil
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from drover.launch.checks import refuse_wrong_packages
 from drover.launch.plan import Job, Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
 from drover.launch.slurm.evaluations import pending
-from drover.launch.slurm.nodes import excluded, few, named, spared
+from drover.launch.slurm.nodes import failing, few, named
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
 from drover.launch.slurm.submit.sbatch import LOGS, submit
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import folders_of, group_exists, owner_problems
 from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.places import make_folder
-from drover.pipeline.config.plugins import loaded_plugins
+from drover.pipeline.config.plugins import plugin_files
+from drover.pipeline.console import say
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
@@ -37,13 +39,14 @@ def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:
     code, content = planned_snapshot(run.folder)
     frozen = run.folder.absolute() / "launch" / f"config-{config_hash(run.config)[:12]}.yaml"
     wanted = run.config.launch.train.nodes
-    if bad := excluded(run.folder, wanted):
-        print(f"left out  {', '.join(bad)}: failed twice within a day (launch/nodes.jsonl)\n")
-    if kept := spared(run.folder, wanted):
+    bad, kept = failing(run.folder, wanted)
+    if bad:
+        print(f"left out  {', '.join(sorted(bad))}: failed twice within a day (launch/nodes.jsonl)\n")
+    if kept:
         print(f"not left out  {named(kept)}: failed twice within a day as well, but of {wanted} nodes no more than "
               f"{few(wanted)} may be missed (launch.exclude leaves out others)\n")
     return replace(options, frozen=str(frozen), chain=_new_id(), code=str(code), code_sha256=content,
-                   exclude=tuple(bad))
+                   exclude=tuple(sorted(bad)))
 
 
 def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool | None) -> int:
@@ -68,7 +71,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     _refuse_queued(run, jobs)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
         rehearse_training(run, jobs, options)  # last: it takes up to some minutes
-    take_snapshot(run.folder)
+    take_snapshot(Path(options.code), options.code_sha256)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
     submitted = submit(config, jobs, Chain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,
@@ -106,20 +109,16 @@ def _refuse_untrusted(run: Run) -> None:
     elif not group_exists(launch.trusted_group):
         raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group here (`id` lists "
                         f"yours).")
-    plugins = [*loaded_plugins().values()]
+    plugins = plugin_files()
     if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json"), *plugins],
                                launch.trusted_group, [run.folder, *plugins]):
         raise UserError(f"Jobs execute what is in the run folder, and others could change it:\n{listed(found)}")
 
 
 def _say_what_is_not_passed_on() -> None:
-    foreign = of_another_job(os.environ)
-    if options := [name for name in foreign if name.startswith("SBATCH_")]:
-        print(f"note      not passed on to sbatch: {', '.join(options)} of your shell. What jobs ask for stands in the "
-              f"section `launch` (python launch/submit.py --explain launch)")
-    if rest := len(foreign) - len(options):
-        print(f"note      not passed on to the jobs: {rest} variables of the allocation that this shell is in "
-              f"(SLURM_*)")
+    if foreign := of_another_job(os.environ):
+        say("note", f"not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for stands "
+                    f"in the section `launch` (python launch/submit.py --explain launch)")
 
 
 def _refuse_queued(run: Run, jobs: list[Job]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from drover.launch.plan import Job
 from drover.launch.slurm import trust
@@ -18,14 +17,11 @@ from drover.launch.slurm.chain import Chain, ChainJob, add_job, token
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
 from drover.launch.slurm.submit.options import gpus_asked, options_of
 from drover.pipeline.config.loading import save_config
-from drover.pipeline.config.plugins import loaded_plugins, plugin_folders
+from drover.pipeline.config.plugins import plugin_files, plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.console import spelled
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import sha256_file
-
-if TYPE_CHECKING:
-    from submitit.slurm.slurm import SlurmExecutor
 
 LOGS = Path("logs") / "slurm"
 SPECS = Path("launch") / "jobs"
@@ -37,9 +33,7 @@ SBATCH_S = 60
 def scripts(config: Config, jobs: list[Job]) -> list[tuple[Job, str]]:
     """The text that sbatch would get for each job that has something to do. Needs no Slurm, writes nothing."""
     ids = {job.key: f"ID_OF_{job.key}" for job in jobs}
-    executors = [(job, _executor(config, job, ids)) for job in jobs if job.to_run]
-    return [(job, executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
-            for job, executor in executors]
+    return [(job, _script(config, job, ids)) for job in jobs if job.to_run]
 
 
 def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
@@ -50,8 +44,8 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
     """
     frozen, run = Path(chain.config), config.folder.absolute()
     save_config(config, frozen)
-    # What decides, beside the code, what a job does: the configuration and its plugins.
-    files = {str(path): sha256_file(path) for path in (frozen, *loaded_plugins().values())}
+    # What decides, beside the code, what a job does: the configuration, its plugins, and what they import beside them.
+    files = {str(path): sha256_file(path) for path in (frozen, *plugin_files())}
     chain.write(run)
     submitted: dict[str, ChainJob] = {}
     for job in jobs:
@@ -89,14 +83,25 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         UserError: Slurm did not take it.
     """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class Executor(SlurmExecutor):
+        """Submits the job's script in place of a pickled function, and does not wait for sbatch without end."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return _script(config, job, ids)
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            # sbatch would take options from SBATCH_*, and jobs what an allocation or another job has set.
+            return ["env", *(f"--unset={name}" for name in of_another_job(os.environ)), "timeout", "--kill-after=5",
+                    str(SBATCH_S), *super()._make_submission_command(submission_file_path)]
 
     run, spec = config.folder.absolute(), _spec_path(config, job)
     job.save(spec)
     (run / LOGS).mkdir(parents=True, exist_ok=True)
-    executor = _executor(config, job, ids)
     try:
         # Not `submit`, which would pickle a function: the job's script names its program.
-        number = executor._submit_command(executor._submitit_command_str).job_id
+        number = Executor(run / LOGS)._submit_command("").job_id
     except (FailedJobError, FailedSubmissionError, OSError) as error:
         mine = Scheduler().mine()
         queued = [found.id for found in mine or () if found.comment.split(" ")[0] == token(job.chain, job.key)]
@@ -116,53 +121,37 @@ def _spec_path(config: Config, job: Job) -> Path:
     return config.folder.absolute() / SPECS / f"{job.chain}-{job.key}.json"
 
 
-def _executor(config: Config, job: Job, ids: Mapping[str, str]) -> SlurmExecutor:
-    """submitit's executor with everything that the job asks for."""
-    from submitit.slurm.slurm import SlurmExecutor
-
-    asked, launch, run = job.asked, config.launch, config.folder.absolute()
+def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
+    """What sbatch gets. The script starts the runner once, on the first node; the runner starts the ranks with srun."""
+    launch, extra, trace = config.launch, options_of(job), shlex.quote(f"{job.run}/launch")
+    waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
+    waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
+    waits += [str(extra["dependency"])] if "dependency" in extra else []
+    at_once = getattr(job.asked, "at_once", None)
+    options = {
+        **extra, "mem": job.asked.mem, "partition": job.asked.partition,
+        "array": job.elements and spelled(job.elements).replace(" ", "") + (f"%{at_once}" if at_once else ""),
+        "chdir": Path.cwd(), "comment": f"{token(job.chain, job.key)} {extra.get('comment', '')}".rstrip(),
+        "cpus-per-task": job.cpus_per_task, "dependency": ",".join(waits),
+        "gpus-per-node": extra.get("gpus-per-node") if gpus_asked(job) else job.gpus_per_node, "job-name": job.name,
+        "kill-on-invalid-dep": "yes" if job.dependencies else None, "nodes": job.nodes,
+        "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
+        "output": config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log"),
+        "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
     # What runs the runner and, with it, the ranks until each becomes its stage: outside of a container.
     python = shlex.quote(launch.runner_python or (None if launch.wrap else launch.python) or sys.executable)
     spec = f"{shlex.quote(str(_spec_path(config, job)))} {job.sha256}"
-
-    class Executor(SlurmExecutor):
-        """Starts a program in place of a pickled function, and does not wait for sbatch without end. It is also made
-        where there is no srun, to show what Slurm would get."""
-
-        @classmethod
-        def affinity(cls) -> int:
-            return 2
-
-        @property
-        def _submitit_command_str(self) -> str:
-            return f"{python} -m drover.launch.slurm.job.runner {spec}"
-
-        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            # sbatch would take options from SBATCH_*, and jobs what an allocation or another job has set.
-            return ["env", *(f"--unset={name}" for name in of_another_job(os.environ)), "timeout", "--kill-after=5",
-                    str(SBATCH_S), *super()._make_submission_command(submission_file_path)]
-
-    executor = Executor(folder=run / LOGS)
-    trace = shlex.quote(f"{job.run}/launch") + "/killed.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
-    parameters: dict[str, Any] = {
-        "job_name": job.name, "nodes": job.nodes, "ntasks_per_node": job.tasks_per_node,
-        "cpus_per_task": job.cpus_per_task, "time": job.minutes,
-        "partition": asked.partition, "mem": asked.mem,
-        "gpus_per_node": None if gpus_asked(job) else job.gpus_per_node or None,
-        # The job's own script starts the runner once, on the first node; the runner starts the ranks with srun.
-        "use_srun": False, "stderr_to_stdout": True,
+    return "\n".join([
+        "#!/bin/bash", "",
+        *(f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+          for name, value in sorted(options.items()) if value), "",
         # bash waits for the runner, which is told to end as well (scancel) and has things to put in order.
-        "setup": ["trap : TERM INT", *launch.setup, *_checks(job, python, spec)],
+        "trap : TERM INT", *launch.setup, *_checks(job, python, spec), "",
+        f"{python} -m drover.launch.slurm.job.runner {spec}",
         # A runner that was killed (not the whole job) has taken the ranks with it: begin again, where that is allowed.
         # The file tells the next start, which counts such ends.
-        "teardown": [f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}; scontrol requeue $SLURM_JOB_ID; }}; "
-                     "exit $code"]
-        if launch.requeue else None,
-        "additional_parameters": _more(config, job, ids),
-    }
-    # wckey: submitit's own one would be refused where a site tracks its users' keys.
-    executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None}, wckey=None)
-    return executor
+        *[f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; "
+          f"scontrol requeue $SLURM_JOB_ID; }}; exit $code"] * launch.requeue, ""])
 
 
 def _checks(job: Job, python: str, spec: str) -> list[str]:
@@ -179,23 +168,3 @@ def _checks(job: Job, python: str, spec: str) -> list[str]:
             f"{{ echo {shlex.quote(refusal)}; exit 1; }}",
             f'code=$({python} -I -c "$check" check {spec}) || exit 1',
             f"export PYTHONPATH=$code{plugins}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"]
-
-
-def _more(config: Config, job: Job, ids: Mapping[str, str]) -> dict[str, Any]:
-    """sbatch options that submitit has no parameter for, and those that the user has."""
-    launch, extra = config.launch, options_of(job)
-    waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
-    waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
-    more: dict[str, Any] = {
-        **extra, "chdir": str(Path.cwd()), "signal": f"USR2@{launch.signal_s}",
-        "output": str(config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log")),
-        "comment": f"{token(job.chain, job.key)} {extra.get('comment', '')}".rstrip(),
-        "requeue" if launch.requeue else "no-requeue": True}
-    if job.dependencies:
-        more["kill-on-invalid-dep"] = "yes"
-    if waits:
-        more["dependency"] = ",".join([*waits, *([str(extra["dependency"])] if "dependency" in extra else [])])
-    if job.elements:
-        at_once = getattr(job.asked, "at_once", None)
-        more["array"] = spelled(job.elements).replace(" ", "") + (f"%{at_once}" if at_once else "")
-    return more

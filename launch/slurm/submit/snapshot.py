@@ -6,18 +6,19 @@ not reach them. A copy is named by its content, so submitting the same code agai
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import platform
-import shutil
 import subprocess
+from io import BytesIO
 from pathlib import Path
+from zipfile import ZipFile, ZipInfo
 
 from drover.launch.credentials import files_with_secrets
-from drover.launch.slurm.trust import code_problems, digest
+from drover.launch.slurm.trust import archive_of, changed_files, unpack
 from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
-from drover.pipeline.contract.state import now
 from drover.pipeline.errors import UserError, listed
-from drover.pipeline.files import sha256_file, sync, write_json
+from drover.pipeline.files import atomic_file
 
 CODE = Path("code")
 PACKAGE = "drover"
@@ -25,57 +26,51 @@ PARTS = (PACKAGE, "__init__.py", "launch", "model", "pipeline", "tools", "config
 """What jobs need of the checkout, or of an installed package; tests, docs and everything else stay behind."""
 
 
-def take_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
-    """Copy the code into `code/<commit>-<content>/` of the run folder, whole or not at all; returns that folder.
+def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> tuple[Path, str]:
+    """Where the copy of the code will be, `code/<commit>-<content>/` of the run folder, and the hash of its archive;
+    writes nothing."""
+    content, commit = hashlib.sha256(_archive(repository)).hexdigest(), _commit(repository)
+    return run_folder.absolute() / CODE / f"{commit[:10] or 'unversioned'}-{content[:10]}", content
 
-    `drover/` in it holds the files, as in an installed package. Beside that lies `snapshot.json`: the commit, and
-    whether the checkout had changes.
+
+def take_snapshot(code: Path, content: str, repository: Path = REPOSITORY) -> None:
+    """Make the planned copy of the code: the archive `<code>.zip`, and the folder unpacked from it.
+
+    `drover/` in it holds the files, as in an installed package; `snapshot.json` the commit, and whether the checkout
+    had changes.
 
     Raises:
-        UserError: a file holds a secret; or the copy is not what was read, since somebody was editing.
+        UserError: a file holds a secret; or the code is not what was planned, since somebody was editing.
     """
-    files, commit, final = _look(run_folder, repository)
     # What is copied into a run folder is read by whoever may read the run.
-    sources = {_in_copy(name): name for name in _files(repository)}
-    if found := [f"{name} holds {what}" for name, what in files_with_secrets(repository, sources.values()).items()]:
+    if found := [f"{name} holds {what}" for name, what in files_with_secrets(repository, _files(repository)).items()]:
         raise UserError(f"Jobs get a copy of the code, and it would hold secrets:\n{listed(found)}\nNothing was "
                         f"submitted. Move them out of {repository}, or into a file that git ignores; variables reach "
                         f"the jobs through launch.secrets.")
-    content = digest(files)
-    if (final / SNAPSHOT).is_file() and not code_problems(final, content, None, owners=False):
-        return final
-    temporary = final.with_name(f"{final.name}.{platform.node()}-{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    for name, source in sources.items():
-        target = temporary / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(repository / source, target)
-        target.chmod(target.stat().st_mode & ~0o022)  # who may edit the checkout need not write what jobs run
-    if {name: sha256_file(temporary / name) for name in files} != files:
-        shutil.rmtree(temporary)
+    archive = _archive(repository)
+    if hashlib.sha256(archive).hexdigest() != content:
         raise UserError(f"Files in {repository} changed while they were being copied for the jobs. Nothing was "
                         f"submitted; save what you edit and submit again.")
+    with atomic_file(archive_of(code)) as file:
+        file.write(archive)
+    if changed_files(code):
+        unpack(code)
+
+
+def _archive(repository: Path) -> bytes:
+    """The files that jobs need, as a zip file; of equal files equal bytes."""
+    commit, made = _commit(repository), BytesIO()
     changed = bool(commit and _git(repository, "status", "--porcelain", "--", *PARTS))
-    write_json(temporary / SNAPSHOT, {"commit": commit, "changed": changed, "content": content, "made": now(),
-                                      "from": str(repository), "files": files})
-    shutil.rmtree(final, ignore_errors=True)  # a copy that was being removed, or that somebody changed
-    temporary.rename(final)
-    sync(final.parent)
-    return final
+    files = {_in_copy(name): (repository / name).read_bytes() for name in _files(repository)}
+    files[SNAPSHOT] = json.dumps({"commit": commit, "changed": changed}).encode()
+    with ZipFile(made, "w") as archive:
+        for name in sorted(files):
+            archive.writestr(ZipInfo(name), files[name])
+    return made.getvalue()
 
 
-def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> tuple[Path, str]:
-    """Where `take_snapshot` would put its copy, and the hash of its content; writes nothing."""
-    files, _, final = _look(run_folder, repository)
-    return final, digest(files)
-
-
-def _look(run_folder: Path, repository: Path) -> tuple[dict[str, str], str, Path]:
-    """The hashes of the files that jobs need, by their names in the copy; the commit, and the folder of the copy."""
-    files = {_in_copy(name): sha256_file(repository / name) for name in _files(repository)}
-    commit = _git(repository, "rev-parse", "HEAD").strip()
-    name = f"{commit[:10] or 'unversioned'}-{digest(files)[:10]}"
-    return files, commit, run_folder.absolute() / CODE / name
+def _commit(repository: Path) -> str:
+    return _git(repository, "rev-parse", "HEAD").strip()
 
 
 def _files(repository: Path) -> list[Path]:

@@ -132,8 +132,7 @@ def test_evaluations_nodes_and_a_request_to_stop(run):
     run.done("shard", "tokenizer", "encode", until=1)
     answers = {"16": "RUNNING", "400": "RUNNING", "600": "PENDING", **DEPENDENTS}
     asked, counted, failed, strike = run.status(answers).remarks
-    assert counted == ("evaluations of checkpoints: 1 failed (newest: step 200), 1 running (newest: step 400), 1 "
-                       "pending (newest: step 600), 1 owed (newest: step 800)")
+    assert counted == "evaluations of checkpoints: 1 failed, 3 owed"
     assert asked == "training was asked to stop (maintenance); it saves and leaves"
     assert failed == "the evaluation of step 200 failed: no space"
     assert re.fullmatch("node n3 failed at .*: was late; it is left out of the next submission", strike)

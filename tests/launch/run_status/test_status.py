@@ -28,8 +28,7 @@ train     nodes n[1-4], loss 4.8000, tokens/s 11,860, goodput 93.4%, restarts 1
 ! train crashed before and was started again: rank 2 on n3 was killed by signal
   9
 
-! evaluations of checkpoints: 1 done (newest: step 100), step 100 has 1.626 bits
-  per byte"""
+! evaluations of checkpoints: 1 done; step 100 has 1.626 bits per byte"""
 
 
 def test_a_chain_that_runs(run):

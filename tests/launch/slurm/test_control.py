@@ -119,7 +119,6 @@ def two_starts(run):
             lines = [f"{rank}: {what} {start} {rank} \N{SNOWMAN}\n" for what in ("output", "error")
                      for rank in (2 * node, 2 * node + 1)]
             run.log(f"train/{start}/node{node}.log", "".join(lines))
-    (run.folder / "logs/train/latest").symlink_to("16.1")
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -132,15 +131,15 @@ def test_logs(run, capsys, rank):
 
 def test_log_of_a_job_of_one_process(run, capsys):
     path = run.log("shard/11_2.0/output.log", "7: is no rank here\n")
-    (run.folder / "logs/shard/latest").symlink_to("11_2.0")
+    run.attempt("attempt", "shard", "11_2", ranks=1, nodes=["n1"])
     assert logs(run.folder, "shard") == 0
     assert capsys.readouterr().out == f"==> {path} <==\n7: is no rank here\n"
 
 
 @pytest.mark.parametrize("arguments, said", [
     ({"stage": "trian"}, "There is no stage trian. The stages are shard, tokenizer"),
-    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train in .*16.1 holds the ranks 0-3."),
-    ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. There are logs of: train."),
+    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train in .*. Its newest start .16.1. has .* 0-3."),
+    ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. The stage itself has not started."),
     ({"stage": "convert"}, "The stage itself has not started; its job says: .*/logs/slurm/17.log")])
 def test_logs_that_are_not_there(run, arguments, said):
     two_starts(run)
@@ -151,12 +150,11 @@ def test_logs_that_are_not_there(run, arguments, said):
 
 def test_following_over_a_restart(run, capsys, monkeypatch):
     """What is there, what is added, and the next start's, until Ctrl-C; before there is anything, too."""
-    latest = run.folder / "logs/train/latest"
+    logged = run.folder / "logs/train"
 
     def began(start, words):
         run.log(f"train/{start}/node0.log", words)
-        latest.with_name("new").symlink_to(start)
-        latest.with_name("new").replace(latest)
+        run.attempt("attempt", "train", "16", start=int(start[-1]), ranks=2, nodes=["n1"])
 
     def said(words):
         with open(run.folder / "logs/train/16.0/node0.log", "a") as file:
@@ -170,8 +168,8 @@ def test_following_over_a_restart(run, capsys, monkeypatch):
     monkeypatch.setattr(control.time, "sleep", lambda seconds: next(happens)())
     assert logs(run.folder, "train", follow=True) == 130
     shown = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert shown == [f"==> {latest.parent}/16.0/node0.log <==", "one", "two", "last words",
-                     f"==> {latest.parent}/16.1/node0.log <==", "three"]
+    assert shown == [f"==> {logged}/16.0/node0.log <==", "one", "two", "last words",
+                     f"==> {logged}/16.1/node0.log <==", "three"]
 
 
 def test_jobs_that_another_user_has_queued_are_in_the_queue(tmp_path):

@@ -178,7 +178,7 @@ def test_what_is_evaluated_and_cleared(job, monkeypatch, ends, status):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setattr(evaluations, "commands", lambda config, path: [(command, 0) for command in played])
     source, linked = (place / "checkpoints/step-00000020" for place in (job.run / "train", folder / "train"))
-    assert evaluate(job.run, 20, keep=ends == "without a result") == status
+    assert evaluate(job.run, 20) == status
     config = load_config(folder / "config.yaml")
     assert (config.name, config.reuse, config.convert.copy_to) == (folder.name, str(job.run), None)
     made, model = read_manifest(folder / "train"), config.model.model_copy(update={"vocab_size": 512})

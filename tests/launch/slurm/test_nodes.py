@@ -11,13 +11,13 @@ import pytest
 
 from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
-from drover.launch.slurm.job.slurm_host import SlurmHost
-from drover.launch.slurm.nodes import NODES, address, excluded, few, lost, named, spared, strikes
+from drover.launch.slurm.job.srun import SlurmHost
+from drover.launch.slurm.nodes import NODES, address, failing, few, lost, named, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState, log_attempt
 from drover.pipeline.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
-from tests.launch.recorded_slurm import FakeSlurm
+from tests.launch.recorded_slurm import FakeSlurm, queue_line
 
 
 def strike(folder, node, hours, job):
@@ -30,7 +30,7 @@ def test_two_strikes_within_a_day(tmp_path):
         strike(tmp_path, node, hours, f"1.{hours}")
     append_line(tmp_path / NODES, {"at": "now"})
     assert strikes(tmp_path) == {"n1": 2, "n2": 1, "n3": 1}, "strikes lapse"
-    assert excluded(tmp_path) == ["n1"] and spared(tmp_path) == []
+    assert failing(tmp_path) == (["n1"], [])
 
 
 @pytest.mark.parametrize(("wanted", "most"), [(1, 1), (2, 1), (64, 3), (4096, 204)])
@@ -40,7 +40,7 @@ def test_never_more_than_a_few_nodes_are_left_out(tmp_path, wanted, most):
     for node in names:
         for job in range(3 if node == names[0] else 2):
             strike(tmp_path, node, 0, f"{job}.0")
-    left, kept = excluded(tmp_path, wanted), spared(tmp_path, wanted)
+    left, kept = map(sorted, failing(tmp_path, wanted))
     assert few(wanted) == most and left == [names[0], *names[most + 1:]] and kept == names[1:most + 1]
 
 
@@ -69,12 +69,13 @@ def test_a_waiting_job_leaves_out_more(tmp_path):
     assert slurm.scheduler().leave_out("15", ["n3"]) is not None
 
 
-@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("UNLIMITED", math.inf), ("29:54\n29:54", math.inf)])
+@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("UNLIMITED", math.inf), ("INVALID", math.inf)])
 def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
     slurm = FakeSlurm(tmp_path / "bin")
-    assert slurm.scheduler().seconds_left("12") == math.inf, "Slurm does not answer"
-    slurm.say("squeue", said)
-    assert slurm.scheduler().seconds_left("12") == left
+    here = SlurmHost("23", "20_3", 0, ("n1",), 3, slurm.scheduler())
+    assert here.seen().left_s == math.inf, "Slurm does not answer"
+    slurm.say("squeue", queue_line("20_2", "RUNNING", left="0:01") + "\n" + queue_line("20_3", "RUNNING", left=said))
+    assert here.seen().left_s == left
 
 
 def test_addresses():

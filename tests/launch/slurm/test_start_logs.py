@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from drover.launch.slurm.job.srun import StepEnd, last_words, srun_command
+from drover.launch.slurm.job.srun import srun_command
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.start_logs import PIECE, output, rank_log
+from drover.launch.slurm.start_logs import PIECE, last_lines, output, rank_log
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (16, 8), (512, 4), (16_384, 8)])
@@ -17,7 +17,7 @@ def test_a_start_writes_one_file_a_node(tmp_path, ranks, per_node):
     nodes = ranks // per_node
     spec = JobSpec("x-train", "train", ("python",), run="run", chain="c", nodes=nodes, ranks=ranks,
                    tasks_per_node=per_node)
-    command = srun_command(spec, tmp_path, "train", ["true"])
+    command = srun_command(spec, tmp_path, ["true"])
     path, = (word.removeprefix("--output=") for word in command if word.startswith(("--output", "--error")))
     assert "--label" in command and re.findall("%.", path.removeprefix(str(tmp_path))) == ["%n"]
     written = {rank_log(tmp_path, rank, per_node) for rank in range(ranks)}
@@ -37,12 +37,11 @@ def test_the_lines_of_one_rank(tmp_path, text, whole):
         assert b"".join(output(file, 1)).decode() == whole
 
 
-def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
-    said = "srun: error: n12: task 97: Exited with exit code 1\nsrun: error: n12: task 96: Terminated\n"
+def test_the_last_lines_of_a_rank(tmp_path):
     lines = ["97: it trains", "97: it broke", "97: ", *["96: so did I"] * 3000]
     (tmp_path / "node12.log").write_text("\n".join(lines))
-    assert last_words(tmp_path, StepEnd(1, said), 8, 1) == ["rank 97: it broke"]
-    assert last_words(tmp_path, StepEnd(1, said), 8, 25) == ["rank 97: it trains", "rank 97: it broke"]
-    assert last_words(tmp_path, StepEnd(1), 8, 25) == [], "rank 0's are not there"
+    assert last_lines(tmp_path, 97, 8, 1) == ["rank 97: it broke"]
+    assert last_lines(tmp_path, 97, 8, 25) == ["rank 97: it trains", "rank 97: it broke"]
+    assert last_lines(tmp_path, 0, 8, 25) == [], "rank 0's are not there"
     (tmp_path / "output.log").write_text("3: of one process")
-    assert last_words(tmp_path, StepEnd(1), 1, 25) == ["rank 0: 3: of one process"]
+    assert last_lines(tmp_path, 0, 1, 25) == ["rank 0: 3: of one process"]

@@ -21,10 +21,10 @@ from drover.launch.slurm import trust
 from drover.launch.slurm.job.rank import defaults
 from drover.launch.slurm.job.srun import srun_command
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
+from drover.launch.slurm.submit.snapshot import planned_snapshot
 from drover.launch.slurm.trust import (
+    archive_of,
     check_submission,
-    code_problems,
     folders_of,
     local_copy,
     node_folder,
@@ -32,7 +32,8 @@ from drover.launch.slurm.trust import (
     private_folder,
 )
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file, write_json
+from drover.pipeline.files import sha256_file
+from tests.launch.launcher import snapshot_of
 
 ROOT = os.getuid() == 0
 OTHER = 12345
@@ -60,7 +61,7 @@ def checkout(tmp_path):
 def submitted(checkout, tmp_path):
     """A run folder as a submission leaves it."""
     run = tmp_path / "run"
-    code = take_snapshot(run, checkout)
+    code = snapshot_of(run, checkout)
     for folder in folders_of(run):
         folder.mkdir(parents=True, exist_ok=True)
     config = run / "launch/config-1.yaml"
@@ -167,20 +168,24 @@ def test_owners_need_not_be_looked_at(submitted):
     assert check(blind) == ""
     (Path(submitted.code) / "drover/launch/a.py").write_text("changed")
     (Path(submitted.code) / "drover/launch/__pycache__").symlink_to("/tmp")
-    assert "changed: drover/launch/a.py; new: drover/launch/__pycache__" in check(blind), "whoever owns it"
+    assert "drover/launch/__pycache__, drover/launch/a.py changed" in check(blind), "whoever owns it"
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), "(changed: drover/launch/a.py)"),
-    (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), "(new: sitecustomize.py)"),
+    (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), ": drover/launch/a.py changed"),
+    (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), ": sitecustomize.py changed"),
     (lambda code: (code / "submitit").mkdir() or (code / "submitit/__init__.py").touch(),
-     "(new: submitit/__init__.py)"),
-    (lambda code: (code / "drover/launch/a.py").unlink(), "(gone: drover/launch/a.py)"),
+     ": submitit/__init__.py changed"),
+    (lambda code: (code / "drover/launch/a.py").unlink(), ": drover/launch/a.py changed"),
     (lambda code: (code / "drover/launch/a.py").rename(code / "drover/launch/z.py"),
-     "(gone: drover/launch/a.py; new: drover/launch/z.py)"),
-    (lambda code: (code / "drover/launch/z").symlink_to("../pipeline/c.py"), "(new: drover/launch/z)"),
-    (lambda code: shutil.rmtree(code), "cannot be read")])
+     ": drover/launch/a.py, drover/launch/z.py changed"),
+    (lambda code: (code / "drover/launch/z").symlink_to("../pipeline/c.py"), ": drover/launch/z changed"),
+    (lambda code: shutil.rmtree(code), "drover/launch/a.py"),
+    (lambda code: archive_of(code).write_bytes(b"PK"), ".zip, the copy of the code, is not what was submitted"),
+    (lambda code: archive_of(code).unlink(), ".zip, the copy of the code, is not what was submitted, or gone")])
 def test_other_code_is_not_run(submitted, change, told):
+    """In a container, which may not see the node's copy."""
+    submitted = saved(submitted, wrap=("x",))
     change(Path(submitted.code))
     assert told in check(submitted) and "submit the same command again" in check(submitted)
 
@@ -239,9 +244,20 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     local_copy(code, content)
     assert "damaged" not in (copy / "drover/launch/a.py").read_text()
-    (code / "drover/launch/b.py").symlink_to("a.py")
+    old, recent = copy.with_name("code-old"), copy.with_name("code-recent")
+    for other in (old, recent):
+        other.mkdir()
+        archive_of(other).touch()
+        other.with_suffix(".compared").touch()
+    os.utime(old.with_suffix(".compared"), (0, 0))
     shutil.rmtree(copy)
-    with pytest.raises(ValueError, match="is not what was submitted"):
+    assert local_copy(code, content).is_dir() and recent.is_dir() and not old.exists() and not archive_of(old).exists()
+    archive_of(code).write_bytes(b"PK")
+    shutil.rmtree(copy)
+    assert local_copy(code, content).is_dir(), "the node has the archive as well"
+    archive_of(copy).write_bytes(b"PK")
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    with pytest.raises(ValueError, match="other code"):
         local_copy(code, content)
 
 
@@ -264,20 +280,24 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
     (Path(submitted.code) / "drover/launch/a.py").write_text("evil")
     assert run()[0] == 2
-    step = srun_command(submitted, tmp_path, "train", ["true"])
+    copy.parent.unlink()
+    assert run()[0] == 0, "it comes from the archive"
+    shutil.rmtree(copy.parent)
+    archive_of(Path(submitted.code)).write_bytes(b"PK")
+    assert run()[0] == 2
+    step = srun_command(submitted, tmp_path, ["true"])
     before = step[:step.index("node")]
     assert not any(submitted.code in word for word in before), "what looks at the copy is not taken from there"
     assert "def local_copy(" in before[-1]
 
 
-def test_the_record_of_the_copy_proves_nothing_by_itself(submitted, checkout):
-    """Whoever changes the code can change its record as well; a new submission makes the copy anew."""
-    code = Path(submitted.code)
+def test_the_archive_proves_nothing_by_itself(submitted, checkout):
+    """Whoever changes the code can change its archive as well; a new submission makes both anew."""
+    code, submitted = Path(submitted.code), saved(submitted, wrap=("x",))
     (code / "drover/launch/a.py").write_text("import evil\n")
-    hashes = {str(path.relative_to(code)): sha256_file(path) for path in code.rglob("*.py") if path.is_file()}
-    write_json(code / "snapshot.json", {"files": hashes, "content": trust.digest(hashes)})
-    assert "is not what was submitted. Nothing was started" in check(submitted)
-    assert take_snapshot(Path(submitted.run), checkout) == code
+    shutil.make_archive(str(code), "zip", code)
+    assert "is not what was submitted, or gone. Nothing was started" in check(submitted)
+    assert snapshot_of(Path(submitted.run), checkout) == code
     assert check(submitted) == "" and "evil" not in (code / "drover/launch/a.py").read_text()
 
 
@@ -322,8 +342,11 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     (code / "drover/launch/new.py").write_text("evil")
     assert run()[0] == 0 and not list(copy.rglob("new.py")), "this node has what was submitted"
     shutil.rmtree(copy)
+    assert run()[0] == 0, "as an archive it is whole"
+    shutil.rmtree(copy)
+    archive_of(code).unlink()
     status, said = run()
-    assert status == 1 and said.startswith("refused: The code in ") and "(new: drover/launch/new.py)" in said
+    assert status == 1 and "refused: " in said and ".zip, the copy of the code, is not what was submitted" in said
     (code / "drover/launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
     status, said = run()
     assert status == 1 and "trust.py is not what was submitted, or gone" in said and "started" not in said
@@ -386,4 +409,3 @@ def test_the_check_needs_nothing_but_the_standard_library():
     result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "check", "/nowhere/a/b/c.json", "0"],
                             capture_output=True, text=True, check=False)
     assert result.returncode == 2 and result.stderr.startswith("refused: /nowhere/a/b/c.json")
-    assert code_problems(Path("/nowhere"), "", None)[0].startswith("The copy of the code in /nowhere cannot be read")

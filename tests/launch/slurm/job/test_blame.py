@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
+from drover.launch.host import StepEnd
 from drover.launch.slurm.job import preflight
 from drover.launch.slurm.job.node_trial import EXCHANGE, PRODUCT, REDUCE, Report
 from drover.launch.slurm.job.preflight import conclusion, judge
 from drover.launch.slurm.job.runner import Runner
-from drover.launch.slurm.job.slurm_host import SlurmHost
-from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.nodes import excluded, few, strikes
+from drover.launch.slurm.nodes import failing, few, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
 from tests.launch.fake_job import chain_of
@@ -47,19 +48,19 @@ def importing(count, answered):
 def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
     """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
     reports = importing(count, answered)
-    found = judge(reports, nodes_of(count), 4.0, lasted, quiet)
+    found = judge(reports, nodes_of(count), lasted, quiet)
     assert not found.bad and not found.reason
     assert found.told[0].startswith("not all nodes have answered yet") and "slow is not sick" in found.told[0]
     assert f"({count - answered} of {count}" in found.told[0]
     reports[0] = replace(reports[0], problems=GPU)
-    assert count == 2 or judge(reports, nodes_of(count), 4.0, lasted, quiet).bad == {"n0000": GPU["gpu"]}
+    assert count == 2 or judge(reports, nodes_of(count), lasted, quiet).bad == {"n0000": GPU["gpu"]}
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
 def test_a_few_nodes_that_never_answer_are_found(count):
     """All others came within 50 s; for 100 s nothing has come."""
     def of(answered):
-        return judge(importing(count, answered), nodes_of(count), 4.0, 50.0, 100.0)
+        return judge(importing(count, answered), nodes_of(count), 50.0, 100.0)
 
     assert list(of(count - few(count)).bad) == nodes_of(count)[count - few(count):]
     too_many = of(count - few(count) - 1)
@@ -75,7 +76,7 @@ def test_never_more_than_a_few_are_blamed(count, seed):
         reports[number] = replace(reports[number], **draw.choice(FAULTS))
     reports = draw.sample(reports, draw.choice([count, count, max(1, count // 2)]))
     sick = {report.node for report in reports if report.problems}
-    found = judge(reports, nodes_of(count), 4.0, draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
+    found = judge(reports, nodes_of(count), draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
     assert bool(found.reason) == (len(sick) > few(count)) == ("launch.exclude" in found.reason)
     assert set(found.bad) == sick if found.reason else len(found.bad) <= few(count) and set(found.bad) >= sick
     told = [*found.told, *conclusion(found, reports, nodes_of(count), 100.0, "")]
@@ -114,17 +115,17 @@ def test_what_many_nodes_suffer_at_once_is_no_strike(tmp_path, capsys, count):
     assert there._strike(down, "0.0") == dict.fromkeys(down, 1)
     assert there._strike(more, "0.1") == {}
     assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
-    assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and excluded(tmp_path, count) == sorted(down)
+    assert there._strike(down, "0.2") == dict.fromkeys(down, 2) and sorted(failing(tmp_path, count)[0]) == sorted(down)
 
 
 @pytest.fixture
 def trial(tmp_path, monkeypatch):
     """Plays a trial whose ranks report at their times (seconds from the start); what it found, and whether it was to go
     on at the other times."""
-    def play(nodes, setting, arrivals, times):
+    def play(nodes, arrivals, times, base_s=preflight.BASE_S):
         clock, went_on = [0.0], []
 
-        def run_step(command, environment, folder, goes_on, say):
+        def start(spec, command, environment, folder, goes_on):
             for clock[0] in sorted([*arrivals, *times]):
                 if clock[0] in arrivals:
                     rank = arrivals.index(clock[0])
@@ -132,29 +133,28 @@ def trial(tmp_path, monkeypatch):
                 went_on.append(goes_on())
             return StepEnd(143)
 
-        monkeypatch.setattr(preflight, "run_step", run_step)
+        monkeypatch.setattr(preflight, "BASE_S", base_s)
         monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
-        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
-                       preflight_s=setting)
-        return preflight.run_preflight(spec, tmp_path, {}, lambda: True, nodes_of(nodes)), went_on[len(arrivals):]
+        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes)
+        here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
+        return preflight.run_preflight(spec, here, tmp_path, {}, lambda: True), went_on[len(arrivals):]
 
     return play
 
 
-@pytest.mark.parametrize(("nodes", "setting", "limit"), [(1, None, 180), (2, None, 181), (64, None, 212),
-                                                         (512, None, 436), (4096, None, 1800), (512, 40, 40)])
-def test_the_trial_ends_when_its_time_is_up(trial, nodes, setting, limit):
-    found, went_on = trial(nodes, setting, [], [0.0, limit - 1.0, limit + 1.0])
+@pytest.mark.parametrize(("nodes", "limit"), [(1, 180), (2, 181), (64, 212), (512, 436), (4096, 1800)])
+def test_the_trial_ends_when_its_time_is_up(trial, nodes, limit):
+    found, went_on = trial(nodes, [], [0.0, limit - 1.0, limit + 1.0])
     assert went_on == [True, True, False] and not found.bad and "no node can be blamed; going on" in found.told[-1]
 
 
 @pytest.mark.parametrize(("lasted", "stuck"), [(30, 150), (70, 210)])
 def test_the_trial_ends_when_one_of_many_nodes_does_not_report(trial, lasted, stuck):
     """All others came within some seconds: after twice that, or two minutes, of silence it is blamed."""
-    found, went_on = trial(4, 300, [9, 20, lasted], [stuck - 1, stuck])
+    found, went_on = trial(4, [9, 20, lasted], [stuck - 1, stuck], 300)
     assert went_on == [True, False] and found.bad == {"n0003": "it did not report"}
 
 
 @pytest.mark.parametrize("answered", [2, 4])
 def test_the_trial_does_not_end_before_its_time_when_half_of_the_nodes_or_none_are_missing(trial, answered):
-    assert trial(4, 900, [9, 20, 25, 30][:answered], [800])[1] == [True]
+    assert trial(4, [9, 20, 25, 30][:answered], [800], 900)[1] == [True]

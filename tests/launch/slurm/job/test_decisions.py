@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from drover.launch.host import StepEnd
 from drover.launch.slurm.job.decisions import (
     MOST_OUTSIDE,
     Outcome,
@@ -14,7 +15,7 @@ from drover.launch.slurm.job.decisions import (
     too_late,
     unseen,
 )
-from drover.launch.slurm.job.srun import StepEnd
+from drover.launch.slurm.job.srun import read_end
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import StageState
 
@@ -42,7 +43,7 @@ def kind(decision):
 
 @pytest.mark.parametrize(("outcome", "terms", "expected"), [
     # done: the manifest and the stage's word, whatever the exit status says
-    (Outcome(DONE, committed=True, end=StepEnd(143, REFUSED), stopping=True), terms(), ("leave", "done", 0)),
+    (Outcome(DONE, committed=True, end=read_end(143, REFUSED), stopping=True), terms(), ("leave", "done", 0)),
     (Outcome(RUNNING, committed=True, end=StepEnd(137)), terms(), ("leave", "done", 0)),  # killed after its commit
     (Outcome(None, committed=True, end=StepEnd(0)), terms(), ("leave", "done", 0)),  # it was up to date
     # an old manifest beside a start that broke off
@@ -51,8 +52,8 @@ def kind(decision):
     (Outcome(DONE, committed=False), terms(), ("restart", "crashed", 0)),
     # user errors
     (Outcome(FAILED, end=StepEnd(143), hang="x", fruitless=9), terms(later_links=True), ("stop", "failed", 1)),
-    (Outcome(None, end=StepEnd(143, REFUSED)), terms(), ("stop", "failed", 1)),
-    (Outcome(None, end=StepEnd(143, REFUSED), again=True, fruitless=1), terms(), ("restart", "crashed", 0)),
+    (Outcome(None, end=read_end(143, REFUSED)), terms(), ("stop", "failed", 1)),
+    (Outcome(None, end=read_end(143, REFUSED), again=True, fruitless=1), terms(), ("restart", "crashed", 0)),
     # requests to stop
     (Outcome(ASKED, end=StepEnd(143), hang="late"), terms(), ("requeue", "preempted", 0)),
     (Outcome(ASKED), terms(later_links=True, requeue=False), ("leave", "preempted", 0)),
@@ -61,7 +62,7 @@ def kind(decision):
     # the processes were told to end, but not the job: a preemption
     (Outcome(TERMINATED), terms(), ("requeue", "preempted", 0)),
     # told to end while the stage was at work
-    (Outcome(RUNNING, end=StepEnd(143, LOST), stopping=True), terms(), ("stop", "crashed", 143)),
+    (Outcome(RUNNING, end=read_end(143, LOST), stopping=True), terms(), ("stop", "crashed", 143)),
     # crashes and hangs
     (Outcome(RUNNING, end=StepEnd(143), fruitless=3), terms(max_restarts=3), ("restart", "crashed", 0)),
     (Outcome(RUNNING, hang="rank 2 is late", fruitless=3), terms(), ("restart", "hung", 0)),
@@ -69,7 +70,7 @@ def kind(decision):
     # Slurm may still run the tasks: no second gang beside them
     (Outcome(RUNNING, end=StepEnd(137, abandoned=True), fruitless=1), terms(), ("requeue", "crashed", 0)),
     # no step at all: the allocation is of no use
-    (Outcome(None, end=StepEnd(1, NO_STEP), fruitless=1), terms(), ("requeue", "crashed", 0)),
+    (Outcome(None, end=read_end(1, NO_STEP), fruitless=1), terms(), ("requeue", "crashed", 0)),
 ])
 def test_the_table(outcome, terms, expected):
     assert kind(decide(outcome, terms)) == expected
@@ -77,9 +78,9 @@ def test_the_table(outcome, terms, expected):
 
 def test_what_holds_for_every_combination():
     flags = (False, True)
-    ends = [StepEnd(*end) for end in product((0, 143), ("", LOST, REFUSED, NO_STEP, LOST + REFUSED), flags, flags)]
-    for *known, requeue, links in product(STATES, flags, ends, ("", "because"), ("", "late"), flags, flags, (0, 4),
-                                          flags, flags):
+    ends = [read_end(status, said, given_up=given_up, abandoned=abandoned) for status, said, given_up, abandoned in
+            product((0, 143), ("", LOST, REFUSED, NO_STEP, LOST + REFUSED), flags, flags)]
+    for *known, requeue, links in product(STATES, flags, ends, ("", "late"), flags, flags, (0, 4), flags, flags):
         outcome, spec = Outcome(*known), terms(links, requeue)
         decision = decide(outcome, spec)
         assert decision.reason

@@ -22,7 +22,8 @@ from drover.launch.slurm.job.node_trial import (
     try_node,
 )
 from drover.launch.slurm.job.preflight import Found, conclusion, judge, read_reports, run_preflight
-from drover.launch.slurm.nodes import excluded
+from drover.launch.slurm.job.srun import SlurmHost
+from drover.launch.slurm.nodes import failing
 from drover.launch.slurm.start_logs import PIECE
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
@@ -74,7 +75,7 @@ def having(kind, *nodes):
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
 def test_the_table(reports, bad):
-    found = judge(reports, NODES, 4.0)
+    found = judge(reports, NODES)
     assert (found.bad if not found.reason else {}) == bad
 
 
@@ -83,19 +84,19 @@ def test_several_ranks_of_a_node_are_one_node():
     reports = [Report(rank, node, times={PRODUCT: 3.0 if rank in (4, 5) else 0.01,
                                          EXCHANGE: 2.0 if rank == 2 else 0.01})
                for rank, node in enumerate(places)]
-    assert list(judge(reports, places, 4.0).bad) == ["n3", "n2"]
+    assert list(judge(reports, places).bad) == ["n3", "n2"]
 
 
 def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     places = [NODES[rank // 4] for rank in range(8)]
     reports = [Report(rank, node, times={EXCHANGE: 3.0 if rank == 5 else 0.01})
                for rank, node in enumerate(places)]
-    assert not judge(reports, places, 4.0).bad
+    assert not judge(reports, places).bad
 
 
 def told(reports, nodes):
     """What the runner hears."""
-    found = judge(reports, nodes, 4.0)
+    found = judge(reports, nodes)
     return replace(found, told=[*found.told, *conclusion(found, reports, nodes, 8.0, "")])
 
 
@@ -213,10 +214,10 @@ def test_sound_nodes_are_trained_on(job):
 def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submission(job):
     bad = Found({"n2": "no disk"}, ["n2 is bad: no disk"])
     status, log = job.go(trial=bad)
-    assert status == 0 and job.slurm.requeued == ["12"] and "n2 is bad: no disk" in log and excluded(job.run) == []
+    assert status == 0 and job.slurm.requeued == ["12"] and "n2 is bad: no disk" in log and failing(job.run)[0] == []
     status, log = job.go(trial=bad, restart=1)
     assert status == 1 and "submit the same command again" in log and not job.events("attempt")
-    assert job.state().status == "failed" and excluded(job.run) == ["n2"] and job.slurm.requeued == ["12"]
+    assert job.state().status == "failed" and failing(job.run)[0] == ["n2"] and job.slurm.requeued == ["12"]
     assert job.events("preflight")[1]["bad"] == bad.bad
 
 
@@ -277,7 +278,8 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
                    "DROVER_RANKS": "6", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
-    found = run_preflight(job.spec, folder, environment, lambda: True, NODES[:3])
+    here = SlurmHost("12", "12", 0, tuple(NODES[:3]), None, job.slurm)
+    found = run_preflight(job.spec, here, folder, environment, lambda: True)
     reports = read_reports(folder)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in reports] == [True, False] * 3

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from drover.launch.slurm.job import joblock, runner, slurm_host
+from drover.launch.host import StepEnd, process_end
+from drover.launch.slurm.job import joblock, runner, srun
 from drover.launch.slurm.job.joblock import JobLock
-from drover.launch.slurm.job.srun import StepEnd
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
@@ -114,7 +114,7 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
 
 
 def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job):
-    status, log = job.go(*["no step"] * slurm_host.STEP_TRIES)
+    status, log = job.go(*["no step"] * srun.STEP_TRIES)
     assert status == 0 and job.ends() == [("crashed", "requeue")] and log.count("trying again") == 3
     status, log = job.go("no step", "work", restart=1)
     assert status == 0 and "there is no step: Unable to create step for job 12" in log and "(1 of 3)" in log
@@ -132,7 +132,7 @@ def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
     def beats(each):
         monkeypatch.setattr(joblock, "write_json", full)
         assert each(), "nobody takes the stage over while Slurm says that this job runs"
-        return StepEnd(2)
+        return process_end(2)
 
     status, log = job.go(beats)
     assert status == 1 and "`attempt` could not be logged: [Errno 28] No space left on device" in log

@@ -1,10 +1,12 @@
 """A step of ranks: what srun's words mean, and when it is ended."""
 
+import re
+
 import pytest
 
 from drover.launch import processes
 from drover.launch.slurm.job import srun
-from drover.launch.slurm.job.srun import StepEnd, run_step
+from drover.launch.slurm.job.srun import read_end, run_step
 from tests.launch.fake_job import KILLED, NO_STEP
 from tests.waiting import HANG_S
 
@@ -13,23 +15,24 @@ VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io er
 
 
 @pytest.mark.parametrize(("end", "cause", "exit_code", "started"), [
-    (StepEnd(143, KILLED), "rank 1 on n2: killed", None, True),
-    (StepEnd(143, "srun: error: n1: tasks 0-1: Terminated\nsrun: error: n2: task 3: Exited with exit code 2\n"),
+    (read_end(143, KILLED), "rank 1 on n2: killed", None, True),
+    (read_end(143, "srun: error: n1: tasks 0-1: Terminated\nsrun: error: n2: task 3: Exited with exit code 2\n"),
      "rank 3 on n2: exited with exit code 2", 2, True),
-    (StepEnd(143, "srun: error: n1: tasks 4,6: Exited with exit code 143\n"),
+    (read_end(143, "srun: error: n1: tasks 4,6: Exited with exit code 143\n"),
      "ranks 4,6 on n1: exited with exit code 143", 143, True),
-    (StepEnd(143, f"{KILLED}{LOST}{LOST}"), "lost n3, n4", None, True),
-    (StepEnd(143, VANISHED), "Slurm lost the tasks of the step's node number 1, from 0 (slurmstepd died)", None, True),
-    (StepEnd(1, NO_STEP), "Unable to create step for job 12: Requested nodes are busy", 1, False),
-    (StepEnd(143, given_up=True), "srun started no task in 30 s", None, False),
-    (StepEnd(137, abandoned=True), "srun did not end within 40 s of being told to, and its tasks may still run", None,
-     True),
-    (StepEnd(137), "killed by SIGKILL", None, True), (StepEnd(2), "", 2, True), (StepEnd(127), "", 127, True),
-    (StepEnd(0), "", None, True)])
+    (read_end(143, f"{KILLED}{LOST}{LOST}"), "lost n3, n4", None, True),
+    (read_end(143, VANISHED), "Slurm lost the tasks of the step's node number 1, from 0 (slurmstepd died)", None, True),
+    (read_end(1, NO_STEP), "Unable to create step for job 12: Requested nodes are busy", 1, False),
+    (read_end(143, "", given_up=True), "srun started no task in 30 s", None, False),
+    (read_end(137, "", abandoned=True), "srun did not end within 40 s of being told to, and its tasks may still run",
+     None, True),
+    (read_end(137, ""), "killed by SIGKILL", None, True), (read_end(2, ""), "", 2, True),
+    (read_end(127, ""), "", 127, True),
+    (read_end(0, ""), "", None, True)])
 def test_what_srun_said(end, cause, exit_code, started):
     assert (end.cause, end.exit_code, end.started) == (cause, exit_code, started)
-    assert end.lost == (["n3", "n4"] if cause.startswith("lost") else [])
-    assert end.first is None or end.rank == int(end.first["tasks"][0])
+    assert end.lost == (("n3", "n4") if cause.startswith("lost") else ())
+    assert end.rank == (int(found[1]) if (found := re.match(r"ranks? (\d)", cause)) else end.rank)
 
 
 @pytest.mark.parametrize(("script", "limit", "each", "expected"), [
@@ -44,5 +47,5 @@ def test_when_a_step_is_ended(tmp_path, monkeypatch, script, limit, each, expect
     said = []
     end = run_step(["env", "-C", str(tmp_path), "sh", "-c", script], {"PATH": "/usr/bin:/bin"}, tmp_path,
                    lambda: each and not (limit == "KILL_S" and (tmp_path / "node1.log").exists()), said.append)
-    assert end == StepEnd(**{"said": "".join(f"{line}\n" for line in said), **expected})
+    assert end == read_end(**{"said": "".join(f"{line}\n" for line in said), **expected})
     assert len(said) == (limit == "BROKEN_S")

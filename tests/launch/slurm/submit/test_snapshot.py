@@ -6,11 +6,10 @@ import subprocess
 
 import pytest
 
-from drover.launch.slurm.submit import snapshot
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import read_json
-from tests.launch.launcher import git
+from tests.launch.launcher import git, snapshot_of
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def files(folder):
 def test_a_clean_checkout_is_copied_once(checkout, tmp_path):
     planned, _ = planned_snapshot(tmp_path / "run", checkout)
     assert not (tmp_path / "run").exists(), "planning writes nothing"
-    copy = take_snapshot(tmp_path / "run", checkout)
+    copy = snapshot_of(tmp_path / "run", checkout)
     assert copy == planned
     assert files(copy) == {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 1\n",
                            "drover/pipeline/deep/b.py": "B = 1\n"}
@@ -43,20 +42,19 @@ def test_a_clean_checkout_is_copied_once(checkout, tmp_path):
     head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     assert record["commit"] == head.strip() and record["changed"] is False
     before = (copy / "drover/launch/a.py").stat().st_ino
-    assert take_snapshot(tmp_path / "run", checkout) == copy and (copy / "drover/launch/a.py").stat().st_ino == before
-    (copy / "snapshot.json").unlink()  # a copy that was never finished, or is being removed
-    (copy / "drover/launch/a.py").unlink()
-    take_snapshot(tmp_path / "run", checkout)
+    assert snapshot_of(tmp_path / "run", checkout) == copy and (copy / "drover/launch/a.py").stat().st_ino == before
+    (copy / "drover/launch/a.py").unlink()  # a copy that was never finished, or is being removed
+    snapshot_of(tmp_path / "run", checkout)
     assert (copy / "drover/launch/a.py").read_text() == "A = 1\n"
 
 
 def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
-    clean = take_snapshot(tmp_path / "run", checkout)
+    clean = snapshot_of(tmp_path / "run", checkout)
     (checkout / "launch/a.py").write_text("A = 2\n")
     (checkout / "pipeline/new.py").write_text("N = 1\n")
     (checkout / "pipeline/__pycache__").mkdir()
     (checkout / "pipeline/__pycache__/b.pyc").write_text("x")
-    copy = take_snapshot(tmp_path / "run", checkout)
+    copy = snapshot_of(tmp_path / "run", checkout)
     assert copy != clean and files(clean)["drover/launch/a.py"] == "A = 1\n", "what is edited later does not reach it"
     assert files(copy) == {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 2\n",
                            "drover/pipeline/deep/b.py": "B = 1\n", "drover/pipeline/new.py": "N = 1\n"}
@@ -67,25 +65,19 @@ def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
 def test_outside_of_git_and_inside_of_another_repository(checkout, tmp_path, installed):
     """Also an installed package, and a copy: there the folder `drover` holds the files themselves."""
     inner = checkout / "runs" / "copy"
-    before = files(take_snapshot(tmp_path / "run", checkout))
+    before = files(snapshot_of(tmp_path / "run", checkout))
     for name, text in before.items():
         file = inner / (name if installed or name == "drover/__init__.py" else name.removeprefix("drover/"))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    copy = take_snapshot(tmp_path / "other", inner / "drover" if installed else inner)
+    copy = snapshot_of(tmp_path / "other", inner / "drover" if installed else inner)
     assert copy.name.startswith("unversioned-") and files(copy) == before
     assert read_json(copy / "snapshot.json")["commit"] == ""
 
 
-def test_an_edit_while_copying_is_refused(checkout, tmp_path, monkeypatch):
-    honest = snapshot.shutil.copy2
-
-    def copy(source, target):
-        honest(source, target)
-        if source.name == "a.py":
-            target.write_text("A = 9\n")
-
-    monkeypatch.setattr(snapshot.shutil, "copy2", copy)
+def test_an_edit_after_the_plan_is_refused(checkout, tmp_path):
+    code, content = planned_snapshot(tmp_path / "run", checkout)
+    (checkout / "launch/a.py").write_text("A = 9\n")
     with pytest.raises(UserError, match="changed while they were being copied"):
-        take_snapshot(tmp_path / "run", checkout)
-    assert not list((tmp_path / "run/code").iterdir())
+        take_snapshot(code, content, checkout)
+    assert not (tmp_path / "run").exists()
