@@ -145,8 +145,8 @@ def _named(text: str) -> Any:
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
           unit_modules=("drover.pipeline.data.reading", "drover.pipeline.data.planning.passes"),
-          phases=("read", "sort", "match", "components", "compare", "resolve", "decide", "write"),
-          phases_with=("shard.near_duplicates", ("components", "compare", "resolve")),
+          phases=("read", "sort", "match", "components", "resolve", "decide", "write"),
+          phases_with=("shard.near_duplicates", ("components", "resolve")),
           outside_code="drover.pipeline.data.filters.base:outside_code",
           files="drover.pipeline.data.filters.files:input_files",
           unit_files="drover.pipeline.data.sources:input_files",

@@ -65,14 +65,15 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     begin, end = plan.bounds(group)
     documents = StagedDocuments(folder, plan)
     fates, kept = np.zeros(end - begin, np.uint8), np.arange(begin, end)
-    inside, between = read_links(folder, plan, DIGEST, group)
+    between = read_links(folder, plan, DIGEST, plan.partition_names, group)
+    inside = read_links(folder, plan, DIGEST, [plan.group_names[group]], group)
     kept[between["other"] - begin] = between["kept"]
     kept[inside["other"] - begin] = kept[inside["kept"] - begin]
     if payload["drop"]:
         fates[kept != np.arange(begin, end)] = DUPLICATE
     splits_by = {}  # of documents that stay although a component has them: all of it is in one split
     if plan.bands:
-        links = np.concatenate(read_links(folder, plan, near_column(plan), group))
+        links = read_links(folder, plan, near_column(plan), plan.partition_names, group)
         near = (links["other"] - begin).astype(np.int64)
         fates[near[fates[near] == TRAIN]] = NEAR_DUPLICATE
         kept[near] = links["kept"]

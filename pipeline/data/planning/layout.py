@@ -65,6 +65,11 @@ class Layout:
         return [f"group-{group:06d}" for group in range(len(self.groups) - 1)]
 
     @property
+    def partition_names(self) -> list[str]:
+        """What partitions are called."""
+        return [f"partition-{partition:06d}" for partition in range(self.partitions)]
+
+    @property
     def group_starts(self) -> np.ndarray:
         """Documents before each group, and all at the end."""
         return np.array(self.starts, np.int64)[self.groups]

@@ -1,4 +1,4 @@
-"""The passes between reading and writing: sort, match, components, compare, resolve, decide, plan. Each but the last is
+"""The passes between reading and writing: sort, match, components, resolve, decide, plan. Each but the last is
 a phase of units; each writes files that the next ones read, see `layout`, `runs` and the modules of the passes.
 
 No pass depends on how many units, groups or partitions there are, nor on who does them in which order.
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.units import Unit
-from drover.pipeline.data.planning.comparing import compare_group, near_column, resolve_partition
+from drover.pipeline.data.planning.comparing import near_column, resolve_partition
 from drover.pipeline.data.planning.components import label_components
 from drover.pipeline.data.planning.decisions import Summary, decide_group, heldout_below, summary
 from drover.pipeline.data.planning.layout import Layout, layout
@@ -79,21 +79,16 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
 
 
 def _link(work: Work, config: ShardConfig, plan: Layout, staged: list[str]) -> str:
-    """Sort, match, label, compare: the hash of all that says which documents are equal or alike."""
+    """Sort, match, label, resolve: the hash of all that says which documents are equal or alike."""
     inputs = sha256_json([asdict(plan), staged])
     inputs = _hash(work.do_units("sort", _groups(plan, {"inputs": inputs}), sort_group, "groups"), inputs)
     units = _partitions(plan, range(plan.bands + 1), {"inputs": inputs})
     inputs = _hash(work.do_units("match", units, match_partition, "partitions"), inputs)
-    near = config.near_duplicates
-    settings = {"verify": near and near.verify, "words": near and near.words}
-    inputs = _hash(work.do_units("components", [Unit("labels", {"inputs": inputs})] if near else [], label_components),
-                   inputs)
-    compared = work.do_units("compare", _groups(plan, {**settings, "inputs": inputs}) if near else [], compare_group,
-                             "groups")
-    inputs = _hash(compared, inputs)
-    resolved = work.do_units("resolve", _partitions(plan, [near_column(plan)], {**settings, "inputs": inputs})
-                             if near else [], resolve_partition, "partitions")
-    return _hash(resolved, inputs)
+    if (near := config.near_duplicates) is None:
+        return inputs
+    inputs = _hash(work.do_units("components", [Unit("labels", {"inputs": inputs})], label_components), inputs)
+    units = _partitions(plan, [near_column(plan)], {"verify": near.verify, "words": near.words, "inputs": inputs})
+    return _hash(work.do_units("resolve", units, resolve_partition, "partitions"), inputs)
 
 
 def _groups(plan: Layout, payload: dict[str, Any]) -> list[Unit]:
@@ -101,8 +96,8 @@ def _groups(plan: Layout, payload: dict[str, Any]) -> list[Unit]:
 
 
 def _partitions(plan: Layout, columns: Iterable[int], payload: dict[str, Any]) -> list[Unit]:
-    return [Unit(f"{column:03d}-partition-{partition:06d}", {"column": column, "partition": partition, **payload})
-            for column in columns for partition in range(plan.partitions)]
+    return [Unit(f"{column:03d}-{name}", {"column": column, "partition": partition, **payload})
+            for column in columns for partition, name in enumerate(plan.partition_names)]
 
 
 def _hash(records: list[dict[str, Any]], before: str) -> str:

@@ -60,7 +60,7 @@ def match_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     plan, column, partition = Layout.read(folder), payload["column"], payload["partition"]
     numbers, rows = read_runs(folder, plan, column, partition)
     _, others, kept = equal_rows([rows[name] for name in rows.dtype.names or () if name != "place"], plan.last)
-    return {"outputs": [write_links(folder, plan, column, f"partition-{partition:06d}", numbers[others],
+    return {"outputs": [write_links(folder, plan, column, plan.partition_names[partition], numbers[others],
                                     numbers[kept])]}
 
 
@@ -94,14 +94,14 @@ def write_run(folder: Path, plan: Layout, group: int, column: int, keys: Iterabl
     for name, values in zip(rows.dtype.names or (), (*keys, places), strict=True):
         rows[name] = values
     borders = np.array([number * (2**64 // plan.partitions) for number in range(1, plan.partitions)], np.uint64)
-    return _write(folder, _path(folder, "runs", column, plan.group_names[group]), rows,
-                  np.concatenate([[0], np.searchsorted(rows["key"], borders), [len(rows)]]))
+    return write_rows(folder, _path(folder, "runs", column, plan.group_names[group]), rows,
+                      np.concatenate([[0], np.searchsorted(rows["key"], borders), [len(rows)]]))
 
 
 def read_runs(folder: Path, plan: Layout, column: int, partition: int) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of documents of one partition of a column in all groups, ascending, and their rows."""
-    parts = [_read(_path(folder, "runs", column, name), DIGEST_RUN if column == DIGEST else RUN, partition,
-                   plan.partitions) for name in plan.group_names]
+    parts = [read_rows(_path(folder, "runs", column, name), DIGEST_RUN if column == DIGEST else RUN, partition,
+                       plan.partitions) for name in plan.group_names]
     rows = np.concatenate(parts)
     return np.repeat(plan.group_starts[:-1], [len(part) for part in parts]) + rows["place"], rows
 
@@ -111,24 +111,22 @@ def write_links(folder: Path, plan: Layout, column: int, name: str, others: np.n
     """Write links, sorted by document, cut into groups. Returns the output's record."""
     rows, order = np.empty(len(others), LINK), np.argsort(others)
     rows["other"], rows["kept"] = others[order], kept[order]
-    return _write(folder, _path(folder, "links", column, name), rows, np.searchsorted(rows["other"], plan.group_starts))
+    return write_rows(folder, links_path(folder, column, name), rows,
+                      np.searchsorted(rows["other"], plan.group_starts))
 
 
-def read_links(folder: Path, plan: Layout, column: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """The links of a column from one group: those inside of it, and those to other groups."""
-    inside, *others = (_read(path, LINK, group, len(plan.groups) - 1)
-                       for path in link_paths(folder, plan, column, [group]))
-    return inside, np.concatenate(others)
+def read_links(folder: Path, plan: Layout, column: int, names: Sequence[str], group: int) -> np.ndarray:
+    """The links of the documents of a group that the units of these names (groups, partitions) found in a column."""
+    return np.concatenate([read_rows(links_path(folder, column, name), LINK, group, len(plan.groups) - 1)
+                           for name in names])
 
 
-def link_paths(folder: Path, plan: Layout, column: int, groups: Sequence[int]) -> list[Path]:
-    """Files of links of a column: inside of groups, and between groups."""
-    names = [*(plan.group_names[group] for group in groups),
-             *(f"partition-{partition:06d}" for partition in range(plan.partitions))]
-    return [_path(folder, "links", column, name) for name in names]
+def links_path(folder: Path, column: int, name: str) -> Path:
+    """The file of the links that a unit found in a column: a group inside of itself, a partition between groups."""
+    return _path(folder, "links", column, name)
 
 
-def _write(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+def write_rows(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     """Write the number of rows before each part and before the end, then the rows."""
     with atomic_file(path) as file:
         file.write(offsets.astype("<u8").tobytes())
@@ -136,7 +134,7 @@ def _write(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> d
     return output_record(folder, path)
 
 
-def _read(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
+def read_rows(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
     """The rows of one part.
 
     Raises:
