@@ -22,11 +22,8 @@ class ConvertConfig(Section):
     """Largest safetensors file."""
     check_tokens: int = execution(512, gt=0)
     """Held-out tokens on which what transformers computes of the export, and the training model, are each compared with
-    a float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
-    check_memory_gb: float = execution(16.0, gt=0)
-    """Up to so much memory in float32, transformers loads the whole export for that comparison, as a user would. Of a
-    larger model its network is given the weights of one block at a time, as our own passes always are: all layers are
-    compared at any size, in 12 bytes a parameter of the largest block or embedding."""
+    a float64 forward pass of the checkpoint: logits, likeliest tokens, token losses. Of each only the weights of one
+    block or embedding are in memory."""
     copy_to: str | None = execution(None)
     """Address in an object store (`s3://bucket/models/mine`) to which the folder is copied once it is done, for this
     run's export alone; null: nowhere. Set later, it copies without converting again."""

@@ -37,7 +37,7 @@ from drover.pipeline.formats.huggingface import (
 from drover.pipeline.formats.meta import MetaWeights
 from drover.pipeline.formats.meta_params import PARAMS
 from drover.pipeline.formats.record import RECORD, recorded_config
-from drover.pipeline.formats.shard_index import Entry, Index, run_of
+from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
@@ -240,9 +240,9 @@ def drover_files(source: Source, shard_bytes: int) -> list[OutputFile]:
         layouts = {MODEL + name: Layout(source.dtype, shapes[name]) for name in names}
         files.append(OutputFile(f"weights-{number:05d}.safetensors", len(names),
                                 partial(_write_weights, source=source, layouts=layouts)))
-        parts.append(Index(({"path": files[-1].name},), {
-            name: Entry(DTYPE_NAMES[source.dtype], layout.shape, tuple(run_of(0, layout.shape, [
-                ((0,) * len(layout.shape), layout.shape)]))) for name, layout in layouts.items()}))
+        parts.append(Index.of({"path": files[-1].name}, {
+            name: (DTYPE_NAMES[source.dtype], layout.shape, [((0,) * len(layout.shape), layout.shape)])
+            for name, layout in layouts.items()}))
     index = Index.joined(parts)
     return [*files, OutputFile(INDEX, 0, lambda path: write_index(path.parent, index))]
 

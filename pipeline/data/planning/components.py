@@ -1,8 +1,8 @@
 """Connected components of documents that share bands; each is known by its first document.
 
 One unit of work, which holds 4 bytes a document (8 from 2^32 documents on) and some 40 for each that is no first, and
-reads the links a part at a time. It writes the label of every document (the first of its component), and the followers: those that are not the first of
-theirs, sorted by component and cut into parts between components.
+reads the links a part at a time. It writes the label of every document (the first of its component), and the followers:
+those that are not the first of theirs, sorted by component and cut into parts between components.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def graphs(draw):
 
 
 @settings(max_examples=40, deadline=None)
-@given(graph=graphs(), last=st.booleans(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5), bands=st.integers(1, 2),
-       partitions=st.sampled_from([1, 4]))
+@given(graph=graphs(), last=st.booleans(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
+       bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
 def test_labels_are_those_of_union_find(tmp_path_factory, graph, last, rows, groups, bands, partitions):
     documents, edges, seed = graph
     with mock.patch.object(components, "AT_ONCE", rows):
