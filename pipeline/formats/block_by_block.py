@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, Part
+from drover.model.names import EMBEDDING, NORM, OUTPUT, parameter_shapes, their_name
 from drover.model.rope import RotaryTable
 from drover.pipeline.console import quiet_imports
-from drover.pipeline.formats.huggingface import parameter_shapes
 from drover.pipeline.formats.weights import HuggingFaceWeights
 
 Read = Callable[[str], Tensor]
@@ -30,8 +30,7 @@ def read_part(config: ModelConfig, name: str, read: Read) -> dict[str, Tensor]:
     """The weights of a part of the network (tok_embeddings, layers.0 ..., and output, which is the norm with the output
     matrix), by our names; a tied output matrix is the embedding."""
     if name == "output":
-        matrix = "tok_embeddings.weight" if config.tied_embeddings else "output.weight"
-        return {"norm.weight": read("norm.weight"), "output.weight": read(matrix)}
+        return {NORM: read(NORM), OUTPUT: read(EMBEDDING if config.tied_embeddings else OUTPUT)}
     return {key: read(key) for key in parameter_shapes(config) if key.startswith(f"{name}.")}
 
 
@@ -86,7 +85,7 @@ def transformers_pass(folder: Path, tokens: Tensor, after: Callable[[str, Tensor
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False),
                                                           trust_remote_code=False).float()
-        tied = "lm_head.weight" if weights.config.tied_embeddings else ""
+        tied = their_name(OUTPUT) if weights.config.tied_embeddings else ""
         if absent := [name for name, wanted in model.state_dict().items()
                       if name != tied and weights.stored_shape(name) != tuple(wanted.shape)]:
             return torch.empty(0), absent

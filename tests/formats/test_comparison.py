@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import drover.model.names as names
 import drover.pipeline.formats.comparison as comparison
-import drover.pipeline.formats.huggingface as huggingface
 import drover.pipeline.formats.weights as reading
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
@@ -138,7 +138,7 @@ def test_a_defect_of_the_files_is_named(tmp_path, monkeypatch, plant, message):
 
 def same_order(folder, monkeypatch):
     """Rows of wq and wk written and read as they are: what is read back is the checkpoint's."""
-    for room, name in ((huggingface, "half_rows"), (reading, "pair_rows")):
+    for room, name in ((names, "half_rows"), (reading, "pair_rows")):
         monkeypatch.setattr(room, name, lambda weight, heads: weight)
     exported(folder, sharp())
 
