@@ -75,7 +75,7 @@ def shard(work: Work) -> None:
 
     written = work.do_units("write", [Unit(f"{payload['split']}-{payload['name']}", payload)
                                       for payload in decided.payloads], write_shard, "shards")
-    shards = [record["outputs"][0] for record in written]
+    shards = [output for record in written for output in record["outputs"][:1]]
     _reconcile(counts, shards)
     contamination, told = gather_contamination(folder, config.filters, [record["findings"] for record in read])
     counts |= contamination

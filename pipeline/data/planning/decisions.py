@@ -37,12 +37,10 @@ class Summary:
 
     Attributes:
         sums: (units, 2 splits, SUMS) of what is kept.
-        largest: (units, 2 splits) bytes of the largest text.
         dropped: (units, 2) exact and near-duplicates.
     """
 
     sums: np.ndarray
-    largest: np.ndarray
     dropped: np.ndarray
 
 
@@ -58,7 +56,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         here); `name_kept` (whether to write which document is kept instead of each that is dropped).
 
     Returns:
-        For each unit a row of `sums`, `largest` and `dropped` as in `Summary`; the files as `outputs`, that of the
+        For each unit a row of `sums` and `dropped` as in `Summary`; the files as `outputs`, that of the
         documents kept instead of others last.
     """
     plan, group = Layout.read(folder), payload["group"]
@@ -82,7 +80,7 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         stay = np.flatnonzero((labels != np.arange(begin, end)) & (fates == TRAIN))
         splits_by = {place: documents.row(first)[1]["high"] for place, first in
                      zip(stay.tolist(), labels[stay].tolist(), strict=True)}
-    record: dict[str, Any] = {"sums": [], "largest": [], "dropped": [], "outputs": []}
+    record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
     for unit in plan.units(group):
         path = staged(folder, plan.names[unit], ".npy")
         index, first = np.load(path), plan.starts[unit] - begin
@@ -94,7 +92,6 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             own[(own == TRAIN) & (high < np.uint64(payload["heldout"]))] = HELDOUT
         splits = [index[own == fate] for fate in (TRAIN, HELDOUT)]
         record["sums"].append([sums(rows) for rows in splits])
-        record["largest"].append([int(rows["text_bytes"].max(initial=0)) for rows in splits])
         record["dropped"].append([int((own == fate).sum()) for fate in (DUPLICATE, NEAR_DUPLICATE)])
         with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:
             np.save(file, own)
@@ -116,7 +113,7 @@ def summary(records: list[dict[str, Any]]) -> Summary:
     """What the records of all groups say, in order."""
     def joined(name: str, *shape: int) -> np.ndarray:
         return np.array([row for record in records for row in record[name]], np.int64).reshape(-1, *shape)
-    return Summary(joined("sums", 2, len(SUMS)), joined("largest", 2), joined("dropped", 2))
+    return Summary(joined("sums", 2, len(SUMS)), joined("dropped", 2))
 
 
 def _write_kept(documents: StagedDocuments, name: str, numbers: np.ndarray, kept: np.ndarray,

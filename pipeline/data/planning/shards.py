@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -24,8 +24,6 @@ from drover.pipeline.errors import UserError
 from drover.pipeline.files import output_record
 
 _BYTES = SUMS.index("text_bytes")
-_LARGE = 0.49
-"""Share of a shard's bytes from which on a document can leave a shard without any."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,12 @@ class Piece:
         first, end: the first row and the one after the last.
         cut: [row, first character, the one after the last or None] of a document of which only a part belongs here.
         sums: SUMS over them.
-        largest: bytes of the largest text, or more.
     """
 
     unit: str
     first: int
     end: int
     sums: Sequence[int]
-    largest: int
     cut: Sequence[int | None] | None = None
 
 
@@ -74,35 +70,12 @@ def pieces_by_hash(plan: Layout, summary: Summary, sources: int) -> list[list[Pi
 
 def whole_unit(plan: Layout, summary: Summary, unit: int, fate: int) -> Piece:
     """All documents of a unit with a fate."""
-    return Piece(plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], summary.sums[unit, fate].tolist(),
-                 int(summary.largest[unit, fate]))
+    return Piece(plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], summary.sums[unit, fate].tolist())
 
 
-def shard_borders(total: int, target: float, large: Iterable[tuple[int, int]] = ()) -> list[int]:
-    """Cut documents into shards of about equal size, as few as keep to `target` bytes on average.
-
-    Args:
-        total: bytes of all documents.
-        large: (bytes before it, bytes) of each document of at least `_LARGE` * target. A shard in which no document
-            would begin is left out.
-
-    Returns:
-        (shards + 1,) A shard holds the documents that begin (have as many bytes before them) from its border on and
-        before the next. They are those with the same bytes before * count // total.
-    """
-    count = max(1, ceil(total / target))
-    borders = np.array([-(-number * total // count) for number in range(count + 1)])
-    begun = np.ones(count + 1, bool)
-    for before, size in large:
-        begun[np.searchsorted(borders, before, "right"):max(0, np.searchsorted(borders, before + size, "right") - 1)
-              ] = False
-    begun[count] = True
-    return list(map(int, borders[begun]))
-
-
-def plan_shards(folder: Path, pieces: list[list[Pieces]], target: float, sources: list[str],
+def plan_shards(pieces: list[list[Pieces]], target: float, sources: list[str],
                 hashes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The payloads for `write_shard`, in order.
+    """The payloads for `write_shard`, in order: shards of about equal size, as few as keep to `target` on average.
 
     Args:
         pieces: for each split and source.
@@ -113,25 +86,18 @@ def plan_shards(folder: Path, pieces: list[list[Pieces]], target: float, sources
              "hashes": [hashes[piece[0]] for piece in chosen]}
             for split, of_sources in zip(SPLITS, pieces, strict=True)
             for source, own in zip(sources, of_sources, strict=True)
-            for number, chosen in enumerate(_cut(folder, own, target))]
+            for number, chosen in enumerate(_cut(own, target))]
 
 
-def _cut(folder: Path, pieces: Pieces, target: float) -> Iterator[list[list[Any]]]:
+def _cut(pieces: Pieces, target: float) -> Iterator[list[list[Any]]]:
     """For each shard its pieces: unit, first row, the one after the last, the part of a document, and which bytes of
     the piece begin the shard's documents."""
     own = [piece for piece in pieces.pieces if piece.sums[_BYTES]]
-    if not own:
-        return
-    ends = np.cumsum([piece.sums[_BYTES] for piece in own])
-    starts = [0, *ends.tolist()]
-    large = [(start + int(before), int(size)) for start, piece in zip(starts, own, strict=False)
-             if piece.largest >= _LARGE * target
-             for _, index in [picked(folder, piece.unit, piece.first, piece.end, piece.cut, pieces.fate)]
-             for before, size in zip(_before(index), index["text_bytes"], strict=True) if size >= _LARGE * target]
-    for low, high in pairwise(shard_borders(starts[-1], target, large)):
-        numbers = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(starts[:-1], high)))
-        yield [[own[number].unit, own[number].first, own[number].end, own[number].cut,
-                [max(0, low - starts[number]), min(starts[number + 1], high) - starts[number]]] for number in numbers]
+    starts = np.cumsum([0, *(piece.sums[_BYTES] for piece in own)]).tolist()
+    total, count = starts[-1], ceil(starts[-1] / target)
+    for low, high in pairwise(-(-number * total // max(1, count)) for number in range(count + 1)):
+        yield [[piece.unit, piece.first, piece.end, piece.cut, [max(0, low - start), min(end, high) - start]]
+               for piece, (start, end) in zip(own, pairwise(starts), strict=True) if start < high and low < end]
 
 
 def _before(index: np.ndarray) -> np.ndarray:
@@ -154,7 +120,8 @@ def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | No
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Write one shard and read it back: its record as the first of `outputs`; then that of its documents' origins,
-    where their ids do not say them.
+    where their ids do not say them. Beside documents of half a shard and more there may be one in which none begins: it
+    is not written.
 
     Raises:
         UserError: what is read back is not what was picked.
@@ -166,6 +133,8 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         own = (before >= low) & (before < high)
         pieces.append((unit, cut, rows[own], index[own]))
     path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for *_, index in pieces])
+    if not len(picks):
+        return {"outputs": []}
     write_members(path, zip(_keys(picks), _members(folder, pieces), strict=True))
     expected = _keys(picks)
     for document in read_documents(path):

@@ -72,4 +72,4 @@ def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[B
 
 def _piece(folder: Path, unit: str, first: int, end: int, cut: list[int | None] | None) -> Piece:
     _, index = picked(folder, unit, first, end, cut, TRAIN)
-    return Piece(unit, first, end, sums(index), int(index["text_bytes"].max(initial=0)), cut)
+    return Piece(unit, first, end, sums(index), cut)

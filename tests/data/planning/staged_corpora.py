@@ -87,11 +87,10 @@ def passes(folder, corpus, config, seed=0):
     """Stage a corpus, decide, write: what was decided, and the bytes of each shard by split and name."""
     work = Work(folder, seed)
     decided = decide(work, config, *stage(folder, corpus, signature_settings(config.near_duplicates)))
-    for payload in decided.payloads:
-        write_shard(folder, json.loads(json.dumps(payload)))
+    outputs = [write_shard(folder, json.loads(json.dumps(payload)))["outputs"][:1] for payload in decided.payloads]
     written = {f"{split}/{path.stem}": path.read_bytes() for split in SPLITS
                for path in (folder / split).glob("*.tar")}
-    assert len(written) == len(decided.payloads)
+    assert len(written) == sum(map(len, outputs))
     kept = [row for record in decided.kept for row in parquet.read_table(folder / record["path"]).to_pylist()]
     return SimpleNamespace(decided=decided, shards=written, done=work.done, kept=kept)
 
