@@ -248,8 +248,8 @@ def _counted(counts: dict[str, int], separator: str = ", ") -> str:
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
-    from drover.pipeline.data.planning.decisions import DUPLICATES
     from drover.pipeline.data.planning.origins import ORIGINS
+    from drover.pipeline.data.planning.passes import DUPLICATES
     from drover.pipeline.data.reading import DROPPED
 
     for place in (*SPLITS, DROPPED, DUPLICATES, ORIGINS):

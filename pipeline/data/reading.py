@@ -20,22 +20,27 @@ from pydantic import TypeAdapter
 
 from drover.pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
 from drover.pipeline.data.data_card import DataCard
-from drover.pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
+from drover.pipeline.data.documents import (
+    Document,
+    Limit,
+    Place,
+    PlainText,
+    Records,
+    Rejection,
+    Unreadable,
+    damage,
+    digest,
+    is_shortage,
+    place_in,
+    plain,
+    raise_unless_damage,
+    to_json,
+)
 from drover.pipeline.data.filters.chain import Chain, Dropped
 from drover.pipeline.data.hub import hub_rows
 from drover.pipeline.data.planning.origins import PLACES, write_places
 from drover.pipeline.data.planning.signatures import Signer
 from drover.pipeline.data.readers import file_records, python_records
-from drover.pipeline.data.records import (
-    Limit,
-    Place,
-    PlainText,
-    Records,
-    Unreadable,
-    damage,
-    is_shortage,
-    raise_unless_damage,
-)
 from drover.pipeline.data.streams import Input, Piece
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file, output_record
@@ -57,7 +62,7 @@ def staged(folder: Path, name: str, ending: str) -> Path:
     """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
     (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures`
     each, as .npy), and where documents have ids of their own `.places` (see `planning.origins`); later `.fates` (see
-    `planning.decisions`)."""
+    `planning.passes`)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 

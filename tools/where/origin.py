@@ -8,8 +8,8 @@ from typing import Any
 
 from drover.pipeline.config.data import StdlibSource
 from drover.pipeline.contract.run import Run
-from drover.pipeline.data.planning.decisions import DUPLICATES
 from drover.pipeline.data.planning.origins import origins_path, read_origins
+from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.text_shards import read_shard
 
 _CUT = re.compile(r"\[(\d*):(\d*)\]$")

@@ -32,7 +32,7 @@ def write_places(path: Path, places: Sequence[str]) -> Path:
 
 
 def read_places(path: Path, rows: np.ndarray) -> list[str]:
-    """The places in these rows; "" each where there is no such file, as of units that an older version read."""
+    """The places in these rows; "" each where there is no such file: those documents' ids say it."""
     from pyarrow import array
     if not path.is_file():
         return [""] * len(rows)

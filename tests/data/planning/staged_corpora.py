@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.data.documents import Document, to_json
-from drover.pipeline.data.planning import layout
+from drover.pipeline.data.planning import runs
 from drover.pipeline.data.planning.passes import decide
 from drover.pipeline.data.planning.shards import write_shard
 from drover.pipeline.data.planning.signatures import Signer, signature_settings
@@ -80,7 +80,7 @@ def settings(corpus, **values):
 def cut_into(monkeypatch, documents, units, rows):
     """Have groups of so many documents and units, and partitions of so many rows."""
     for name, value in (("GROUP_DOCUMENTS", documents), ("GROUP_UNITS", units), ("PARTITION_ROWS", rows)):
-        monkeypatch.setattr(layout, name, value)
+        monkeypatch.setattr(runs, name, value)
 
 
 def passes(folder, corpus, config, seed=0):

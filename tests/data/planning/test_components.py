@@ -7,10 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.planning import components
-from drover.pipeline.data.planning.components import label_components, read_followers, read_labels
-from drover.pipeline.data.planning.layout import Layout
-from drover.pipeline.data.planning.runs import DIGEST, write_links
+from drover.pipeline.data.planning import near_duplicates
+from drover.pipeline.data.planning.near_duplicates import label_components, read_followers, read_labels
+from drover.pipeline.data.planning.runs import DIGEST, Layout, write_links
 from tests.data.planning.staged_corpora import firsts
 
 
@@ -74,7 +73,7 @@ def graphs(draw):
        bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
 def test_labels_are_those_of_union_find(tmp_path_factory, graph, last, rows, groups, bands, partitions):
     documents, edges, seed = graph
-    with mock.patch.object(components, "AT_ONCE", rows):
+    with mock.patch.object(near_duplicates, "AT_ONCE", rows):
         plan = layout_of(np.linspace(0, documents, groups + 1), last, bands, partitions)
         both(tmp_path_factory.mktemp("graph"), plan, edges, seed)
 
