@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, overload
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.manifest import check_record
-from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
-from drover.pipeline.errors import UserError
+from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.files import Count
 
 NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_offset", "keys_offset")
@@ -36,14 +35,6 @@ def is_sha256(text: str) -> None:
     """ValueError unless this is a hash in hexadecimal digits."""
     if len(bytes.fromhex(text)) != 32:
         raise ValueError(f"{text[:70]!r} is no sha256")
-
-
-def _beyond(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of each record whether a column ends beyond the file. sizes: bytes of a token."""
-    size, docs, tokens, *offsets = numbers.T
-    counts = (tokens, docs + (docs > 0), docs, docs)
-    return np.any([count > (size - offset) // item for offset, count, item in
-                   zip(offsets, counts, (sizes, 8, 8, KEY_BYTES), strict=True)], axis=0)
 
 
 class TokenRecord(TypedDict):
@@ -82,19 +73,14 @@ class ShardTable:
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
-        """The output records of an encode stage as columns; UserError if they speak of what no file holds."""
+        """The output records of an encode stage as columns; UserError if they are none."""
         for record in records:
             check_record(record, TokenRecord, "encode")
         numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
-        numbers = numbers.reshape(-1, len(NUMBERS))
-        sizes = np.array([np.dtype(record["dtype"]).itemsize for record in records], np.int64)
-        if (beyond := np.flatnonzero(_beyond(numbers, sizes))).size:
-            raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} has not the "
-                            f"room for what is said to be in it. Run the stage again with --force.")
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
         shared = [(record["split"], record["source"], record["dtype"]) for record in records]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}
-        return cls(numbers, digests.reshape(-1, 32), [record["path"] for record in records],
+        return cls(numbers.reshape(-1, len(NUMBERS)), digests.reshape(-1, 32), [record["path"] for record in records],
                    np.array([kinds[kind] for kind in shared], np.int32), tuple(kinds))
 
     def __len__(self) -> int:
@@ -179,24 +165,13 @@ class Shards(Sequence[TokenShard]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenShard: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Shards: ...
-
-    def __getitem__(self, index: int | slice) -> TokenShard | Shards:
-        if isinstance(index, slice):
-            return Shards(self.opened, self.rows[index])
+    def __getitem__(self, index: Any) -> Any:
         return self.opened.shard(int(self.rows[index]))
 
 
-def joined(parts: Sequence[Sequence[TokenShard]]) -> Sequence[TokenShard]:
-    """Sequences of shards one after another."""
-    tables = [part for part in parts if isinstance(part, Shards)]
-    if len(tables) == len(parts) and len({id(part.opened) for part in tables}) == 1:
-        return Shards(tables[0].opened, np.concatenate([part.rows for part in tables]))
-    return [shard for part in parts for shard in part]
+def joined(parts: Sequence[Shards]) -> Shards:
+    """Shards of one table, open together, one after another."""
+    return Shards(parts[0].opened, np.concatenate([part.rows for part in parts]))
 
 
 def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterable[str],

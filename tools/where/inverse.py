@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.data.provenance import readings
-from drover.pipeline.data.shard_table import Shards
 from drover.pipeline.data.text_shards import SPLITS, SUFFIX
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
@@ -111,7 +110,6 @@ class Tracer:
     def _readings(self, row: int, document: int) -> Iterator[dict[str, Any]]:
         """When a document is read, in the order of samples."""
         for pool, shards in enumerate(self.data.shards):
-            assert isinstance(shards, Shards)
             for index in np.flatnonzero(shards.rows == row).tolist():
                 for one in readings(self.data, pool, index, document, self.steps.end):
                     passage = self.steps.passage(one.sample)

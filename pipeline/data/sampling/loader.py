@@ -23,7 +23,6 @@ from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, i
 from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
 from drover.pipeline.data.sampling.sequences import TokenStream, Windows
 from drover.pipeline.data.shard_table import Shards, joined
-from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
 
 Sequences = Windows | Bins
@@ -49,7 +48,7 @@ class TrainingData:
         spaces: all sequences, by their space and pool (`order.Located`).
     """
 
-    def __init__(self, shards: Mapping[str, Sequence[TokenShard]], plan: PhasePlan, seed: int, content: object,
+    def __init__(self, shards: Mapping[str, Shards], plan: PhasePlan, seed: int, content: object,
                  vocabulary: int | None = None, packing: tuple[Path, Planner] | None = None) -> None:
         self.vocabulary, lengths = vocabulary, lengths_of(plan)
         parts = {TOGETHER: joined(list(shards.values()))} if is_one_pool(plan) else shards
@@ -60,14 +59,13 @@ class TrainingData:
                                                       for length in lengths]
         packings = None
         if packing is not None:
-            tables = {name: part for name, part in parts.items() if isinstance(part, Shards)}
-            packings = PhasePackings(packing[0], tables, lengths, packing[1])
+            packings = PhasePackings(packing[0], list(parts.values()), lengths, packing[1])
             self.packings, self.spaces = packings.packings, packings.spaces
         self.order = Order(pools, plan, seed, content, packings)
         self._forget()
 
     @property
-    def shards(self) -> list[Sequence[TokenShard]]:
+    def shards(self) -> list[Shards]:
         """What each pool is made of."""
         return [sequences.shards for sequences in self.spaces[0]]
 
