@@ -98,7 +98,7 @@ class Document:
         id: its own id, or the file's name and the record's number.
         meta: fields kept beside the text; plain JSON values.
         key: its name in a shard, see `document_key`; empty before it is in one.
-        place: where it was read, where its id does not say so: file and record as in such an id. No shard holds it.
+        place: where it was read, where its id does not say so: file and record as in such an id.
     """
 
     text: str
@@ -158,6 +158,12 @@ def key_fits(document: Document) -> bool:
     return document.key.partition("-")[0] == digest(document.text.encode()).hex()
 
 
+def as_values(document: Document) -> dict[str, Any]:
+    """The document as JSON's values."""
+    return {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta,
+            **({"place": document.place} if document.place else {})}
+
+
 def to_json(document: Document) -> bytes:
     """The document as the `.json` member of a shard.
 
@@ -165,7 +171,7 @@ def to_json(document: Document) -> bytes:
         UnicodeEncodeError: a text in it is not valid Unicode.
         TypeError, RecursionError: its meta holds something else than JSON's own types, or is nested too deeply.
     """
-    value = {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta}
+    value = as_values(document)
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:
@@ -176,7 +182,7 @@ def to_json(document: Document) -> bytes:
 def from_json(member: bytes, key: str) -> Document:
     """The document of a shard's `.json` member; ValueError, KeyError or TypeError if it is none."""
     value = orjson.loads(member)
-    document = Document(value["text"], value["source"], value["id"], value["meta"], key)
+    document = Document(value["text"], value["source"], value["id"], value["meta"], key, value.get("place", ""))
     if not (isinstance(document.text, str) and isinstance(document.source, str)):
         raise TypeError("text and source must be strings")
     return document

@@ -102,7 +102,7 @@ class Tracer:
                 raise UserError(f"{tokens.path} and {self.corpus.folder / shard} do not hold the same documents (at "
                                 f"{number}). Run --stage encode again.")
             record |= {"id": document.id, "meta": document.meta, **({"found": excerpt} if excerpt else {}),
-                       **self.corpus.origin(shard, number, about["source"], document.id), "text": document.text}
+                       **self.corpus.placed(about["source"], document.place or document.id), "text": document.text}
         else:
             record["origin"] = f"{self.corpus.folder / shard} is gone, and with it the document's id"
         return {**record, "readings": list(self._readings(row, number))}
@@ -120,8 +120,7 @@ class Tracer:
 
     def _dropped(self, hit: Hit) -> dict[str, Any]:
         assert hit.dropped is not None
-        origin = self.corpus.placed(hit.source, hit.place) if hit.place else \
-            self.corpus.origin(hit.shard, hit.number, hit.source, hit.id)
+        origin = self.corpus.placed(hit.source, hit.place or hit.id)
         return {"split": DROPPED, "source": hit.source, "id": hit.id, "filter": hit.dropped[0],
                 "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}), **origin}
 

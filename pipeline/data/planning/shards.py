@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.data.documents import document_key, from_json, key_fits, to_json
-from drover.pipeline.data.planning.origins import PLACES, read_places, write_origins
 from drover.pipeline.data.planning.runs import SUMS, TRAIN, Layout, Summary, equal_rows, read_document, sums
 from drover.pipeline.data.reading import INDEX, index_row, staged
 from drover.pipeline.data.text_shards import SPLITS, read_documents, write_members
@@ -121,9 +120,8 @@ def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | No
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write one shard and read it back: its record as the first of `outputs`; then that of its documents' origins,
-    where their ids do not say them. Beside documents of half a shard and more there may be one in which none begins: it
-    is not written.
+    """Write one shard and read it back: its record as `outputs`. Beside documents of half a shard and more there may be
+    one in which none begins: it is not written.
 
     Raises:
         UserError: what is read back is not what was picked.
@@ -147,9 +145,7 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path} ends before the document {missing}. Check the disk, and run the stage again.")
     record = output_record(folder, path, split=payload["split"], source=payload["source"], docs=len(picks),
                            text_bytes=int(picks["text_bytes"].sum()))
-    places = [place and place + _suffix(cut, row) for unit, cut, rows, _ in pieces
-              for place, row in zip(read_places(staged(folder, unit, PLACES), rows), rows, strict=True)]
-    return {"outputs": [record, *write_origins(folder, record["path"], payload["source"], places)]}
+    return {"outputs": [record]}
 
 
 def _keys(picks: np.ndarray) -> Iterator[str]:
@@ -169,15 +165,11 @@ def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]
             for row, offset, length in zip(rows, index["offset"].tolist(), index["length"].tolist(), strict=True):
                 file.seek(offset)
                 member = file.read(length)
-                if suffix := _suffix(cut, row):
-                    whole = from_json(member, "")
-                    member = to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + suffix))
+                if cut is not None and cut[0] == row:
+                    whole, part = from_json(member, ""), f"[{cut[1] or ''}:{cut[2] or ''}]"
+                    member = to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + part,
+                                             place=whole.place and whole.place + part))
                 yield member
-
-
-def _suffix(cut: Sequence[int | None] | None, row: int) -> str:
-    """What is added to the id of the document in a row where only a part of it is meant."""
-    return f"[{cut[1] or ''}:{cut[2] or ''}]" if cut is not None and cut[0] == row else ""
 
 
 _CHARACTERS = SUMS.index("characters")
