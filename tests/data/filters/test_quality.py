@@ -233,7 +233,7 @@ def test_runs_of_words_are_counted_as_if_all_were_written_out(found, n, collide)
     repeated = gopher_repetition_filter.find_all_duplicate(found, n)
     with pytest.MonkeyPatch.context() as patch:
         if collide:
-            patch.setattr(WordRuns, "_hashes", lambda self, n: self._own[:len(found) - n + 1] * 0)
+            patch.setattr(WordRuns, "_hashes", lambda self, n: self._sums[:len(found) - n + 1] * 0)
         runs = WordRuns(found)
         for count in (top, repeated):
             for near in (count / characters, math.nextafter(count / characters, 0)):
