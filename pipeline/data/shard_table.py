@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.manifest import check_record
-from drover.pipeline.data.token_shards import TokenShard
+from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
+from drover.pipeline.errors import UserError
 from drover.pipeline.files import Count
 
 NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_offset", "keys_offset")
@@ -35,6 +36,14 @@ def is_sha256(text: str) -> None:
     """ValueError unless this is a hash in hexadecimal digits."""
     if len(bytes.fromhex(text)) != 32:
         raise ValueError(f"{text[:70]!r} is no sha256")
+
+
+def _beyond(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of each record whether a column ends beyond the file. sizes: bytes of a token."""
+    size, docs, tokens, *offsets = numbers.T
+    counts = (tokens, docs + (docs > 0), docs, docs)
+    return np.any([count > (size - offset) // item for offset, count, item in
+                   zip(offsets, counts, (sizes, 8, 8, KEY_BYTES), strict=True)], axis=0)
 
 
 class TokenRecord(TypedDict):
@@ -73,14 +82,19 @@ class ShardTable:
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
-        """The output records of an encode stage as columns; UserError if they are none."""
+        """The output records of an encode stage as columns; UserError if they speak of what no file holds."""
         for record in records:
             check_record(record, TokenRecord, "encode")
         numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
+        numbers = numbers.reshape(-1, len(NUMBERS))
+        sizes = np.array([np.dtype(record["dtype"]).itemsize for record in records], np.int64)
+        if (beyond := np.flatnonzero(_beyond(numbers, sizes))).size:
+            raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} has not the "
+                            f"room for what is said to be in it. Run the stage again with --force.")
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
         shared = [(record["split"], record["source"], record["dtype"]) for record in records]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}
-        return cls(numbers.reshape(-1, len(NUMBERS)), digests.reshape(-1, 32), [record["path"] for record in records],
+        return cls(numbers, digests.reshape(-1, 32), [record["path"] for record in records],
                    np.array([kinds[kind] for kind in shared], np.int32), tuple(kinds))
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ from drover.pipeline.formats.base import Weights, same_bits
 from drover.pipeline.formats.huggingface import OutputFile, Source, text_file
 from drover.pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params
 from drover.pipeline.formats.record import recorded_config
-from drover.pipeline.formats.tensor_file import DamagedFileError, PickleFile
+from drover.pipeline.formats.tensor_file import DamagedFileError, PickleFile, overlap
 
 _PART = re.compile(r"consolidated\.(\d\d)\.pth")
 _PASSED_OVER = {"rope.freqs"}
@@ -125,21 +125,19 @@ class MetaWeights(Weights):
 
     def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         axis, copies = self._split.cut(name)
-        height = self._parts[0].layouts[name].shape[axis]
+        held, at = self._parts[0].layouts[name].shape, [0] * len(shape)
         target = torch.empty(shape, dtype=self.dtype(name))
-        if not target.numel():
-            return target
-        start, end = offset[axis], offset[axis] + shape[axis]
-        for group in range(start // height, -(-end // height)):
-            low, high = max(start, group * height), min(end, (group + 1) * height)
-            inside = (*offset[:axis], low - group * height, *offset[axis + 1:])
-            place = target.narrow(axis, low - start, high - low)
-            first, *others = self._parts[group * copies:(group + 1) * copies]
-            first.read_into(place, name, inside)
+        for number in range(0, len(self._parts), copies):
+            at[axis] = number // copies * held[axis]
+            place, inside = overlap(offset, shape, at, held)
+            if not (rows := target[place]).numel():
+                continue
+            first, *others = self._parts[number:number + copies]
+            first.read_into(rows, name, inside)
             for other in others:
-                again = torch.empty_like(place)
+                again = torch.empty_like(rows)
                 other.read_into(again, name, inside)
-                if not same_bits(place, again):
+                if not same_bits(rows, again):
                     raise UserError(f"{first.path} and {other.path} should hold the same {name}, and do not: they are "
                                     f"not parts of one model, or damaged. Fetch them again.")
         return target

@@ -35,6 +35,7 @@ from drover.pipeline.formats.tensor_file import (
     DamagedFileError,
     Layout,
     TensorFile,
+    overlap,
     rectangle_in,
     write_tensors,
 )
@@ -202,11 +203,8 @@ class CheckpointReader:
             raise ValueError(f"out is {tuple(target.shape)}, and {size} of {name} are to be read.")
         with torch.no_grad():
             for number, (at, held) in self.pieces(name, offset, size):
-                low = [max(a, b) for a, b in zip(offset, at, strict=True)]
-                high = [min(a + m, b + n) for a, m, b, n in zip(offset, size, at, held, strict=True)]
-                self._copy(target[tuple(slice(start - a, end - a) for start, end, a
-                                        in zip(low, high, offset, strict=True))],
-                           number, name, at, held, tuple(start - b for start, b in zip(low, at, strict=True)))
+                place, inside = overlap(offset, size, at, held)
+                self._copy(target[place], number, name, at, held, inside)
         return target
 
     def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
