@@ -114,8 +114,8 @@ def _files_of(checkpoint: Path) -> list[Expected]:
 
 
 def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[str, Any]:
-    """Read the folder back: config and tensors must be the checkpoint's; load it as a user would: what transformers
-    computes must be as near to exact arithmetic as single precision is, and ids those of the vocabulary."""
+    """Read the folder back: config and tensors must be the checkpoint's, what transformers computes of it as near
+    to exact arithmetic as single precision is, and ids those of the vocabulary."""
     from drover.pipeline.formats.comparison import compare_folder, compare_logits
     from drover.pipeline.parallel.host_memory import return_freed_memory
 
@@ -123,10 +123,8 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[st
     work.say(f"{compared} tensors read back are the checkpoint's, bit for bit")
     ids, texts = _heldout(work)
     return_freed_memory()
-    whole = 4 * config.parameter_count <= work.config.convert.check_memory_gb * 1e9
-    found = compare_logits(folder, config, read, ids, whole)
-    work.say(f"transformers {'loads it' if whole else 'computes it block by block'} ({config.layers} layers): "
-             f"{found.sentence}")
+    found = compare_logits(folder, config, read, ids)
+    work.say(f"transformers computes it block by block ({config.layers} layers): {found.sentence}")
     return {**asdict(found), "tensors_compared": compared, **_compare_tokens(work, folder, texts)}
 
 

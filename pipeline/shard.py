@@ -75,14 +75,13 @@ def shard(work: Work) -> None:
 
     written = work.do_units("write", [Unit(f"{payload['split']}-{payload['name']}", payload)
                                       for payload in decided.payloads], write_shard, "shards")
-    shards = [record["outputs"][0] for record in written]
+    shards = [output for record in written for output in record["outputs"]]
     _reconcile(counts, shards)
     contamination, told = gather_contamination(folder, config.filters, [record["findings"] for record in read])
     counts |= contamination
     _tell(work, counts, shards)
 
     outputs = [*shards, *(record["outputs"][-1] for record in read if filters.get("keep_dropped")), *decided.kept,
-               *(output for record in written for output in record["outputs"][1:]),
                output_record(folder, folder / REJECTED, split="rejected", source="", docs=counts["rejected"],
                              text_bytes=0), *told]
     _clear_outputs(folder, {record["path"] for record in outputs})
@@ -248,11 +247,10 @@ def _counted(counts: dict[str, int], separator: str = ", ") -> str:
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
     """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
-    from drover.pipeline.data.planning.decisions import DUPLICATES
-    from drover.pipeline.data.planning.origins import ORIGINS
+    from drover.pipeline.data.planning.passes import DUPLICATES
     from drover.pipeline.data.reading import DROPPED
 
-    for place in (*SPLITS, DROPPED, DUPLICATES, ORIGINS):
+    for place in (*SPLITS, DROPPED, DUPLICATES):
         for path in (folder / place).rglob("*"):
             if path.is_file() and path.relative_to(folder).as_posix() not in outputs:
                 path.unlink()

@@ -211,7 +211,7 @@ def all_of(*rooms):
     (all_of("pipeline/reporting"), {"numpy", "jinja2"}),
     ("import torch; from drover.model.attention.choosing import Where, choose; "
      "from drover.model.config import ModelConfig; "
-     "from drover.pipeline.formats.huggingface import parameter_shapes; "
+     "from drover.model.names import parameter_shapes; "
      "parameter_shapes(ModelConfig(dim=8, layers=1, heads=1, kv_heads=1, vocab_size=8)); "
      "choose('auto', Where(torch.device('cpu'), torch.bfloat16, compiled=False, head_dim=8))", {"torch", "numpy"}),
 ])

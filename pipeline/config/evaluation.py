@@ -20,10 +20,6 @@ class ConvertConfig(Section):
     """Type of the exported weights."""
     max_shard_mb: PositiveFloat = 4000.0
     """Largest safetensors file."""
-    check_memory_gb: PositiveFloat = execution(16.0)
-    """Up to so much memory in float32, transformers loads the whole export to compare it with the checkpoint, as a user
-    would. Of a larger model its network is given the weights of one block at a time, as our own passes always are:
-    all layers are compared at any size, in 12 bytes a parameter of the largest block or embedding."""
     copy_to: str | None = execution(None)
     """Address in an object store (`s3://bucket/models/mine`) to which the folder is copied once it is done, for this
     run's export alone; null: nowhere. Set later, it copies without converting again."""

@@ -108,10 +108,8 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of what the stage's outputs are: their paths and contents, however they came about. Those that only say
-        where others came from (`aside` in their record) are no part of it."""
-        return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs
-                                  if not record.get("aside")))
+        """Hash of what the stage's outputs are: their paths and contents, however they came about."""
+        return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs))
 
     def write(self, folder: Path) -> None:
         """Commit: the manifest appears atomically, after everything it speaks of."""

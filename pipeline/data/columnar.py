@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.data import FilesSource
-from drover.pipeline.data.records import (
+from drover.pipeline.data.documents import (
     Limit,
     Records,
     Unreadable,

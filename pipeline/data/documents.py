@@ -1,14 +1,89 @@
-"""A document, what it becomes in a text shard, and the record of one that could not be read."""
+"""A record of a file, the document that it is, what becomes of it in a text shard; and what could not be read."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import math
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
+
+from drover.pipeline.errors import is_full_disk
+
+Place = int | str | None
+"""1-based line or record number; in a part of a file what stands after the `@` of an id; None for a file as a whole."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In place of a record: what is wrong, how many documents it costs, and whether unknown more are lost."""
+
+    place: Place
+    reason: str
+    documents: int = 1
+    lost: bool = False
+
+
+class PlainText(str):
+    """A record without fields: all of it is the document's text. (A string in a JSON file is none.)"""
+
+
+Records = Iterator[tuple[Place, Any] | Unreadable]
+
+
+class UnusableColumnsError(Exception):
+    """A columnar file has not the columns that the source names."""
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """Exceptions that a damaged file causes in the readers. Others raise them too: see `raise_unless_damage`."""
+    import pyarrow as pa
+    return (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error, pa.ArrowException, UnusableColumnsError)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether memory or a disk ran out, which Arrow and numpy tell by exceptions of the same kinds as damage."""
+    return isinstance(error, MemoryError) or is_full_disk(error)
+
+
+def raise_unless_damage(error: Exception) -> None:
+    """Raise one of `damage()` again where it tells of this machine and not of the data: a shortage, or an OSError with
+    an errno. Taken for damage, it would be recorded as lost data for good."""
+    if is_shortage(error) or (isinstance(error, OSError) and error.errno is not None):
+        raise error
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest document: a record as it stands in its file, unpacked, and a text in UTF-8."""
+
+    megabytes: float
+
+    @cached_property
+    def bytes(self) -> int:
+        """The limit in bytes."""
+        return int(self.megabytes * 1e6)
+
+    @property
+    def reason(self) -> str:
+        """What is said of a longer document."""
+        return f"longer than shard.max_document_mb ({self.megabytes:g} MB) allows"
+
+    def exceeded(self, place: Place, *, lost: bool = False) -> Unreadable:
+        """In place of a longer document."""
+        return Unreadable(place, self.reason, lost=lost)
+
+    def allows(self, text: str) -> bool:
+        """Whether a text is short enough."""
+        most = self.bytes
+        return len(text) * 4 <= most or (len(text) <= most and len(text.encode("utf-8", "surrogatepass")) <= most)
+
 
 DIGEST_BYTES = 16
 
@@ -23,7 +98,7 @@ class Document:
         id: its own id, or the file's name and the record's number.
         meta: fields kept beside the text; plain JSON values.
         key: its name in a shard, see `document_key`; empty before it is in one.
-        place: where it was read, where its id does not say so: file and record as in such an id. No shard holds it.
+        place: where it was read, where its id does not say so: file and record as in such an id.
     """
 
     text: str
@@ -83,6 +158,12 @@ def key_fits(document: Document) -> bool:
     return document.key.partition("-")[0] == digest(document.text.encode()).hex()
 
 
+def as_values(document: Document) -> dict[str, Any]:
+    """The document as JSON's values."""
+    return {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta,
+            **({"place": document.place} if document.place else {})}
+
+
 def to_json(document: Document) -> bytes:
     """The document as the `.json` member of a shard.
 
@@ -90,7 +171,7 @@ def to_json(document: Document) -> bytes:
         UnicodeEncodeError: a text in it is not valid Unicode.
         TypeError, RecursionError: its meta holds something else than JSON's own types, or is nested too deeply.
     """
-    value = {"text": document.text, "source": document.source, "id": document.id, "meta": document.meta}
+    value = as_values(document)
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:
@@ -101,7 +182,7 @@ def to_json(document: Document) -> bytes:
 def from_json(member: bytes, key: str) -> Document:
     """The document of a shard's `.json` member; ValueError, KeyError or TypeError if it is none."""
     value = orjson.loads(member)
-    document = Document(value["text"], value["source"], value["id"], value["meta"], key)
+    document = Document(value["text"], value["source"], value["id"], value["meta"], key, value.get("place", ""))
     if not (isinstance(document.text, str) and isinstance(document.source, str)):
         raise TypeError("text and source must be strings")
     return document

@@ -16,18 +16,24 @@ SKIPPABLE = b"\x2a\x4d\x18"
 """Follows the first byte of a zstd frame without data, which `pzstd` writes before each other one."""
 _UNPACK = "unpack it (.gz and .zst are read as they are)"
 _SIGNATURES = (
-    (b"version https://git-lfs.github.com/spec/", "Git LFS pointer", "run `git lfs pull` in the clone it comes from"),
-    (b"\x1f\x8b", "gzip", "add .gz to its name, or unpack it"),
-    (b"\x28\xb5\x2f\xfd", "zstd", "add .zst to its name, or unpack it"),
-    (b"\xfd7zXZ\0", "xz", _UNPACK), (b"BZh", "bzip2", _UNPACK), (b"PK\x03\x04", "zip", _UNPACK),
-    (b"7z\xbc\xaf\x27\x1c", "7-Zip", _UNPACK), (b"\x04\x22\x4d\x18", "LZ4", _UNPACK),
-    (b"PAR1", "Parquet", "name it .parquet, or set the source's `format: parquet`"),
-    (b"ARROW1", "Arrow", "name it .arrow, or set the source's `format: arrow`"),
-    (b"%PDF-", "PDF", "take its text out of it first"), (b"SQLite format 3\0", "SQLite", "export its text first"),
-    (b"\xff\xfe\0\0", "UTF-32", "convert it to UTF-8 (iconv -f utf-32 -t utf-8)"),
-    (codecs.BOM_UTF16_LE, "UTF-16", "convert it to UTF-8 (iconv -f utf-16 -t utf-8)"),
-    (codecs.BOM_UTF16_BE, "UTF-16", "convert it to UTF-8 (iconv -f utf-16 -t utf-8)"),
-    (b"\x89PNG", "PNG", "leave it out"), (b"\xff\xd8\xff", "JPEG", "leave it out"), (b"\x7fELF", "ELF", "leave it out"))
+    (b"version https://git-lfs.github.com/spec/", "Git LFS",
+     "a Git LFS pointer; run `git lfs pull` in the clone it comes from"),
+    (b"\x1f\x8b", "gzip", "a gzip file; add .gz to its name, or unpack it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "a zstd file; add .zst to its name, or unpack it"),
+    (b"\xfd7zXZ\0", "xz", f"an xz file; {_UNPACK}"),
+    (tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)), "bzip2", f"a bzip2 file; {_UNPACK}"),
+    (b"PK\x03\x04", "zip", f"a zip file; {_UNPACK}"), (b"7z\xbc\xaf\x27\x1c", "7-Zip", f"a 7-Zip file; {_UNPACK}"),
+    (b"\x04\x22\x4d\x18", "LZ4", f"an LZ4 file; {_UNPACK}"),
+    (b"PAR1", "Parquet", "a Parquet file; name it .parquet, or set the source's `format: parquet`"),
+    (b"ARROW1", "Arrow", "an Arrow file; name it .arrow, or set the source's `format: arrow`"),
+    (b"%PDF-", "PDF", "a PDF file; take its text out of it first"),
+    (b"SQLite format 3\0", "SQLite", "an SQLite file; export its text first"),
+    (b"\xff\xfe\0\0", "UTF-32", "UTF-32 text with a byte-order mark; convert it to UTF-8 (iconv -f utf-32 -t utf-8)"),
+    ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16",
+     "UTF-16 text with a byte-order mark; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"),
+    (b"\x89PNG", "PNG", "a PNG file; leave it out"), (b"\xff\xd8\xff", "JPEG", "a JPEG file; leave it out"),
+    (b"\x7fELF", "ELF", "an ELF file; leave it out"))
+"""First bytes of files that are no text, what they are, and what is told of that."""
 _FORMATS = {"parquet": "Parquet", "arrow": "Arrow"}
 FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
@@ -43,9 +49,9 @@ def mistaken(path: Path | ObjectReader, kind: str) -> str | None:
         compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
             return _instead_of(kind, head)
-        what = "zstd" if head[1:4] == SKIPPABLE else _signature(head)
-        if what != compression and head:
-            return f"its name ends in {ending}, but it is {_told(head) or f'no {compression} data; rename it'}"
+        what, told = _signature(head)
+        if head and compression != ("zstd" if head[1:4] == SKIPPABLE else what):
+            return f"its name ends in {ending}, but it is {told or f'no {compression} data; rename it'}"
         with unpacked(_opened(path), compression) as stream:
             return _instead_of(kind, stream.read(HEAD) or b"")
     except (OSError, EOFError, zlib.error):
@@ -57,9 +63,9 @@ def _opened(path: Path | ObjectReader) -> io.RawIOBase | io.BufferedReader:
 
 
 def _instead_of(kind: str, head: bytes) -> str | None:
-    wanted, what = _FORMATS.get(kind), _signature(head)
-    if what is not None:
-        return None if what == wanted else f"it is {_told(head)}"
+    wanted, (what, told) = _FORMATS.get(kind), _signature(head)
+    if what:
+        return None if what == wanted else f"it is {told}"
     if wanted is not None:
         return None  # its own reader knows
     if kind != "txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
@@ -87,20 +93,6 @@ def _is_utf8(head: bytes) -> bool:
     return True
 
 
-def _signature(head: bytes) -> str | None:
-    return next((name for start, name, _ in _SIGNATURES if head.startswith(start) and _is_sure(name, head)), None)
-
-
-def _is_sure(name: str, head: bytes) -> bool:
-    return name != "bzip2" or head[4:10] == b"1AY&SY"  # three letters may begin a text
-
-
-def _told(head: bytes) -> str | None:
-    name = _signature(head)
-    advice = next((advice for _, other, advice in _SIGNATURES if other == name), None)
-    if name is None:
-        return None
-    if name.startswith("UTF"):
-        return f"{name} text with a byte-order mark; {advice}"
-    article = "an" if name in ("xz", "LZ4", "Arrow", "SQLite", "ELF") else "a"
-    return f"{article} {name}{'' if name == 'Git LFS pointer' else ' file'}; {advice}"
+def _signature(head: bytes) -> tuple[str, str]:
+    """What a file is by its first bytes, and what is told of that; "" of both where they say nothing."""
+    return next(((name, told) for start, name, told in _SIGNATURES if head.startswith(start)), ("", ""))

@@ -27,10 +27,9 @@ import orjson
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.data.columnar import arrow_records, check_columns, parquet_records, stored_columns, wanted_columns
+from drover.pipeline.data.documents import Limit, PlainText, Records, Unreadable, damage
 from drover.pipeline.data.file_kinds import mistaken
-from drover.pipeline.data.framing import reach, separated
-from drover.pipeline.data.records import Limit, PlainText, Records, Unreadable, damage
-from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file
+from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file, reach, separated
 from drover.pipeline.stores.object_files import InputFile
 
 CHUNK = 1 << 20

@@ -20,22 +20,26 @@ from pydantic import TypeAdapter
 
 from drover.pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
 from drover.pipeline.data.data_card import DataCard
-from drover.pipeline.data.documents import Document, Rejection, digest, place_in, plain, to_json
-from drover.pipeline.data.filters.chain import Chain, Dropped
-from drover.pipeline.data.hub import hub_rows
-from drover.pipeline.data.planning.origins import PLACES, write_places
-from drover.pipeline.data.planning.signatures import Signer
-from drover.pipeline.data.readers import file_records, python_records
-from drover.pipeline.data.records import (
+from drover.pipeline.data.documents import (
+    Document,
     Limit,
     Place,
     PlainText,
     Records,
+    Rejection,
     Unreadable,
     damage,
+    digest,
     is_shortage,
+    place_in,
+    plain,
     raise_unless_damage,
+    to_json,
 )
+from drover.pipeline.data.filters.chain import Chain, Dropped
+from drover.pipeline.data.hub import hub_rows
+from drover.pipeline.data.planning.signatures import Signer
+from drover.pipeline.data.readers import file_records, python_records
 from drover.pipeline.data.streams import Input, Piece
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file, output_record
@@ -56,8 +60,7 @@ Item = tuple[Document, bytes] | Rejection
 def staged(folder: Path, name: str, ending: str) -> Path:
     """Where a unit's staged file lies, a thousand units to a folder: `.documents` (JSON, one after another), `.npy`
     (rows of INDEX), `.rejected`, and where near-duplicates are looked for `.bands` (a row of `planning.signatures`
-    each, as .npy), and where documents have ids of their own `.places` (see `planning.origins`); later `.fates` (see
-    `planning.decisions`)."""
+    each, as .npy); later `.fates` (see `planning.runs`)."""
     return folder / STAGING / name[:-3] / f"{name}{ending}"
 
 
@@ -75,13 +78,13 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         UserError: a file is not what it was when the stage began, or cannot be read; a filter failed.
     """
     name, source = payload["name"], payload["source"]
-    texts, index, rejections, bands, places_file = (
-        staged(folder, name, ending) for ending in (".documents", ".npy", ".rejected", ".bands", PLACES))
+    texts, index, rejections, bands = (staged(folder, name, ending)
+                                       for ending in (".documents", ".npy", ".rejected", ".bands"))
     aside = folder / DROPPED / f"{name}.jsonl"
     rows, offset, counts = bytearray(), 0, {"read": 0, "empty": 0, "rejected": 0, "lost": 0}
     chain, card = Chain(payload.get("filters", ())), DataCard(payload.get("examples", 0))
     signer = Signer(payload["near_duplicates"]) if payload.get("near_duplicates") else None
-    inputs, places, fields = list[dict[str, Any]](), list[str](), Counter[str]()
+    inputs, fields = list[dict[str, Any]](), Counter[str]()
     with (atomic_file(texts) as out, atomic_file(rejections) as rejected,
           atomic_file(aside) if payload.get("keep_dropped") else nullcontext() as kept_aside):
         for item in unit_documents(payload, inputs.append, fields):
@@ -100,13 +103,12 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
             if isinstance(left, Dropped):
                 card.drop(left)
                 if kept_aside is not None:
-                    kept_aside.write(left.line(read.place))  # as it was read: a filter may forget it
+                    kept_aside.write(left.line())
                 continue
             document, member = left
             card.add(document, changed=document is not read and document != read)
             if signer is not None:
                 signer.add(document.text)
-            places.append(read.place)
             rows += index_row(document.text, offset, len(member))
             offset += out.write(member)
     with atomic_file(index) as file:
@@ -114,8 +116,6 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     made = [texts, index, rejections]
     if signer is not None:
         made.append(signer.write(bands))
-    if source.get("id_field"):
-        made.append(write_places(places_file, places))
     outputs = [output_record(folder, path) for path in made]
     if kept_aside is not None:
         gone = chain.counts.values()

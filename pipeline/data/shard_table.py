@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, overload
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,24 +179,13 @@ class Shards(Sequence[TokenShard]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenShard: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Shards: ...
-
-    def __getitem__(self, index: int | slice) -> TokenShard | Shards:
-        if isinstance(index, slice):
-            return Shards(self.opened, self.rows[index])
+    def __getitem__(self, index: Any) -> Any:
         return self.opened.shard(int(self.rows[index]))
 
 
-def joined(parts: Sequence[Sequence[TokenShard]]) -> Sequence[TokenShard]:
-    """Sequences of shards one after another."""
-    tables = [part for part in parts if isinstance(part, Shards)]
-    if len(tables) == len(parts) and len({id(part.opened) for part in tables}) == 1:
-        return Shards(tables[0].opened, np.concatenate([part.rows for part in tables]))
-    return [shard for part in parts for shard in part]
+def joined(parts: Sequence[Shards]) -> Shards:
+    """Shards of one table, open together, one after another."""
+    return Shards(parts[0].opened, np.concatenate([part.rows for part in parts]))
 
 
 def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterable[str],

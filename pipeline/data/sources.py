@@ -12,7 +12,6 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
@@ -134,13 +133,13 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
     found: dict[InputFile, None] = {}
     problems = []
     for pattern in source.paths:
-        if is_url(pattern) and not pattern.startswith("file://"):
+        if is_url(pattern):
             try:
                 found.update(dict.fromkeys(find(pattern)))
             except UserError as error:
                 problems.append(f"source {source.name}: {error}")
             continue
-        full = _without_dots(Path(_without_scheme(pattern)).expanduser().absolute())
+        full = Path(os.path.abspath(Path(pattern).expanduser()))  # noqa: PTH100 - without `..`: a file has one name
         # A name with [ or ] in it that exists is meant literally.
         matches = [str(full)] if full.is_file() else glob.glob(str(full), recursive=True)  # noqa: PTH207 - absolute
         files = [path for path in map(Path, matches) if path.is_file()]
@@ -151,26 +150,6 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
                             f" ({_looked_in(full)}). Correct `paths`.")
         found.update(dict.fromkeys(files))
     return list(found), problems
-
-
-def _without_scheme(pattern: str) -> str:
-    """The path of a file:// URL, of a folder everything in it, as of a prefix; a path as it is."""
-    if not pattern.startswith("file://"):
-        return pattern
-    path = unquote(pattern.removeprefix("file://").removeprefix("localhost"))
-    return f"{path.rstrip('/')}/**" if Path(path).is_dir() else path
-
-
-def _without_dots(path: Path) -> Path:
-    """An absolute path or glob without `..`, so that a file has one name however it is written; of symbolic links only
-    those that a `..` leads out of are followed."""
-    made = Path(path.anchor)
-    for part in path.parts[1:]:
-        if part != ".." or made.name == ".." or glob.has_magic(made.name):
-            made /= part
-        else:
-            made = (made.resolve() if made.is_symlink() else made).parent
-    return made
 
 
 def _pure(path: InputFile) -> PurePath:

@@ -14,9 +14,9 @@ from drover.model.attention.backend import Where
 from drover.model.attention.choosing import choose
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
+from drover.model.names import parameter_shapes
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.formats.base import Weights
-from drover.pipeline.formats.huggingface import parameter_shapes
 from drover.pipeline.formats.weights import load_model
 from drover.pipeline.parallel.free_memory import free_memory
 from drover.pipeline.parallel.host_memory import return_freed_memory

@@ -1,8 +1,8 @@
 """One forward pass by several programs at once, a part of the network after the other.
 
-Of our own passes only the weights of the part that computes are in memory; of transformers' too, where the model is too
-large to be loaded. What one part has computed is carried to the next and compared there, so that a model of any size is
-compared in all its layers, and in one reading of its weights.
+Only the weights of the part that computes are in memory, of transformers' network too. What one part has computed is
+carried to the next and compared there, so that a model of any size is compared in all its layers, and in one reading of
+its weights.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, Part
+from drover.model.names import EMBEDDING, NORM, OUTPUT, parameter_shapes, their_name
 from drover.model.rope import RotaryTable
 from drover.pipeline.console import quiet_imports
-from drover.pipeline.formats.huggingface import parameter_shapes
 from drover.pipeline.formats.weights import HuggingFaceWeights
 
 Read = Callable[[str], Tensor]
@@ -30,8 +30,7 @@ def read_part(config: ModelConfig, name: str, read: Read) -> dict[str, Tensor]:
     """The weights of a part of the network (tok_embeddings, layers.0 ..., and output, which is the norm with the output
     matrix), by our names; a tied output matrix is the embedding."""
     if name == "output":
-        matrix = "tok_embeddings.weight" if config.tied_embeddings else "output.weight"
-        return {"norm.weight": read("norm.weight"), "output.weight": read(matrix)}
+        return {NORM: read(NORM), OUTPUT: read(EMBEDDING if config.tied_embeddings else OUTPUT)}
     return {key: read(key) for key in parameter_shapes(config) if key.startswith(f"{name}.")}
 
 
@@ -65,16 +64,15 @@ def our_part(config: ModelConfig, name: str, weights: Mapping[str, Tensor], dtyp
 
 
 @torch.no_grad()
-def transformers_pass(folder: Path, tokens: Tensor, whole: bool,
-                      after: Callable[[str, Tensor], None]) -> tuple[Tensor, list[str]]:
+def transformers_pass(folder: Path, tokens: Tensor, after: Callable[[str, Tensor], None]) -> tuple[Tensor, list[str]]:
     """What transformers computes of an export in float32: its logits, and the weights that it does not find.
+
+    Its network is made without weights, of which the files must have each under its very name and in its shape; each
+    part is given its own when it computes, and loses them after.
 
     Args:
         folder: in Hugging Face's shape.
         tokens: (1, length) int64.
-        whole: have it load the model, as a user would. Else its network is made without weights, of which the files
-            must have each under its very name and in its shape; each part is given its own when it computes, and loses
-            them after.
         after: told the output of each part, by our names: tok_embeddings, layers.0 ..., norm, output.
     """
     with quiet_imports():
@@ -83,26 +81,16 @@ def transformers_pass(folder: Path, tokens: Tensor, whole: bool,
 
     disable_progress_bar()
     set_verbosity_error()
-    if whole:
-        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True,
-                                                          trust_remote_code=False)
-        model, report = found
-        if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
-            return torch.empty(0), absent
-        _watch(_their_parts(model), after)
-        return model.eval()(tokens).logits.float(), []
     with HuggingFaceWeights(folder) as weights:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False),
-                                                     trust_remote_code=False).float()
-        tied = "lm_head.weight" if weights.config.tied_embeddings else ""
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False),
+                                                          trust_remote_code=False).float()
+        tied = their_name(OUTPUT) if weights.config.tied_embeddings else ""
         if absent := [name for name, wanted in model.state_dict().items()
                       if name != tied and weights.stored_shape(name) != tuple(wanted.shape)]:
             return torch.empty(0), absent
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its angles are no weights
-        parts = _their_parts(model)
-        _stream(parts, model, weights)
-        _watch(parts, after)
+        _stream(_their_parts(model), model, weights, after)
         return model.eval()(tokens).logits.float(), []
 
 
@@ -113,26 +101,20 @@ def _their_parts(model: Any) -> dict[str, nn.Module]:
             "norm": model.model.norm, "output": model.lm_head}
 
 
-def _watch(parts: Mapping[str, nn.Module], after: Callable[[str, Tensor], None]) -> None:
-    def tell(module: nn.Module, inputs: Any, output: Any, name: str) -> None:
-        after(name, output[0] if isinstance(output, tuple) else output)
-    for name, part in parts.items():
-        part.register_forward_hook(partial(tell, name=name))
-
-
-def _stream(parts: Mapping[str, nn.Module], model: nn.Module, weights: HuggingFaceWeights) -> None:
-    """Give each part its weights, from the files and by transformers' own names, while it computes."""
-    names = {id(module): name for name, module in model.named_modules()}
-    prefixes = {name: names[id(part)] for name, part in parts.items()}
-    if weights.config.tied_embeddings:
-        prefixes["output"] = prefixes["tok_embeddings"]
+def _stream(parts: Mapping[str, nn.Module], model: nn.Module, weights: HuggingFaceWeights,
+            after: Callable[[str, Tensor], None]) -> None:
+    """Give each part its weights, from the files and by transformers' own names, while it computes; then tell `after`
+    what it gave."""
+    prefixes = {module: name for name, module in model.named_modules()}
 
     def load(module: nn.Module, _: Any, prefix: str) -> None:
         module.load_state_dict({key: weights.stored(f"{prefix}.{key}").float() for key in module.state_dict()},
                                assign=True)
 
-    def drop(module: nn.Module, *_: Any) -> None:
+    def drop(module: nn.Module, inputs: Any, output: Any, name: str) -> None:
         module.to("meta")
+        after(name, output[0] if isinstance(output, tuple) else output)
     for name, part in parts.items():
-        part.register_forward_pre_hook(partial(load, prefix=prefixes[name]))
-        part.register_forward_hook(drop)
+        owner = "tok_embeddings" if name == "output" and weights.config.tied_embeddings else name
+        part.register_forward_pre_hook(partial(load, prefix=prefixes[parts[owner]]))
+        part.register_forward_hook(partial(drop, name=name))

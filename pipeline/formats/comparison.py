@@ -139,25 +139,23 @@ class Agreement:
                 f"{max(self.transformers_loss_error, self.training_loss_error):.1e} nats")
 
 
-def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor, whole: bool) -> Agreement:
+def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor) -> Agreement:
     """Judge what transformers and the training model compute in float32 by a float64 pass of the checkpoint's weights.
 
-    All of them go through the network together. Our passes hold one part of it at a time, 12 bytes a parameter of the
-    largest layer or embedding.
+    All of them go through the network together, and hold one part of it at a time: 16 bytes a parameter of the largest
+    layer or embedding. transformers reads nothing but the export, the training model nothing of it.
 
     Args:
         folder: the export, in Hugging Face's shape.
         read: gives one weight of the checkpoint, rounded to the export's type: that rounding is the user's wish, not a
             difference to find.
         tokens: (1, length) int64.
-        whole: whether transformers loads the whole export in float32, as a user would; else it holds one part at a
-            time too. It reads nothing but the export, the training model nothing of it.
 
     Raises:
         UserError: saying what is beyond rounding, and after which part of the network the two begin to differ.
     """
     ours = _Passes(config, read, tokens)
-    theirs, absent = transformers_pass(folder, tokens, whole, ours.step)
+    theirs, absent = transformers_pass(folder, tokens, ours.step)
     if absent:
         raise UserError(f"transformers does not find {', '.join(absent[:8])} in {folder}. {_DEFECT}")
     reference, training, single = (ours.outputs[kind] for kind in ("exact", "training", "single"))

@@ -23,18 +23,17 @@ import torch
 from torch import Tensor
 
 from drover.model.config import ModelConfig
+from drover.model.names import EMBEDDING, OUTPUT, module_of, parameter_shapes
 from drover.pipeline.errors import UserError
 from drover.pipeline.formats.base import Weights, same_bits
-from drover.pipeline.formats.huggingface import OutputFile, Source, module_of, parameter_shapes, text_file
+from drover.pipeline.formats.huggingface import OutputFile, Source, text_file
 from drover.pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params
 from drover.pipeline.formats.record import recorded_config
-from drover.pipeline.formats.tensor_file import DamagedFileError, PickleFile
+from drover.pipeline.formats.tensor_file import DamagedFileError, PickleFile, overlap
 
 _PART = re.compile(r"consolidated\.(\d\d)\.pth")
-_EMBEDDING, _OUTPUT = "tok_embeddings.weight", "output.weight"
 _PASSED_OVER = {"rope.freqs"}
 """In Llama 2 files; the config says the same."""
-_COMPARED_ROWS = 4096
 
 
 class Split:
@@ -51,7 +50,7 @@ class Split:
 
     def cut(self, name: str) -> tuple[int, int]:
         """(axis, copies): along which axis a parameter is cut, and how many neighbouring parts hold the same."""
-        axis = self.embedding_axis if name == _EMBEDDING else module_of(name)[1].axis
+        axis = self.embedding_axis if name == EMBEDDING else module_of(name)[1].axis
         if axis is None:
             return 0, self.parts
         return axis, self._kv_copies if name.endswith((".wk.weight", ".wv.weight")) else 1
@@ -94,7 +93,7 @@ class MetaWeights(Weights):
             self.close()
             raise
         self._fit({name: layout.shape for name, layout in self._parts[0].layouts.items()}, expected,
-                  _PASSED_OVER | ({_OUTPUT} if self.config.tied_embeddings else set()),
+                  _PASSED_OVER | ({OUTPUT} if self.config.tied_embeddings else set()),
                   f"its {PARAMS} in {len(self._parts)} parts")
 
     def dtype(self, name: str) -> torch.dtype:
@@ -115,8 +114,8 @@ class MetaWeights(Weights):
             for number in numbers:
                 self._parts.append(part := PickleFile(self.path / f"consolidated.{number:02d}.pth"))
                 first = self._parts[0]
-                if _EMBEDDING not in part.layouts:
-                    raise DamagedFileError(f"{part.path} has no {_EMBEDDING}, which every part of a Llama has")
+                if EMBEDDING not in part.layouts:
+                    raise DamagedFileError(f"{part.path} has no {EMBEDDING}, which every part of a Llama has")
                 if other := sorted({*first.layouts.items()} ^ {*part.layouts.items()}, key=str):
                     raise DamagedFileError(f"{part.path} has another {other[0][0][:100]} than {first.path}: these are "
                                            f"not parts of one model")
@@ -126,21 +125,19 @@ class MetaWeights(Weights):
 
     def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         axis, copies = self._split.cut(name)
-        height = self._parts[0].layouts[name].shape[axis]
+        held, at = self._parts[0].layouts[name].shape, [0] * len(shape)
         target = torch.empty(shape, dtype=self.dtype(name))
-        if not target.numel():
-            return target
-        start, end = offset[axis], offset[axis] + shape[axis]
-        for group in range(start // height, -(-end // height)):
-            low, high = max(start, group * height), min(end, (group + 1) * height)
-            inside = (*offset[:axis], low - group * height, *offset[axis + 1:])
-            place = target.narrow(axis, low - start, high - low)
-            first, *others = self._parts[group * copies:(group + 1) * copies]
-            first.read_into(place, name, inside)
+        for number in range(0, len(self._parts), copies):
+            at[axis] = number // copies * held[axis]
+            place, inside = overlap(offset, shape, at, held)
+            if not (rows := target[place]).numel():
+                continue
+            first, *others = self._parts[number:number + copies]
+            first.read_into(rows, name, inside)
             for other in others:
-                again = torch.empty_like(place)
+                again = torch.empty_like(rows)
                 other.read_into(again, name, inside)
-                if not same_bits(place, again):
+                if not same_bits(rows, again):
                     raise UserError(f"{first.path} and {other.path} should hold the same {name}, and do not: they are "
                                     f"not parts of one model, or damaged. Fetch them again.")
         return target
@@ -149,7 +146,7 @@ class MetaWeights(Weights):
         """The network's shape: from Drover's own record where it is of these very parameters, else from these, and
         from the weights what they do not tell."""
         parts, layouts = len(self._parts), self._parts[0].layouts
-        rows, width = _whole(layouts[_EMBEDDING].shape)
+        rows, width = _whole(layouts[EMBEDDING].shape)
         axis = 1 if parts > 1 and width * parts == params["dim"] else 0
         if not axis and width != params["dim"]:
             raise ValueError(f"dim is {params['dim']}, and the embedding is {width} wide in each of {parts} parts")
@@ -191,12 +188,11 @@ class MetaWeights(Weights):
 
     def _is_tied(self, vocab_size: int) -> bool:
         """Whether embedding and output are one matrix: only one is there, or both have the same values."""
-        if (output := self._parts[0].layouts.get(_OUTPUT)) is None:
+        if (output := self._parts[0].layouts.get(OUTPUT)) is None:
             return True
         height, width = _whole(output.shape)
-        blocks = ((low, (min(_COMPARED_ROWS, vocab_size - low), width)) for low in range(0, vocab_size, _COMPARED_ROWS))
-        return height * len(self._parts) == vocab_size and all(same_bits(*(
-            self._read(name, (low, 0), size) for name in (_EMBEDDING, _OUTPUT))) for low, size in blocks)
+        return height * len(self._parts) == vocab_size and same_bits(*(
+            self._read(name, (0, 0), (vocab_size, width)) for name in (EMBEDDING, OUTPUT)))
 
 
 def _whole(shape: Sequence[int]) -> tuple[int, int]:
@@ -216,7 +212,7 @@ def meta_files(source: Source, parts: int) -> list[OutputFile]:
     config = source.config
     _refuse_unsaid(config, parts)
     shapes = parameter_shapes(config)
-    counts = {"heads": config.heads, "the feed-forward width": config.hidden, "the vocabulary": shapes[_EMBEDDING][0],
+    counts = {"heads": config.heads, "the feed-forward width": config.hidden, "the vocabulary": shapes[EMBEDDING][0],
               "the width": config.dim}
 
     def uneven(parts: int) -> list[str]:
@@ -258,8 +254,8 @@ def _part_writer(source: Source, split: Split, part: int) -> Callable[[Path], No
         shapes = parameter_shapes(source.config)
         state = {name: _alone(source.read(name, *split.rectangle(name, shape, part))) for name, shape in shapes.items()}
         if source.config.tied_embeddings:  # under both names: Meta's model reads both, and torch.save stores it once
-            rows = split.rectangle(_OUTPUT, shapes[_EMBEDDING], part)
-            state[_OUTPUT] = state[_EMBEDDING] if split.embedding_axis == 0 else _alone(source.read(_EMBEDDING, *rows))
+            rows = split.rectangle(OUTPUT, shapes[EMBEDDING], part)
+            state[OUTPUT] = state[EMBEDDING] if split.embedding_axis == 0 else _alone(source.read(EMBEDDING, *rows))
         with open(path, "wb") as file:
             torch.save(state, file)
             file.flush()

@@ -5,8 +5,8 @@
 
 Any number of ranks, spread in any way, reads any rectangle back. Names are flat: "model.<parameter>",
 "exp_avg.<parameter>", or another state of the optimizer. A tensor's only piece in a file goes by the tensor's name
-there; of several, each by the name and where it starts: "model.output.weight@512,0". Pieces that are cut evenly take no
-room each in the index (shard_index.py), which so grows with tensors and with ranks, not with their product.
+there; of several, each by the name and where it starts: "model.output.weight@512,0". Tensors that are cut alike share
+their pieces in the index (shard_index.py), which so grows with tensors and with ranks, not with their product.
 
 Writing takes no memory beside the tensors, reading none beside what is asked for.
 """
@@ -20,26 +20,28 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import Inside, atomic_file, parsed_json, typed
-from drover.pipeline.formats.shard_index import Entry, Index, Rectangle, check_cover, check_entry, overlapping, run_of
+from drover.pipeline.files import Count, Inside, atomic_file, parsed_json, typed
+from drover.pipeline.formats.shard_index import Cut, Entry, Index, Rectangle, corners, overlapping
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
     DamagedFileError,
     Layout,
     TensorFile,
+    overlap,
     rectangle_in,
     write_tensors,
 )
 
 INDEX = "index.json"
-_VERSION = 3
+_VERSION = 4
 """Of the index."""
 _OPEN_FILES = 128
 """Files that a reader keeps open; systems allow 1,024 or more in all."""
@@ -74,7 +76,7 @@ def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorSha
         OSError: the disk is full, or does not work; the file is left as far as it came.
         ValueError: a tensor is not contiguous or not in host memory, or pieces of one differ in what it is.
     """
-    entries: dict[str, Entry] = {}
+    entries = dict[str, tuple[str, tuple[int, ...], list[Rectangle]]]()
     tensors: dict[str, Tensor] = {}
     for name, value in pieces.items():
         found = [value] if isinstance(value, TensorShard) else list(value)
@@ -86,16 +88,15 @@ def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorSha
     # Wide elements first: then each tensor starts at a multiple of its element size.
     tensors = dict(sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize))
     layouts = {key: Layout(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    return Index((write_tensors(path, layouts, tensors.values()),), entries)
+    return Index.of(write_tensors(path, layouts, tensors.values()), entries)
 
 
-def _entry(name: str, pieces: Sequence[TensorShard]) -> Entry:
+def _entry(name: str, pieces: Sequence[TensorShard]) -> tuple[str, tuple[int, ...], list[Rectangle]]:
     kinds = {(piece.tensor.dtype, tuple(piece.shape)) for piece in pieces}
     if len(kinds) > 1:
         raise ValueError(f"The pieces of {name} differ in element type or shape of the whole: {kinds}.")
     (dtype, shape), = kinds
-    runs = run_of(0, shape, [(tuple(piece.offset), tuple(piece.tensor.shape)) for piece in pieces])
-    return Entry(DTYPE_NAMES[dtype], shape, tuple(runs))
+    return DTYPE_NAMES[dtype], shape, [(tuple(piece.offset), tuple(piece.tensor.shape)) for piece in pieces]
 
 
 def write_index(folder: Path, index: Index) -> dict[str, Any]:
@@ -105,10 +106,10 @@ def write_index(folder: Path, index: Index) -> dict[str, Any]:
         ValueError: the pieces do not cover each tensor exactly once. An engine that hands out its state wrongly does
             that; nothing is written.
     """
-    for name, entry in index.tensors.items():
-        check_cover(name, entry)
+    index.check()
     content = {"version": _VERSION, "files": [record["path"] for record in index.files],
-               "tensors": {name: asdict(entry) for name, entry in index.tensors.items()}}
+               "tensors": {name: asdict(entry) for name, entry in index.tensors.items()},
+               "cuts": [cut.tolist() for cut in index.cuts]}
     data = json.dumps(content, separators=(",", ":")).encode()
     with atomic_file(folder / INDEX) as file:
         file.write(data)
@@ -130,7 +131,8 @@ def read_index(folder: Path) -> bytes | None:
 class _Content(TypedDict):
     version: int
     files: list[Inside]
-    tensors: dict[str, Annotated[Entry, check_entry]]
+    tensors: dict[str, Entry]
+    cuts: list[list[tuple[Count, ...]]]
 
 
 class CheckpointReader:
@@ -153,9 +155,12 @@ class CheckpointReader:
             version = content.get("version") if isinstance(content, dict) else None
             content = typed(content, _Content)
             self._files, self._tensors = content["files"], content["tensors"]
+            self._cuts: list[Cut] = [np.array(pieces, np.int64) for pieces in content["cuts"]]
+            for entry in self._tensors.values():
+                corners(self._cuts[entry.cut], len(entry.shape))
             if any(Path(name).name != name for name in self._files):
                 raise ValueError("it names a file that is not beside it")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, IndexError, OverflowError) as error:
             raise self._problem(f"{INDEX} is missing or torn ({error})") from error
         if version != _VERSION:
             raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads form {_VERSION}. Use "
@@ -198,17 +203,13 @@ class CheckpointReader:
             raise ValueError(f"out is {tuple(target.shape)}, and {size} of {name} are to be read.")
         with torch.no_grad():
             for number, (at, held) in self.pieces(name, offset, size):
-                low = [max(a, b) for a, b in zip(offset, at, strict=True)]
-                high = [min(a + m, b + n) for a, m, b, n in zip(offset, size, at, held, strict=True)]
-                if all(start < end for start, end in zip(low, high, strict=True)):
-                    self._copy(target[tuple(slice(start - a, end - a) for start, end, a
-                                            in zip(low, high, offset, strict=True))],
-                               number, name, at, held, tuple(start - b for start, b in zip(low, at, strict=True)))
+                place, inside = overlap(offset, size, at, held)
+                self._copy(target[place], number, name, at, held, inside)
         return target
 
     def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
-        """(number of its file, rectangle) of all pieces that may have something of a rectangle of tensor `name`."""
-        yield from overlapping(self._tensors[name], offset, size)
+        """(number of its file, rectangle) of all pieces that have something of a rectangle of tensor `name`."""
+        yield from overlapping(self._cuts[self._tensors[name].cut], offset, size)
 
     def _copy(self, target: Tensor, number: int, name: str, at: Sequence[int], size: Sequence[int],
               inside: tuple[int, ...]) -> None:

@@ -79,6 +79,18 @@ def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
     return start, tuple(size)
 
 
+def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
+            held: Sequence[int]) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+    """What the rectangle at `offset` has of the one at `at`, of size `held`: where it is in the first, and where it
+    begins in the second. It may be empty."""
+    place, inside = list[slice](), list[int]()
+    for start, length, begin, count in zip(offset, size, at, held, strict=True):
+        low = max(start, begin)
+        place.append(slice(low - start, max(low, min(start + length, begin + count)) - start))
+        inside.append(low - begin)
+    return tuple(place), tuple(inside)
+
+
 def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> dict[str, Any]:
     """Write a safetensors file; returns its record: path (the name alone), bytes, sha256 of what was written.
 

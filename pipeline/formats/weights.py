@@ -21,23 +21,24 @@ from torch import Tensor
 
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.config.shapes import read_shape, shape_from
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import Inside, read_record
-from drover.pipeline.formats.base import Weights
-from drover.pipeline.formats.huggingface import (
-    OutputFile,
-    Source,
+from drover.model.names import (
+    EMBEDDING,
+    OUTPUT,
     pair_rows,
     parameter_shapes,
     rotated_heads,
     their_name,
     zero_biases,
 )
+from drover.pipeline.config.shapes import read_shape, shape_from
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Inside, read_record
+from drover.pipeline.formats.base import Weights
+from drover.pipeline.formats.huggingface import OutputFile, Source
 from drover.pipeline.formats.meta import MetaWeights
 from drover.pipeline.formats.meta_params import PARAMS
 from drover.pipeline.formats.record import RECORD, recorded_config
-from drover.pipeline.formats.shard_index import Entry, Index, run_of
+from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, write_index
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
@@ -66,13 +67,13 @@ class CheckpointWeights(Weights):
         self._reader = CheckpointReader(path, mend="Make it again.") if recorded else CheckpointReader(path)
         try:
             if marker and config is None:
-                rows = self._reader.shape(f"{MODEL}tok_embeddings.weight")[0]
+                rows = self._reader.shape(MODEL + EMBEDDING)[0]
                 config = shape_from({**marker["config"]["model"], "vocab_size": rows})
         except (ValueError, LookupError) as error:
             raise UserError(f"{path} does not say what network it is of ({error}). Take another checkpoint.") from None
         super().__init__(path, recorded or config)  # type: ignore[arg-type]
         self._fit({name.removeprefix(MODEL): self._reader.shape(name) for name in self._reader.names(MODEL)},
-                  self.shapes, {"output.weight"} if self.config.tied_embeddings else (), "the shape stated beside them")
+                  self.shapes, {OUTPUT} if self.config.tied_embeddings else (), "the shape stated beside them")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.dtype(MODEL + name)
@@ -142,7 +143,7 @@ class HuggingFaceWeights(Weights):
         self._fit({name: file.layouts[name].shape for name, file in self._where.items()},
                   {their_name(name): shape for name, shape in self.shapes.items()},
                   {*zeros, *(name for name in names if name.endswith("rotary_emb.inv_freq")),
-                   *(["lm_head.weight"] if self.config.tied_embeddings else [])}, "its config.json",
+                   *([their_name(OUTPUT)] if self.config.tied_embeddings else [])}, "its config.json",
                   [f"{name} is not {width} zeros: that network computes something else" for name in sorted(
                       zeros & names) if self.stored_shape(name) != (width,) or self.stored(name).any()])
 
@@ -227,7 +228,7 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
         model = Llama(weights.config)
     state = {name: weights.read(name).to(device, dtype) for name in weights.names()}
     if weights.config.tied_embeddings:
-        state["output.weight"] = state["tok_embeddings.weight"]
+        state[OUTPUT] = state[EMBEDDING]
     model.load_state_dict(state, assign=True)
     model.tie()
     return model.eval().requires_grad_(False)
@@ -240,9 +241,9 @@ def drover_files(source: Source, shard_bytes: int) -> list[OutputFile]:
         layouts = {MODEL + name: Layout(source.dtype, shapes[name]) for name in names}
         files.append(OutputFile(f"weights-{number:05d}.safetensors", len(names),
                                 partial(_write_weights, source=source, layouts=layouts)))
-        parts.append(Index(({"path": files[-1].name},), {
-            name: Entry(DTYPE_NAMES[source.dtype], layout.shape, tuple(run_of(0, layout.shape, [
-                ((0,) * len(layout.shape), layout.shape)]))) for name, layout in layouts.items()}))
+        parts.append(Index.of({"path": files[-1].name}, {
+            name: (DTYPE_NAMES[source.dtype], layout.shape, [((0,) * len(layout.shape), layout.shape)])
+            for name, layout in layouts.items()}))
     index = Index.joined(parts)
     return [*files, OutputFile(INDEX, 0, lambda path: write_index(path.parent, index))]
 

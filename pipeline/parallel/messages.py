@@ -22,7 +22,6 @@ from drover.pipeline.contract.signed import MessageError
 from drover.pipeline.errors import UserError
 
 MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
-        "Run": "drover.pipeline.formats.shard_index",
         "Rollback": "drover.pipeline.records.rollbacks", "Damage": "drover.pipeline.data.sampling.shard_checks",
         "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
         "HeldoutText": "drover.pipeline.evaluation.bits_per_byte",

@@ -1,4 +1,4 @@
-"""Where documents with ids of their own were read: kept beside the shards, which are the same with and without."""
+"""Where documents with ids of their own were read: their shards say it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import gzip
 import json
 import random
 
-import numpy as np
 import pytest
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.data import sources
-from drover.pipeline.data.planning.origins import read_places
 from drover.pipeline.data.text_shards import SPLITS, read_documents
 from drover.tools.where.origin import Corpus
 from tests.data.source_files import lines
@@ -42,11 +40,6 @@ def small_parts(monkeypatch):
 
 
 
-
-
-
-
-
 @pytest.mark.parametrize("rule", ["hash", "tail"])
 def test_file_and_record_of_every_document(corpus, rule):
     asked = [f"name={rule}", f"shard.heldout_rule={rule}"]
@@ -54,18 +47,16 @@ def test_file_and_record_of_every_document(corpus, rule):
     found = Corpus(Run(load_config(corpus, asked)))
     data = {path.name: path.read_bytes() for path in (corpus.parent / "in").glob("*.jsonl*")}
     data["packed.jsonl.gz"] = gzip.decompress(data["packed.jsonl.gz"])
-    assert any("large.jsonl@" in place for place in read_places(next((found.folder / "origins/train").iterdir()),
-                                                               np.arange(5))), "it was read in parts"
-    seen, cut = set(), 0
-    for path, number, document in ((shard, *entry) for shard, record in found.shards.items()
-                                   if record["split"] in SPLITS
-                                   for entry in enumerate(read_documents(found.folder / shard))):
-        origin = found.origin(path, number, document.source, document.id)
+    seen, cut, parts = set(), 0, 0
+    for document in (document for shard, record in found.shards.items() if record["split"] in SPLITS
+                     for document in read_documents(found.folder / shard)):
+        origin = found.placed(document.source, document.place or document.id)
         assert origin["path"] == str(corpus.parent / "in" / origin["file"])
         if document.source == "plain":
             assert document.text in f"plain {origin['record'] - 1}" and origin["file"] == "plain.txt"
             continue
         seen.add(origin["file"])
+        parts += isinstance(origin["record"], str)
         content = data[origin["file"]]
         line = content.splitlines()[origin["record"] - 1] if isinstance(origin["record"], int) else \
             content[int(origin["record"]):].partition(b"\n")[0]
@@ -74,4 +65,5 @@ def test_file_and_record_of_every_document(corpus, rule):
         cut += bool(characters)
         assert document.id.startswith(record["id"])
         assert document.text == record["text"][int(first or 0):int(end) if end else None]
+    assert parts, "a file was read in parts"
     assert seen == set(data) and cut == (2 if rule == "tail" else 0)

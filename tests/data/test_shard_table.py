@@ -14,11 +14,9 @@ import pytest
 
 from drover.pipeline.data import token_shards
 from drover.pipeline.data.provenance import documents_of
-from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, open_shards, size_problems
-from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
-from tests.token_shards import SOURCES, assert_same_batches, plan_of, training_data, write_shards
+from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
 
 MIXTURE = {"web": 3.0, "code": 1.0}
 
@@ -50,14 +48,9 @@ def data_of(folder, table, most=None, whole=None, mixture=MIXTURE):
     return training_data(folder, table, mixture=mixture, opened=opened)
 
 
-def kept_whole(folder, records, mixture=MIXTURE):
-    """The same data over shards that are all there as objects, with all their offsets in memory."""
-    shards = {source: [TokenShard(folder / record["path"], record)
-                       for record in sorted(records, key=lambda record: record["path"])
-                       if (record["split"], record["source"]) == ("train", source)] for source in SOURCES}
-    plan = plan_of(batch_tokens=16, mixture=mixture)
-    return TrainingData(shards, plan, 3, [[record["path"], record["sha256"]] for record in records
-                                          if record["split"] == "train"])
+def kept_whole(folder, table, mixture=MIXTURE):
+    """The same data over shards that are all kept open, with all their offsets in memory."""
+    return data_of(folder, table, 1000, 1 << 26, mixture)
 
 
 def open_files():
@@ -86,7 +79,8 @@ def test_samples_are_those_of_shards_kept_whole_over_several_epochs(tmp_path, mo
     give that thread another file's bytes."""
     monkeypatch.setattr(token_shards, "BLOCK", 3)
     records = make_shards(tmp_path, 14)
-    few, all_ = data_of(tmp_path, ShardTable.of(records), 1, whole, mixture), kept_whole(tmp_path, records, mixture)
+    table = ShardTable.of(records)
+    few, all_ = data_of(tmp_path, table, 1, whole, mixture), kept_whole(tmp_path, table, mixture)
     assert few.order.plan_sha256 == all_.order.plan_sha256 and min(few.order.epochs(600).values()) > 2
     numbers = [np.random.default_rng(seed).integers(0, 600, 40) for seed in range(20)]
     with ThreadPoolExecutor(8) as pool:

@@ -1,9 +1,8 @@
 """The index of a checkpoint: no piece is lost, however it is put together; it grows with ranks plus tensors."""
 
-
 import pytest
 
-from drover.pipeline.formats.shard_index import Entry, Index, check_cover, overlapping, rectangles, run_of
+from drover.pipeline.formats.shard_index import Index, overlapping, rectangles
 
 SHAPE = (96, 40)
 
@@ -36,24 +35,22 @@ LAYOUTS = {"rows": rows, "tensor by rows": rows_of_a_slice(0, 4), "tensor by col
            "three by rows": rows_of_a_slice(0, 3), "flat": flat_range}
 
 
-def index_of(owned, ranks, names=("model.x",), arity=8):
+def index_of(owned, ranks, names, arity):
     """Joined as a tree of ranks joins it."""
-    parts = []
-    for rank in range(ranks):
-        runs = run_of(0, SHAPE, owned(rank, ranks))
-        parts.append(Index(({"path": f"rank-{rank:05}.safetensors"},),
-                           {name: Entry("F32", SHAPE, tuple(runs)) for name in names if runs}))
+    parts = [Index.of({"path": f"rank-{rank:05}.safetensors"}, {name: ("F32", SHAPE, owned(rank, ranks))
+                                                                for name in names if owned(rank, ranks)})
+             for rank in range(ranks)]
     while len(parts) > 1:
         parts = [Index.joined(parts[at:at + arity]) for at in range(0, len(parts), arity)]
     return parts[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_even_cuts_are_a_few_runs_and_lose_no_piece(layout):
+def test_tensors_that_are_cut_alike_share_a_cut_which_loses_no_piece(layout):
     owned = LAYOUTS[layout]
     for ranks, arity in ((24, 2), (48, 5), (48, 1000)):
-        entry = index_of(owned, ranks, arity=arity).tensors["model.x"]
-        check_cover("model.x", entry)
-        assert sorted(overlapping(entry, (0, 0), SHAPE)) == sorted(
-            (rank, rectangle) for rank in range(ranks) for rectangle in owned(rank, ranks))
-        assert len(entry.runs) <= 8, entry.runs
+        index = index_of(owned, ranks, ("model.x", "model.y"), arity)
+        index.check()
+        [cut] = index.cuts
+        assert list(overlapping(cut, (0, 0), SHAPE)) == [
+            (rank, rectangle) for rank in range(ranks) for rectangle in owned(rank, ranks)]

@@ -24,7 +24,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.data.planning import components, layout
+from drover.pipeline.data.planning import runs
 from drover.pipeline.data.text_shards import read_documents, read_shard, shard_records
 from drover.pipeline.shard import shard
 from tests.conftest import REPOSITORY, run_stage
@@ -272,9 +272,8 @@ def kept(config, name):
 def test_counts_reconcile_and_every_dropped_document_names_one_that_stays(corpus, capsys, monkeypatch):
     """And groups and partitions of any size decide the same."""
     with monkeypatch.context() as small:
-        small.setattr(layout, "GROUP_UNITS", 2)
-        small.setattr(layout, "PARTITION_ROWS", 200)
-        small.setattr(components, "STRETCH", 50)
+        small.setattr(runs, "GROUP_UNITS", 2)
+        small.setattr(runs, "PARTITION_ROWS", 200)
         assert run(corpus, "name=small") == 0
     capsys.readouterr()
     assert run(corpus) == 0

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.data.provenance import readings
-from drover.pipeline.data.shard_table import Shards
 from drover.pipeline.data.text_shards import SPLITS, SUFFIX
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
@@ -103,7 +102,7 @@ class Tracer:
                 raise UserError(f"{tokens.path} and {self.corpus.folder / shard} do not hold the same documents (at "
                                 f"{number}). Run --stage encode again.")
             record |= {"id": document.id, "meta": document.meta, **({"found": excerpt} if excerpt else {}),
-                       **self.corpus.origin(shard, number, about["source"], document.id), "text": document.text}
+                       **self.corpus.placed(about["source"], document.place or document.id), "text": document.text}
         else:
             record["origin"] = f"{self.corpus.folder / shard} is gone, and with it the document's id"
         return {**record, "readings": list(self._readings(row, number))}
@@ -111,7 +110,6 @@ class Tracer:
     def _readings(self, row: int, document: int) -> Iterator[dict[str, Any]]:
         """When a document is read, in the order of samples."""
         for pool, shards in enumerate(self.data.shards):
-            assert isinstance(shards, Shards)
             for index in np.flatnonzero(shards.rows == row).tolist():
                 for one in readings(self.data, pool, index, document, self.steps.end):
                     passage = self.steps.passage(one.sample)
@@ -122,8 +120,7 @@ class Tracer:
 
     def _dropped(self, hit: Hit) -> dict[str, Any]:
         assert hit.dropped is not None
-        origin = self.corpus.placed(hit.source, hit.place) if hit.place else \
-            self.corpus.origin(hit.shard, hit.number, hit.source, hit.id)
+        origin = self.corpus.placed(hit.source, hit.place or hit.id)
         return {"split": DROPPED, "source": hit.source, "id": hit.id, "filter": hit.dropped[0],
                 "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}), **origin}
 

@@ -6,10 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from drover.pipeline.config.data import StdlibSource
 from drover.pipeline.contract.run import Run
-from drover.pipeline.data.planning.decisions import DUPLICATES
-from drover.pipeline.data.planning.origins import origins_path, read_origins
+from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.text_shards import read_shard
 
 _CUT = re.compile(r"\[(\d*):(\d*)\]$")
@@ -20,13 +18,13 @@ class Corpus:
 
     Attributes:
         folder, manifest: of the shard stage, here or in the run that is reused.
-        sources: by name, as they are configured.
+        sources: the names of the configured ones.
     """
 
     def __init__(self, run: Run) -> None:
         self.folder, self.manifest = run.stage_folder("shard"), run.finished("shard")
         self.shards = {record["path"]: record for record in self.manifest.outputs}
-        self.sources = {source.name: source for source in run.config.shard.sources}
+        self.sources = [source.name for source in run.config.shard.sources]
         self._paths = {record["name"]: record["path"] for record in self.manifest.files}
 
     def text_of(self, shard: str, number: int) -> Any:
@@ -35,17 +33,8 @@ class Corpus:
             return None
         return next(read_shard(self.folder, self.shards[shard], only=[number]))
 
-    def origin(self, shard: str, number: int, source: str, own: str) -> dict[str, Any]:
-        """Where the document of this number and id in a text shard was read (see `placed`)."""
-        if origins_path(shard) in self.shards and (place := read_origins(self.folder, shard, number)[0]):
-            return self.placed(source, place)
-        about = self.sources.get(source)
-        if about is None or (not isinstance(about, StdlibSource) and about.id_field):
-            return {"origin": f"the stage shard did not record in which file of {source} the id {own} stood"}
-        return self.placed(source, own)
-
     def placed(self, source: str, name: str) -> dict[str, Any]:
-        """What a name such as `file:7`, `file@1234` or `file:7[0:100]` means.
+        """Where a document was read, by its place or else its id: `file:7`, `file@1234` or `file:7[0:100]`.
 
         Returns:
             file: by its name within the source; of a dataset its split. path: where it lay then; None if it is no file

@@ -17,7 +17,6 @@ import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.data.documents import digest, document_key, place_in
-from drover.pipeline.data.planning.origins import origins_path, read_origins
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.text_shards import SPLITS, read_documents
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
@@ -92,8 +91,7 @@ def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | No
     Raises:
         UserError: a shard is missing or damaged.
     """
-    outputs = {record["path"] for record in manifest.outputs}
-    jobs = ((folder, record, wanted, limit, bool(wanted.ids) and origins_path(record["path"]) in outputs)
+    jobs = ((folder, record, wanted, limit)
             for split in splits for record in manifest.outputs
             if record.get("split") == split and source in (None, record["source"]))
     found: list[Hit] = []
@@ -105,14 +103,12 @@ def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | No
     return found, False
 
 
-def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int, bool]) -> list[Hit]:
-    """One more than the limit, if there are so many. The last of the job: whether the shard's places are looked at."""
-    folder, record, wanted, limit, placed = job
-    places = read_origins(folder, record["path"]) if placed else None
+def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int]) -> list[Hit]:
+    """One more than the limit, if there are so many."""
+    folder, record, wanted, limit = job
     found: list[Hit] = []
     for hit, text in _texts(folder, record):
-        beside = hit.place if places is None else places[hit.number]
-        if (at := wanted.place(hit.source, (hit.id, beside) if beside else (hit.id,), text)) is not None:
+        if (at := wanted.place(hit.source, (hit.id, hit.place) if hit.place else (hit.id,), text)) is not None:
             excerpt = text[max(0, at - AROUND):at + len(wanted.text) + AROUND] if wanted.text else ""
             found.append(replace(hit, excerpt=excerpt))
             if len(found) > limit:
@@ -125,7 +121,7 @@ def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Hit, str]]:
     path = folder / record["path"]
     if record["split"] != DROPPED:
         for number, document in enumerate(read_documents(path)):
-            yield Hit(record["path"], number, document.source, document.id), document.text
+            yield Hit(record["path"], number, document.source, document.id, place=document.place), document.text
         return
     if not path.is_file():
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drover.pipeline.config.shipped import FILTERS, name_of
-from drover.pipeline.data.documents import Document, to_json
+from drover.pipeline.data.documents import Document, as_values, to_json
 from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.errors import UnusableInputError, raised_at
 
@@ -26,12 +26,10 @@ class Dropped:
     filter: str
     reason: str
 
-    def line(self, place: str = "") -> bytes:
-        """It as a line of JSON, which a `files` source reads. place: where it was read, if its id does not say so."""
-        document = self.document
-        return (json.dumps({"text": document.text, "source": document.source, "id": document.id, "meta": document.meta,
-                            **({"place": place} if place else {}), "filter": self.filter, "reason": self.reason},
-                           ensure_ascii=False) + "\n").encode()
+    def line(self) -> bytes:
+        """It as a line of JSON, which a `files` source reads."""
+        value = {**as_values(self.document), "filter": self.filter, "reason": self.reason}
+        return (json.dumps(value, ensure_ascii=False) + "\n").encode()
 
 
 class Chain:
@@ -66,6 +64,7 @@ class Chain:
                 found = own(document)
                 if not isinstance(found, str) and found is not document:
                     _check(document, found)
+                    found = replace(found, place=document.place)  # which a filter of one's own may forget
                     member = to_json(found)
             except Exception as error:
                 raise UnusableInputError(

@@ -9,8 +9,7 @@ from itertools import repeat
 import numpy as np
 
 from drover.pipeline.data.comparable_words import comparable_words
-
-_BASE = np.uint64(0x9E3779B97F4A7C15)
+from drover.pipeline.data.mixing import GOLDEN, mixed
 
 
 class ItemIndex:
@@ -37,7 +36,7 @@ class ItemIndex:
         self._words, self._starts = np.array(numbers, np.int64), np.array(starts, np.int64)
         lengths, self.places = np.diff(self._starts), len(numbers)
         self.too_short = lengths < least
-        self._codes = _mixed(len(self._numbers) + 1)
+        self._codes = mixed(np.arange(len(self._numbers) + 1, dtype=np.uint64) * GOLDEN)
         sizes = np.where(self.too_short, 0, np.minimum(lengths, n))
         self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of each size: hashes, sorted, and their places
         for size, hashes in _hashes(self._codes[self._words], set(sizes[sizes > 0].tolist())):
@@ -74,18 +73,11 @@ class ItemIndex:
         return found
 
 
-def _mixed(count: int) -> np.ndarray:
-    """(count,) uint64: numbers from 0 on, mixed by splitmix64."""
-    mixed = np.arange(count, dtype=np.uint64) * _BASE
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
 def _hashes(codes: np.ndarray, sizes: set[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """For each size up to the number of codes, ascending: the hashes sum(code_j BASE^(size - 1 - j)) of all windows."""
+    """For each size up to the number of codes, ascending, the hashes of all windows: sum(code_j GOLDEN^(size - 1 - j))
+    modulo 2^64."""
     hashes = np.zeros(len(codes) + 1, np.uint64)
     for size in range(1, min(max(sizes, default=0), len(codes)) + 1):
-        hashes = hashes[:-1] * _BASE + codes[size - 1:]
+        hashes = hashes[:-1] * GOLDEN + codes[size - 1:]
         if size in sizes:
             yield size, hashes

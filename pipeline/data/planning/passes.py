@@ -1,25 +1,45 @@
-"""The passes between reading and writing: sort, match, components, compare, resolve, decide, plan. Each but the last is
-a phase of units; each writes files that the next ones read, see `layout`, `runs` and the modules of the passes.
+"""The passes between reading and writing: sort, match, components, resolve, decide, plan. Each but the last is a phase
+of units; each writes files that the next ones read, see `runs` and `near_duplicates`.
 
 No pass depends on how many units, groups or partitions there are, nor on who does them in which order.
+
+What becomes of every document is decided group by group, by the links of its documents. With `heldout_rule: tail` the
+split is not decided there: all that stay count as trained on until the plan knows where the border falls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from drover.pipeline.contract.units import Unit
-from drover.pipeline.data.planning.comparing import compare_group, near_column, resolve_partition
-from drover.pipeline.data.planning.components import label_components
-from drover.pipeline.data.planning.decisions import Summary, decide_group, heldout_below, summary
-from drover.pipeline.data.planning.layout import Layout, layout
-from drover.pipeline.data.planning.runs import match_partition, sort_group
-from drover.pipeline.data.planning.shards import Pieces, pieces_by_hash, plan_shards
+from drover.pipeline.data.planning.near_duplicates import label_components, near_column, read_labels, resolve_partition
+from drover.pipeline.data.planning.runs import (
+    DIGEST,
+    DUPLICATE,
+    FATES,
+    HELDOUT,
+    NEAR_DUPLICATE,
+    SUMS,
+    TRAIN,
+    Layout,
+    StagedDocuments,
+    Summary,
+    layout,
+    match_partition,
+    read_links,
+    sort_group,
+    sums,
+)
+from drover.pipeline.data.planning.shards import Pieces, find_borders, pieces_by_hash, pieces_by_tail, plan_shards
 from drover.pipeline.data.planning.signatures import banding
-from drover.pipeline.data.planning.tails import find_borders, pieces_by_tail
-from drover.pipeline.files import sha256_json
+from drover.pipeline.data.reading import staged
+from drover.pipeline.files import atomic_file, output_record, sha256_json
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import ShardConfig
@@ -72,28 +92,23 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     else:
         pieces = pieces_by_hash(plan, found, len(config.sources))
     fates = [output["sha256"] for record in decided for output in record["outputs"][:len(record["sums"])]]
-    payloads = plan_shards(folder, pieces, config.shard_mb * 1e6, [source.name for source in config.sources],
+    payloads = plan_shards(pieces, config.shard_mb * 1e6, [source.name for source in config.sources],
                            {name: sha256_json(own) for name, *own in zip(names, staged, fates, strict=True)})
     return Decided(found, pieces, {border.source for border in borders if border.characters}, payloads,
                    [record["outputs"][-1] for record in decided if name_kept])
 
 
 def _link(work: Work, config: ShardConfig, plan: Layout, staged: list[str]) -> str:
-    """Sort, match, label, compare: the hash of all that says which documents are equal or alike."""
+    """Sort, match, label, resolve: the hash of all that says which documents are equal or alike."""
     inputs = sha256_json([asdict(plan), staged])
     inputs = _hash(work.do_units("sort", _groups(plan, {"inputs": inputs}), sort_group, "groups"), inputs)
     units = _partitions(plan, range(plan.bands + 1), {"inputs": inputs})
     inputs = _hash(work.do_units("match", units, match_partition, "partitions"), inputs)
-    near = config.near_duplicates
-    settings = {"verify": near and near.verify, "words": near and near.words}
-    inputs = _hash(work.do_units("components", [Unit("labels", {"inputs": inputs})] if near else [], label_components),
-                   inputs)
-    compared = work.do_units("compare", _groups(plan, {**settings, "inputs": inputs}) if near else [], compare_group,
-                             "groups")
-    inputs = _hash(compared, inputs)
-    resolved = work.do_units("resolve", _partitions(plan, [near_column(plan)], {**settings, "inputs": inputs})
-                             if near else [], resolve_partition, "partitions")
-    return _hash(resolved, inputs)
+    if (near := config.near_duplicates) is None:
+        return inputs
+    inputs = _hash(work.do_units("components", [Unit("labels", {"inputs": inputs})], label_components), inputs)
+    units = _partitions(plan, [near_column(plan)], {"verify": near.verify, "words": near.words, "inputs": inputs})
+    return _hash(work.do_units("resolve", units, resolve_partition, "partitions"), inputs)
 
 
 def _groups(plan: Layout, payload: dict[str, Any]) -> list[Unit]:
@@ -101,9 +116,102 @@ def _groups(plan: Layout, payload: dict[str, Any]) -> list[Unit]:
 
 
 def _partitions(plan: Layout, columns: Iterable[int], payload: dict[str, Any]) -> list[Unit]:
-    return [Unit(f"{column:03d}-partition-{partition:06d}", {"column": column, "partition": partition, **payload})
-            for column in columns for partition in range(plan.partitions)]
+    return [Unit(f"{column:03d}-{name}", {"column": column, "partition": partition, **payload})
+            for column in columns for partition, name in enumerate(plan.partition_names)]
 
 
 def _hash(records: list[dict[str, Any]], before: str) -> str:
     return sha256_json([before, *(output["sha256"] for record in records for output in record["outputs"])])
+
+
+DUPLICATES = "duplicates"
+"""Folder of the outputs that name, for each document that was dropped, the one that was kept; and their split."""
+_ROWS_AT_ONCE = 20_000
+
+
+def heldout_below(share: float) -> int:
+    """The high half of a digest is held out below this: share * 2^64, which is exact."""
+    return ceil(share * 2**64)
+
+
+def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Write what becomes of each document of a group.
+
+    payload: `group`; `drop` (whether equal documents are dropped); `heldout` (see `heldout_below`; None: not decided
+        here); `name_kept` (whether to write which document is kept instead of each that is dropped).
+
+    Returns:
+        For each unit a row of `sums` and `dropped` as in `Summary`; the files as `outputs`, that of the
+        documents kept instead of others last.
+    """
+    plan, group = Layout.read(folder), payload["group"]
+    begin, end = plan.bounds(group)
+    documents = StagedDocuments(folder, plan)
+    fates, kept = np.zeros(end - begin, np.uint8), np.arange(begin, end)
+    between = read_links(folder, plan, DIGEST, plan.partition_names, group)
+    inside = read_links(folder, plan, DIGEST, [plan.group_names[group]], group)
+    kept[between["other"] - begin] = between["kept"]
+    kept[inside["other"] - begin] = kept[inside["kept"] - begin]
+    if payload["drop"]:
+        fates[kept != np.arange(begin, end)] = DUPLICATE
+    splits_by = {}  # of documents that stay although a component has them: all of it is in one split
+    if plan.bands:
+        links = read_links(folder, plan, near_column(plan), plan.partition_names, group)
+        near = (links["other"] - begin).astype(np.int64)
+        fates[near[fates[near] == TRAIN]] = NEAR_DUPLICATE
+        kept[near] = links["kept"]
+        kept[inside["other"] - begin] = kept[inside["kept"] - begin]
+        labels = read_labels(folder, plan, group)
+        stay = np.flatnonzero((labels != np.arange(begin, end)) & (fates == TRAIN))
+        splits_by = {place: documents.row(first)[1]["high"] for place, first in
+                     zip(stay.tolist(), labels[stay].tolist(), strict=True)}
+    record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
+    for unit in plan.units(group):
+        path = staged(folder, plan.names[unit], ".npy")
+        index, first = np.load(path), plan.starts[unit] - begin
+        own = fates[first:first + len(index)]
+        if payload["heldout"] is not None:
+            high = index["high"]
+            for place in splits_by.keys() & range(first, first + len(index)):
+                high[place - first] = splits_by[place]
+            own[(own == TRAIN) & (high < np.uint64(payload["heldout"]))] = HELDOUT
+        splits = [index[own == fate] for fate in (TRAIN, HELDOUT)]
+        record["sums"].append([sums(rows) for rows in splits])
+        record["dropped"].append([int((own == fate).sum()) for fate in (DUPLICATE, NEAR_DUPLICATE)])
+        with atomic_file(path := staged(folder, plan.names[unit], ".fates")) as file:
+            np.save(file, own)
+        record["outputs"].append(output_record(folder, path))
+    if payload["name_kept"]:
+        dropped = np.flatnonzero(fates >= DUPLICATE)
+        record["outputs"].append(_write_kept(documents, plan.group_names[group], dropped + begin, kept[dropped],
+                                             [FATES[fate] for fate in fates[dropped]]))
+    return record
+
+
+def summary(records: list[dict[str, Any]]) -> Summary:
+    """What the records of all groups say, in order."""
+    def joined(name: str, *shape: int) -> np.ndarray:
+        return np.array([row for record in records for row in record[name]], np.int64).reshape(-1, *shape)
+    return Summary(joined("sums", 2, len(SUMS)), joined("dropped", 2))
+
+
+def _write_kept(documents: StagedDocuments, name: str, numbers: np.ndarray, kept: np.ndarray,
+                kinds: list[str]) -> dict[str, Any]:
+    """Write, for each dropped document, its id and source, those of the one that is kept, why it was dropped, and
+    whether both texts are equal; in order, as Parquet. Returns the output's record."""
+    import pyarrow as pa
+    from pyarrow import parquet
+    schema = pa.schema([*((column, pa.string()) for column in ("id", "source", "kept_id", "kept_source", "kind")),
+                        ("equal", pa.bool_())])
+    path = documents.folder / DUPLICATES / f"{name}.parquet"
+    with atomic_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        for start in range(0, len(numbers), _ROWS_AT_ONCE):
+            pairs = np.stack([numbers, kept], 1)[start:start + _ROWS_AT_ONCE]
+            named = {number: documents.named(number) for number in np.unique(pairs).tolist()}
+            rows = []
+            for (number, other), kind in zip(pairs.tolist(), kinds[start:], strict=False):
+                (own_id, own_source, text), (kept_id, kept_source, kept_text) = named[number], named[other]
+                rows.append({"id": own_id, "source": own_source, "kept_id": kept_id, "kept_source": kept_source,
+                             "kind": kind, "equal": text == kept_text})
+            writer.write_table(pa.Table.from_pylist(rows, schema))
+    return output_record(documents.folder, path, split=DUPLICATES, source="", docs=len(numbers), text_bytes=0)

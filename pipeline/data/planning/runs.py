@@ -1,4 +1,7 @@
-"""Documents with equal keys, found in two passes: sort the keys of each group, then match each partition of them.
+"""Staged documents by their numbers, in groups and partitions; and those with equal keys, found in two passes.
+
+A document's number counts all staged documents before it, so numbers follow the order of sources, files and records.
+A group is a range of units that one process holds in memory.
 
 A document has several keys: column 0 is the digest of its text, the next ones are the bands of its signature. `sort`
 writes, for each group and column, a run: one row a key, with the first document that has it, sorted by key and cut into
@@ -11,16 +14,146 @@ A document that has an equal one before it in its group has no bands: it is like
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from drover.pipeline.data.planning.layout import Layout
+from drover.pipeline.data.documents import Document, from_json
 from drover.pipeline.data.planning.signatures import NONE
-from drover.pipeline.data.reading import STAGING
+from drover.pipeline.data.reading import HAS_NUL, HAS_U2581, STAGING, staged
+from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file, output_record
+from drover.pipeline.files import atomic_file, output_record, read_json, write_json
+
+TRAIN, HELDOUT, DUPLICATE, NEAR_DUPLICATE = range(4)
+FATES = (*SPLITS, "duplicate", "near_duplicate")
+"""What becomes of a document: a byte each in the staged file `.fates` of its unit, a .npy."""
+SUMS = ("documents", "text_bytes", "characters", "nul", "u2581")
+"""What is added up over documents: how many, UTF-8 bytes, characters, how many hold a NUL and a U+2581."""
+GROUP_DOCUMENTS, GROUP_UNITS = 4_000_000, 256
+"""A group ends before it has more documents or units."""
+PARTITION_ROWS = 4_000_000
+"""Largest number of documents in a partition if none are equal."""
+_INDEXES_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Groups of units, partitions of keys. It follows from the documents and the settings alone.
+
+    Attributes:
+        names: of the units, in order.
+        sources: number of each unit's source.
+        starts: (units + 1,) documents before each unit.
+        groups: (groups + 1,) units before each group.
+        partitions: number of partitions, a power of two.
+        last: whether the last of equal documents stays. Then everything below that says first means the last, and
+            before means after.
+        bands: numbers in a MinHash signature; 0 where near-duplicates stay.
+    """
+
+    names: list[str]
+    sources: list[int]
+    starts: list[int]
+    groups: list[int]
+    partitions: int
+    last: bool
+    bands: int
+
+    def write(self, folder: Path) -> None:
+        """Write it for the processes that do the units."""
+        write_json(folder / STAGING / "layout.json", asdict(self), keep_equal=True)
+
+    @staticmethod
+    def read(folder: Path) -> Layout:
+        """Read what `write` wrote."""
+        return Layout(**read_json(folder / STAGING / "layout.json"))
+
+    @property
+    def group_names(self) -> list[str]:
+        """Names of the groups' units of work."""
+        return [f"group-{group:06d}" for group in range(len(self.groups) - 1)]
+
+    @property
+    def partition_names(self) -> list[str]:
+        """What partitions are called."""
+        return [f"partition-{partition:06d}" for partition in range(self.partitions)]
+
+    @property
+    def group_starts(self) -> np.ndarray:
+        """Documents before each group, and all at the end."""
+        return np.array(self.starts, np.int64)[self.groups]
+
+    def bounds(self, group: int) -> tuple[int, int]:
+        """Number of a group's first document, and of the one after its last."""
+        return self.starts[self.groups[group]], self.starts[self.groups[group + 1]]
+
+    def units(self, group: int) -> range:
+        """Numbers of a group's units."""
+        return range(self.groups[group], self.groups[group + 1])
+
+    def column(self, folder: Path, group: int, ending: str, field: Any) -> np.ndarray:
+        """A field of the staged .npy tables of a group's units, a row a document.
+
+        Raises:
+            UserError: a table has another number of documents than the reading counted.
+        """
+        parts = []
+        for unit in self.units(group):
+            path, count = staged(folder, self.names[unit], ending), self.starts[unit + 1] - self.starts[unit]
+            parts.append(np.array(np.load(path, mmap_mode="r")[field]))
+            if len(parts[-1]) != count:
+                raise UserError(f"{path} has {len(parts[-1])} documents instead of {count}. Delete it and run the "
+                                f"stage again: it reads that unit again.")
+        return np.concatenate(parts)
+
+
+def layout(names: Sequence[str], sources: Sequence[int], documents: Sequence[int], *, last: bool = False,
+           bands: int = 0) -> Layout:
+    """Group units of these numbers of documents."""
+    borders, held = [0], 0
+    for unit, own in enumerate(documents):
+        if unit > borders[-1] and (unit - borders[-1] == GROUP_UNITS or held + own > GROUP_DOCUMENTS):
+            borders.append(unit)
+            held = 0
+        held += own
+    starts = np.cumsum([0, *documents], dtype=np.int64).tolist()
+    partitions = 1 << (ceil(max(1, starts[-1]) / PARTITION_ROWS) - 1).bit_length()
+    return Layout(list(names), list(sources), starts, [*borders, len(documents)], partitions, last, bands)
+
+
+class StagedDocuments:
+    """Staged documents by their numbers."""
+
+    def __init__(self, folder: Path, plan: Layout) -> None:
+        self.folder, self.names, self.starts = folder, plan.names, np.array(plan.starts)
+        self._index = lru_cache(_INDEXES_AT_ONCE)(lambda name: np.load(staged(folder, name, ".npy"), mmap_mode="r"))
+
+    def row(self, number: int) -> tuple[str, Any]:
+        """The name of a document's unit, and its row of INDEX."""
+        unit = int(np.searchsorted(self.starts, number, "right")) - 1
+        return self.names[unit], self._index(self.names[unit])[number - self.starts[unit]]
+
+    def document(self, number: int) -> Document:
+        """The document, with its text."""
+        return read_document(self.folder, *self.row(number))
+
+    def named(self, number: int) -> tuple[str, str, tuple[int, int]]:
+        """The document's id, its source and the digest of its text."""
+        document, (_, row) = self.document(number), self.row(number)
+        return document.id, document.source, (int(row["high"]), int(row["low"]))
+
+
+def read_document(folder: Path, unit: str, row: Any) -> Document:
+    """The document of a row of a unit's index."""
+    with open(staged(folder, unit, ".documents"), "rb") as file:
+        file.seek(int(row["offset"]))
+        return from_json(file.read(int(row["length"])), "")
+
 
 DIGEST = 0
 """The column of digests; the columns after it are bands, and the one after these is of `comparing`."""
@@ -60,7 +193,7 @@ def match_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     plan, column, partition = Layout.read(folder), payload["column"], payload["partition"]
     numbers, rows = read_runs(folder, plan, column, partition)
     _, others, kept = equal_rows([rows[name] for name in rows.dtype.names or () if name != "place"], plan.last)
-    return {"outputs": [write_links(folder, plan, column, f"partition-{partition:06d}", numbers[others],
+    return {"outputs": [write_links(folder, plan, column, plan.partition_names[partition], numbers[others],
                                     numbers[kept])]}
 
 
@@ -94,14 +227,14 @@ def write_run(folder: Path, plan: Layout, group: int, column: int, keys: Iterabl
     for name, values in zip(rows.dtype.names or (), (*keys, places), strict=True):
         rows[name] = values
     borders = np.array([number * (2**64 // plan.partitions) for number in range(1, plan.partitions)], np.uint64)
-    return _write(folder, _path(folder, "runs", column, plan.group_names[group]), rows,
-                  np.concatenate([[0], np.searchsorted(rows["key"], borders), [len(rows)]]))
+    return write_rows(folder, _path(folder, "runs", column, plan.group_names[group]), rows,
+                      np.concatenate([[0], np.searchsorted(rows["key"], borders), [len(rows)]]))
 
 
 def read_runs(folder: Path, plan: Layout, column: int, partition: int) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of documents of one partition of a column in all groups, ascending, and their rows."""
-    parts = [_read(_path(folder, "runs", column, name), DIGEST_RUN if column == DIGEST else RUN, partition,
-                   plan.partitions) for name in plan.group_names]
+    parts = [read_rows(_path(folder, "runs", column, name), DIGEST_RUN if column == DIGEST else RUN, partition,
+                       plan.partitions) for name in plan.group_names]
     rows = np.concatenate(parts)
     return np.repeat(plan.group_starts[:-1], [len(part) for part in parts]) + rows["place"], rows
 
@@ -111,24 +244,22 @@ def write_links(folder: Path, plan: Layout, column: int, name: str, others: np.n
     """Write links, sorted by document, cut into groups. Returns the output's record."""
     rows, order = np.empty(len(others), LINK), np.argsort(others)
     rows["other"], rows["kept"] = others[order], kept[order]
-    return _write(folder, _path(folder, "links", column, name), rows, np.searchsorted(rows["other"], plan.group_starts))
+    return write_rows(folder, links_path(folder, column, name), rows,
+                      np.searchsorted(rows["other"], plan.group_starts))
 
 
-def read_links(folder: Path, plan: Layout, column: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """The links of a column from one group: those inside of it, and those to other groups."""
-    inside, *others = (_read(path, LINK, group, len(plan.groups) - 1)
-                       for path in link_paths(folder, plan, column, [group]))
-    return inside, np.concatenate(others)
+def read_links(folder: Path, plan: Layout, column: int, names: Sequence[str], group: int) -> np.ndarray:
+    """The links of the documents of a group that the units of these names (groups, partitions) found in a column."""
+    return np.concatenate([read_rows(links_path(folder, column, name), LINK, group, len(plan.groups) - 1)
+                           for name in names])
 
 
-def link_paths(folder: Path, plan: Layout, column: int, groups: Sequence[int]) -> list[Path]:
-    """Files of links of a column: inside of groups, and between groups."""
-    names = [*(plan.group_names[group] for group in groups),
-             *(f"partition-{partition:06d}" for partition in range(plan.partitions))]
-    return [_path(folder, "links", column, name) for name in names]
+def links_path(folder: Path, column: int, name: str) -> Path:
+    """The file of the links that a unit found in a column: a group inside of itself, a partition between groups."""
+    return _path(folder, "links", column, name)
 
 
-def _write(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+def write_rows(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     """Write the number of rows before each part and before the end, then the rows."""
     with atomic_file(path) as file:
         file.write(offsets.astype("<u8").tobytes())
@@ -136,7 +267,7 @@ def _write(folder: Path, path: Path, rows: np.ndarray, offsets: np.ndarray) -> d
     return output_record(folder, path)
 
 
-def _read(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
+def read_rows(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
     """The rows of one part.
 
     Raises:
@@ -152,3 +283,22 @@ def _read(path: Path, dtype: np.dtype, part: int, parts: int) -> np.ndarray:
                 return rows
     raise UserError(f"{path} ends before its part {part} of {parts}. Delete it and run the stage again: it makes the "
                     f"file again. Check the disk if this happens twice.")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all groups' decisions add up to.
+
+    Attributes:
+        sums: (units, 2 splits, SUMS) of what is kept.
+        dropped: (units, 2) exact and near-duplicates.
+    """
+
+    sums: np.ndarray
+    dropped: np.ndarray
+
+
+def sums(rows: np.ndarray) -> list[int]:
+    """SUMS of rows of INDEX."""
+    return [len(rows), int(rows["text_bytes"].sum()), int(rows["characters"].sum()),
+            *(int((rows["flags"] & flag > 0).sum()) for flag in (HAS_NUL, HAS_U2581))]

@@ -1,11 +1,15 @@
-"""The plan of shards, computed from sums over units, and the writing of one."""
+"""The plan of shards, computed from sums over units, and the writing of one.
+
+With `heldout_rule: tail` the end of each source is its held-out split, exact to the character.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -14,18 +18,13 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.data.documents import document_key, from_json, key_fits, to_json
-from drover.pipeline.data.planning.decisions import SUMS, Summary
-from drover.pipeline.data.planning.layout import Layout, read_document
-from drover.pipeline.data.planning.origins import PLACES, read_places, write_origins
-from drover.pipeline.data.planning.runs import equal_rows
+from drover.pipeline.data.planning.runs import SUMS, TRAIN, Layout, Summary, equal_rows, read_document, sums
 from drover.pipeline.data.reading import INDEX, index_row, staged
 from drover.pipeline.data.text_shards import SPLITS, read_documents, write_members
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import output_record
 
 _BYTES = SUMS.index("text_bytes")
-_LARGE = 0.49
-"""Share of a shard's bytes from which on a document can leave a shard without any."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,12 @@ class Piece:
         first, end: the first row and the one after the last.
         cut: [row, first character, the one after the last or None] of a document of which only a part belongs here.
         sums: SUMS over them.
-        largest: bytes of the largest text, or more.
     """
 
     unit: str
     first: int
     end: int
     sums: Sequence[int]
-    largest: int
     cut: Sequence[int | None] | None = None
 
 
@@ -74,35 +71,12 @@ def pieces_by_hash(plan: Layout, summary: Summary, sources: int) -> list[list[Pi
 
 def whole_unit(plan: Layout, summary: Summary, unit: int, fate: int) -> Piece:
     """All documents of a unit with a fate."""
-    return Piece(plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], summary.sums[unit, fate].tolist(),
-                 int(summary.largest[unit, fate]))
+    return Piece(plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], summary.sums[unit, fate].tolist())
 
 
-def shard_borders(total: int, target: float, large: Iterable[tuple[int, int]] = ()) -> list[int]:
-    """Cut documents into shards of about equal size, as few as keep to `target` bytes on average.
-
-    Args:
-        total: bytes of all documents.
-        large: (bytes before it, bytes) of each document of at least `_LARGE` * target. A shard in which no document
-            would begin is left out.
-
-    Returns:
-        (shards + 1,) A shard holds the documents that begin (have as many bytes before them) from its border on and
-        before the next. They are those with the same bytes before * count // total.
-    """
-    count = max(1, ceil(total / target))
-    borders = np.array([-(-number * total // count) for number in range(count + 1)])
-    begun = np.ones(count + 1, bool)
-    for before, size in large:
-        begun[np.searchsorted(borders, before, "right"):max(0, np.searchsorted(borders, before + size, "right") - 1)
-              ] = False
-    begun[count] = True
-    return list(map(int, borders[begun]))
-
-
-def plan_shards(folder: Path, pieces: list[list[Pieces]], target: float, sources: list[str],
+def plan_shards(pieces: list[list[Pieces]], target: float, sources: list[str],
                 hashes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The payloads for `write_shard`, in order.
+    """The payloads for `write_shard`, in order: shards of about equal size, as few as keep to `target` on average.
 
     Args:
         pieces: for each split and source.
@@ -113,25 +87,18 @@ def plan_shards(folder: Path, pieces: list[list[Pieces]], target: float, sources
              "hashes": [hashes[piece[0]] for piece in chosen]}
             for split, of_sources in zip(SPLITS, pieces, strict=True)
             for source, own in zip(sources, of_sources, strict=True)
-            for number, chosen in enumerate(_cut(folder, own, target))]
+            for number, chosen in enumerate(_cut(own, target))]
 
 
-def _cut(folder: Path, pieces: Pieces, target: float) -> Iterator[list[list[Any]]]:
+def _cut(pieces: Pieces, target: float) -> Iterator[list[list[Any]]]:
     """For each shard its pieces: unit, first row, the one after the last, the part of a document, and which bytes of
     the piece begin the shard's documents."""
     own = [piece for piece in pieces.pieces if piece.sums[_BYTES]]
-    if not own:
-        return
-    ends = np.cumsum([piece.sums[_BYTES] for piece in own])
-    starts = [0, *ends.tolist()]
-    large = [(start + int(before), int(size)) for start, piece in zip(starts, own, strict=False)
-             if piece.largest >= _LARGE * target
-             for _, index in [picked(folder, piece.unit, piece.first, piece.end, piece.cut, pieces.fate)]
-             for before, size in zip(_before(index), index["text_bytes"], strict=True) if size >= _LARGE * target]
-    for low, high in pairwise(shard_borders(starts[-1], target, large)):
-        numbers = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(starts[:-1], high)))
-        yield [[own[number].unit, own[number].first, own[number].end, own[number].cut,
-                [max(0, low - starts[number]), min(starts[number + 1], high) - starts[number]]] for number in numbers]
+    starts = np.cumsum([0, *(piece.sums[_BYTES] for piece in own)]).tolist()
+    total, count = starts[-1], ceil(starts[-1] / target)
+    for low, high in pairwise(-(-number * total // max(1, count)) for number in range(count + 1)):
+        yield [[piece.unit, piece.first, piece.end, piece.cut, [max(0, low - start), min(end, high) - start]]
+               for piece, (start, end) in zip(own, pairwise(starts), strict=True) if start < high and low < end]
 
 
 def _before(index: np.ndarray) -> np.ndarray:
@@ -153,8 +120,8 @@ def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | No
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write one shard and read it back: its record as the first of `outputs`; then that of its documents' origins,
-    where their ids do not say them.
+    """Write one shard and read it back: its record as `outputs`. Beside documents of half a shard and more there may be
+    one in which none begins: it is not written.
 
     Raises:
         UserError: what is read back is not what was picked.
@@ -166,6 +133,8 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         own = (before >= low) & (before < high)
         pieces.append((unit, cut, rows[own], index[own]))
     path, picks = folder / payload["split"] / f"{payload['name']}.tar", np.concatenate([index for *_, index in pieces])
+    if not len(picks):
+        return {"outputs": []}
     write_members(path, zip(_keys(picks), _members(folder, pieces), strict=True))
     expected = _keys(picks)
     for document in read_documents(path):
@@ -176,9 +145,7 @@ def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path} ends before the document {missing}. Check the disk, and run the stage again.")
     record = output_record(folder, path, split=payload["split"], source=payload["source"], docs=len(picks),
                            text_bytes=int(picks["text_bytes"].sum()))
-    places = [place and place + _suffix(cut, row) for unit, cut, rows, _ in pieces
-              for place, row in zip(read_places(staged(folder, unit, PLACES), rows), rows, strict=True)]
-    return {"outputs": [record, *write_origins(folder, record["path"], payload["source"], places)]}
+    return {"outputs": [record]}
 
 
 def _keys(picks: np.ndarray) -> Iterator[str]:
@@ -198,12 +165,70 @@ def _members(folder: Path, pieces: list[tuple[str, Any, np.ndarray, np.ndarray]]
             for row, offset, length in zip(rows, index["offset"].tolist(), index["length"].tolist(), strict=True):
                 file.seek(offset)
                 member = file.read(length)
-                if suffix := _suffix(cut, row):
-                    whole = from_json(member, "")
-                    member = to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + suffix))
+                if cut is not None and cut[0] == row:
+                    whole, part = from_json(member, ""), f"[{cut[1] or ''}:{cut[2] or ''}]"
+                    member = to_json(replace(whole, text=whole.text[cut[1]:cut[2]], id=whole.id + part,
+                                             place=whole.place and whole.place + part))
                 yield member
 
 
-def _suffix(cut: Sequence[int | None] | None, row: int) -> str:
-    """What is added to the id of the document in a row where only a part of it is meant."""
-    return f"[{cut[1] or ''}:{cut[2] or ''}]" if cut is not None and cut[0] == row else ""
+_CHARACTERS = SUMS.index("characters")
+
+
+@dataclass(frozen=True)
+class Border:
+    """Where a source's held-out split begins: in document `row` of `unit`, after so many of its characters.
+
+    characters: 0: the border falls before the document.
+    """
+
+    source: int
+    unit: int
+    row: int
+    characters: int
+
+
+def find_borders(folder: Path, plan: Layout, summary: Summary, heldout_share: float) -> list[Border]:
+    """The border of each source that keeps a document.
+
+    Of a source's n characters that are kept, the first int(n * (1 - share)) stay in the training split.
+    """
+    trained, sources = 1 - Fraction(str(heldout_share)), np.array(plan.sources)  # as written: 1 - 0.9 is below 0.1
+    found = []
+    for source in np.unique(sources):
+        units = np.flatnonzero(sources == source)
+        ends = np.cumsum(summary.sums[units, TRAIN, _CHARACTERS])
+        if not ends[-1]:
+            continue
+        border = int(int(ends[-1]) * trained)
+        place = int(np.searchsorted(ends, border, side="right"))
+        unit, before = int(units[place]), int(ends[place - 1]) if place else 0
+        rows, index = picked(folder, plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], None, TRAIN)
+        inside = before + np.cumsum(index["characters"]).astype(np.int64)
+        first = int(np.searchsorted(inside, border, side="right"))
+        before = int(inside[first - 1]) if first else before
+        found.append(Border(int(source), unit, int(rows[first]), border - before))
+    return found
+
+
+def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[Border],
+                   sources: int) -> list[list[Pieces]]:
+    """What makes each split, in the order of documents; for each split and source."""
+    of_source = {border.source: border for border in borders}
+    found = [[Pieces(TRAIN, []) for _ in range(sources)] for _ in SPLITS]
+    for unit, source in enumerate(plan.sources):
+        if (border := of_source.get(source)) is None:
+            continue
+        train, heldout = (of_sources[source].pieces for of_sources in found)
+        if unit != border.unit:
+            (train if unit < border.unit else heldout).append(whole_unit(plan, summary, unit, TRAIN))
+            continue
+        end, at = plan.starts[unit + 1] - plan.starts[unit], border.characters
+        train.append(_piece(folder, plan.names[unit], 0, border.row + bool(at), [border.row, 0, at] if at else None))
+        heldout.append(_piece(folder, plan.names[unit], border.row, end, [border.row, at, None] if at else None))
+    return found
+
+
+def _piece(folder: Path, unit: str, first: int, end: int, cut: list[int | None] | None) -> Piece:
+    _, index = picked(folder, unit, first, end, cut, TRAIN)
+    return Piece(unit, first, end, sums(index), cut)

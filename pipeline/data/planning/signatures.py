@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.config.data import NearDuplicates
+from drover.pipeline.data.mixing import GOLDEN, mixed
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file
 
@@ -35,7 +36,6 @@ _WITHOUT_SPACES = ("\u0e01-\u0e3a\u0e40-\u0e4e\u0e81-\u0ece"      # Thai, Lao
 WORDS = {"runs": re.compile(r"\w+"), "characters": re.compile(f"[{_WITHOUT_SPACES}]|[^\\W{_WITHOUT_SPACES}]+")}
 _TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, {"runs": 2_000_000, "characters": 500_000}
 _SEED = 1
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def banding(config: NearDuplicates) -> tuple[int, int, int]:
@@ -113,19 +113,12 @@ def signatures(texts: Sequence[str], settings: dict[str, Any]) -> np.ndarray:
     places = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], shingles)
     values = np.zeros(len(places), np.uint64)
     for word in range(ngram):
-        values = mixed(values * _FACTOR + hashed[places + word])
+        values = mixed(values * GOLDEN + hashed[places + word])
     digests = RMinHash.digest_matrix_from_flat_token_hashes(values, offsets.astype(np.uint64), bands * rows, _SEED)
     minima = np.array(digests.to_rows(), np.uint64).reshape(len(texts), bands, rows)
     found = np.zeros((len(texts), bands), np.uint64)
     for row in range(rows):
-        found = mixed(found * _FACTOR + minima[:, :, row])
+        found = mixed(found * GOLDEN + minima[:, :, row])
     found[found == NONE] = 1
     found[shingles == 0] = NONE
     return found
-
-
-def mixed(values: np.ndarray) -> np.ndarray:
-    """Every bit of each 64-bit number spread over all of them (the finalizer of SplitMix64, Steele et al. 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(values ^ (values >> np.uint64(31)))

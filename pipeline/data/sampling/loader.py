@@ -5,11 +5,11 @@ The loader's state decides nothing: `batch_of(samples)` is the same whenever and
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, i
 from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
 from drover.pipeline.data.sampling.sequences import TokenStream, Windows
 from drover.pipeline.data.shard_table import Shards, joined
-from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.errors import UserError
 
 Sequences = Windows | Bins
 """The sequences of one length of a pool, by number."""
-MOST = 8192
-"""Samples that are located at once; their places are all that is kept."""
+BLOCK, BLOCKS = 1024, 8
+"""Sample numbers that are located at once, since eight cost nearly what a thousand do; and how many such are kept."""
 
 
 class TrainingData:
@@ -49,7 +48,7 @@ class TrainingData:
         spaces: all sequences, by their space and pool (`order.Located`).
     """
 
-    def __init__(self, shards: Mapping[str, Sequence[TokenShard]], plan: PhasePlan, seed: int, content: object,
+    def __init__(self, shards: Mapping[str, Shards], plan: PhasePlan, seed: int, content: object,
                  vocabulary: int | None = None, packing: tuple[Path, Planner] | None = None) -> None:
         self.vocabulary, lengths = vocabulary, lengths_of(plan)
         parts = {TOGETHER: joined(list(shards.values()))} if is_one_pool(plan) else shards
@@ -60,14 +59,13 @@ class TrainingData:
                                                       for length in lengths]
         packings = None
         if packing is not None:
-            tables = {name: part for name, part in parts.items() if isinstance(part, Shards)}
-            packings = PhasePackings(packing[0], tables, lengths, packing[1])
+            packings = PhasePackings(packing[0], list(parts.values()), lengths, packing[1])
             self.packings, self.spaces = packings.packings, packings.spaces
         self.order = Order(pools, plan, seed, content, packings)
-        self._lookahead = Lookahead(self._places)
+        self._forget()
 
     @property
-    def shards(self) -> list[Sequence[TokenShard]]:
+    def shards(self) -> list[Shards]:
         """What each pool is made of."""
         return [sequences.shards for sequences in self.spaces[0]]
 
@@ -99,12 +97,15 @@ class TrainingData:
 
     def located(self, samples: np.ndarray) -> list[tuple[Sequences, int]]:
         """Of each sample its sequences, and the number among them."""
-        return [(self.spaces[space][pool], sequence) for pool, space, sequence in
-                zip(*(places.tolist() for places in self._lookahead.locate(samples)), strict=True)]
+        return [self._block(sample // BLOCK)[sample % BLOCK] for sample in samples.tolist()]
 
-    def _places(self, samples: np.ndarray) -> tuple[np.ndarray, ...]:
-        pools, _, spaces, sequences = self.order.locate(samples)
-        return pools, spaces, sequences
+    def _located_block(self, number: int) -> list[tuple[Sequences, int]]:
+        pools, _, spaces, sequences = self.order.locate(np.arange(number * BLOCK, (number + 1) * BLOCK))
+        return [(self.spaces[space][pool], sequence) for pool, space, sequence in
+                zip(pools.tolist(), spaces.tolist(), sequences.tolist(), strict=True)]
+
+    def _forget(self) -> None:
+        self._block = lru_cache(BLOCKS)(self._located_block)  # a new one: a thread may be filling the old
 
     def readings_of(self, pool: int, index: int, begin: int, end: int, below: int) -> np.ndarray:
         """When tokens of a shard are read: `located` and `spans` backwards.
@@ -135,7 +136,7 @@ class TrainingData:
         return np.unique(np.concatenate(list(self._rows(samples))))
 
     def _rows(self, samples: np.ndarray) -> Iterator[np.ndarray]:
-        pools, spaces, sequences = self._places(samples)
+        pools, _, spaces, sequences = self.order.locate(samples)
         for space, here in groups(spaces):
             for pool, own in groups(pools[here]):
                 yield self.spaces[space][pool].rows(sequences[here][own])
@@ -157,58 +158,11 @@ class TrainingData:
         """Know which samples are left out for good: phases after them move. Called on all ranks alike: what epochs have
         left may have to be packed."""
         self.order.leave_out(excluded)
-        self._lookahead = Lookahead(self._places)
+        self._forget()
 
     def plan_at(self, samples: int) -> str:
         """See Order."""
         return self.order.plan_at(samples)
-
-
-class Lookahead:
-    """Where coming samples come from, found for many requests at once. Threads may share it.
-
-    The order is a pure function of the sample number, but asking it for eight costs nearly what asking for a thousand
-    does. Training asks in even steps: each request is the last one plus the size of a batch. So the requests that would
-    follow are answered with the one that was made, and kept until they are made. Any other is answered by itself.
-
-    Args:
-        places: a pure function of sample numbers, int64 of any shape: arrays of that shape.
-    """
-
-    def __init__(self, places: Callable[[np.ndarray], tuple[np.ndarray, ...]]) -> None:
-        self._places = places
-        self._lock = threading.Lock()
-        self._found: dict[bytes, tuple[np.ndarray, ...]] = {}
-        self._last = np.empty(0, np.int64)
-        self._requests = 1
-
-    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The places of samples; samples: their numbers, one dimension."""
-        samples = np.ascontiguousarray(samples, dtype=np.int64)
-        with self._lock:
-            last, self._last = self._last, samples.copy()
-            if (known := self._found.get(samples.tobytes())) is not None:
-                return known
-            return self._look(samples, _step(last, samples))
-
-    def _look(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, ...]:
-        """Locate these and, where they go on from the last, those that would follow: each time twice as many, since a
-        run may be short and its pools small."""
-        if not step:
-            return self._places(samples)
-        self._requests = min(2 * self._requests, max(1, MOST // len(samples)))
-        numbers = samples + step * np.arange(self._requests, dtype=np.int64)[:, None]
-        found = self._places(numbers)
-        self._found = {row.tobytes(): tuple(part[place] for part in found) for place, row in enumerate(numbers)}
-        return self._found[samples.tobytes()]
-
-
-def _step(last: np.ndarray, samples: np.ndarray) -> int:
-    """By how much each number is above that of the last request; 0 where that is not one number above 0."""
-    if len(last) != len(samples) or not len(samples):
-        return 0
-    step = int(samples[0] - last[0])
-    return step if step > 0 and bool((samples - last == step).all()) else 0
 
 
 class Prefetcher:

@@ -29,6 +29,7 @@ import numpy as np
 from drover.pipeline.config.mixture import SMALLEST_SHARE, share_too_small
 from drover.pipeline.config.phases import Phase, PhasePlan
 from drover.pipeline.data.exclusion import Excluded, sample_numbers
+from drover.pipeline.data.mixing import GOLDEN, mixed
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import sha256_json
 
@@ -485,10 +486,10 @@ def permute(numbers: np.ndarray, size: int, key: tuple[int, ...], *, backwards: 
         left, right = result[outside] >> np.uint64(half), result[outside] & mask
         if backwards:
             for round_key in keys[::-1]:
-                left, right = right ^ (_mixed(left ^ round_key) & mask), left
+                left, right = right ^ (mixed(GOLDEN + (left ^ round_key)) & mask), left
         else:
             for round_key in keys:
-                left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+                left, right = right, left ^ (mixed(GOLDEN + (right ^ round_key)) & mask)
         result[outside] = (left << np.uint64(half)) | right
         outside[outside] = result[outside] >= np.uint64(size)
     return result.astype(np.int64)
@@ -511,13 +512,5 @@ def _quotas(fractions: np.ndarray, period: int) -> np.ndarray:
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:
     state = np.zeros(1, dtype=np.uint64)
     for part in key:
-        state = _mixed(state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-    return _mixed(state + np.arange(1, ROUNDS + 1, dtype=np.uint64))
-
-
-def _mixed(value: np.ndarray) -> np.ndarray:
-    """The splitmix64 step (Steele, Lea, Flood 2014), vectorised; arithmetic is modulo 2^64."""
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+        state = mixed(GOLDEN + (state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF)))
+    return mixed(GOLDEN + (state + np.arange(1, ROUNDS + 1, dtype=np.uint64)))

@@ -17,7 +17,7 @@ import os
 import shutil
 import struct
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -332,8 +332,8 @@ class PhasePackings:
         spaces: the sequences of each, by pool.
     """
 
-    def __init__(self, folder: Path, shards: Mapping[str, Shards], lengths: Sequence[int], planner: Planner) -> None:
-        self.folder, self.shards, self.lengths, self._planner = folder, list(shards.values()), lengths, planner
+    def __init__(self, folder: Path, shards: Sequence[Shards], lengths: Sequence[int], planner: Planner) -> None:
+        self.folder, self.shards, self.lengths, self._planner = folder, shards, lengths, planner
         self.packings, self.spaces = list[Packing](), list[Sequence[Bins]]()
         self._rests: dict[str, Segment] = {}
         self._opened: OpenShards = self.shards[0].opened

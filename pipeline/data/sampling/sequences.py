@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,10 +33,9 @@ class Overlap(NamedTuple):
 class TokenStream:
     """Token shards laid end to end, read by position. They may be many more than are open at once (`Shards`)."""
 
-    def __init__(self, shards: Sequence[TokenShard]) -> None:
+    def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        counts = shards.token_counts if isinstance(shards, Shards) else [shard.token_count for shard in shards]
-        self.ends = np.cumsum(counts, dtype=np.int64)
+        self.ends = np.cumsum(shards.token_counts, dtype=np.int64)
 
     @property
     def tokens(self) -> int:
@@ -94,8 +92,7 @@ class Windows:
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """The rows, in their table, of the shards from which `fill` reads these sequences; ascending, each once."""
         starts = numbers * self.length
-        found = self.stream.shards_within(starts, starts + self.length + 1)
-        return self.shards.rows[found] if isinstance(self.shards, Shards) else found
+        return self.shards.rows[self.stream.shards_within(starts, starts + self.length + 1)]
 
     def overlap(self, index: int, begin: int, end: int) -> Overlap:
         """The sequences with some of the tokens [begin, end) of shard number `index` (a place in `shards`): `spans`

@@ -45,7 +45,7 @@ def test_it_finds_what_looking_at_every_place_finds(items, n, least, text, colli
     """Also where all words have one hash, so that the words must decide."""
     with pytest.MonkeyPatch.context() as patch:
         if collide:
-            patch.setattr(item_index, "_mixed", lambda count: np.ones(count, np.uint64))
+            patch.setattr(item_index, "mixed", np.ones_like)
         index = ItemIndex(items, n, least)
         assert index.found_in(text) == plainly(items, n, least, text)
     assert index.too_short.tolist() == [len(comparable_words(item)) < least for item in items]

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.data.documents import Document, to_json
-from drover.pipeline.data.planning import components, layout
+from drover.pipeline.data.planning import runs
 from drover.pipeline.data.planning.passes import decide
 from drover.pipeline.data.planning.shards import write_shard
 from drover.pipeline.data.planning.signatures import Signer, signature_settings
@@ -77,22 +77,20 @@ def settings(corpus, **values):
     return ShardConfig(sources=[{"kind": "files", "name": name, "paths": ["x"]} for name in corpus], **values)
 
 
-def cut_into(monkeypatch, documents, units, rows, stretch=components.STRETCH):
-    """Have groups of so many documents and units, partitions of so many rows, and components in such stretches."""
-    for module, name, value in ((layout, "GROUP_DOCUMENTS", documents), (layout, "GROUP_UNITS", units),
-                                (layout, "PARTITION_ROWS", rows), (components, "STRETCH", stretch)):
-        monkeypatch.setattr(module, name, value)
+def cut_into(monkeypatch, documents, units, rows):
+    """Have groups of so many documents and units, and partitions of so many rows."""
+    for name, value in (("GROUP_DOCUMENTS", documents), ("GROUP_UNITS", units), ("PARTITION_ROWS", rows)):
+        monkeypatch.setattr(runs, name, value)
 
 
 def passes(folder, corpus, config, seed=0):
     """Stage a corpus, decide, write: what was decided, and the bytes of each shard by split and name."""
     work = Work(folder, seed)
     decided = decide(work, config, *stage(folder, corpus, signature_settings(config.near_duplicates)))
-    for payload in decided.payloads:
-        write_shard(folder, json.loads(json.dumps(payload)))
+    outputs = [write_shard(folder, json.loads(json.dumps(payload)))["outputs"][:1] for payload in decided.payloads]
     written = {f"{split}/{path.stem}": path.read_bytes() for split in SPLITS
                for path in (folder / split).glob("*.tar")}
-    assert len(written) == len(decided.payloads)
+    assert len(written) == sum(map(len, outputs))
     kept = [row for record in decided.kept for row in parquet.read_table(folder / record["path"]).to_pylist()]
     return SimpleNamespace(decided=decided, shards=written, done=work.done, kept=kept)
 

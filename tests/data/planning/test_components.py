@@ -1,21 +1,15 @@
-"""Components found a stretch of documents at a time: those of union-find in memory, byte for byte, for any graph and
-any cut; in memory that follows from the stretch alone; what is put aside on the disk goes, however it ends."""
+"""Components are those of plain union-find, for any graph and any cut; their parts are cut between components."""
 
-import resource
-import tracemalloc
-from contextlib import contextmanager
+from itertools import groupby
 from unittest import mock
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.planning import components
-from drover.pipeline.data.planning.components import label_components, labels_path, read_labels
-from drover.pipeline.data.planning.layout import Layout
-from drover.pipeline.data.planning.runs import DIGEST, link_paths, write_links
-from drover.pipeline.errors import is_full_disk
+from drover.pipeline.data.planning import near_duplicates
+from drover.pipeline.data.planning.near_duplicates import label_components, read_followers, read_labels
+from drover.pipeline.data.planning.runs import DIGEST, Layout, write_links
 from tests.data.planning.staged_corpora import firsts
 
 
@@ -29,19 +23,12 @@ def layout_of(starts, last=False, bands=1, partitions=1):
 def write_edges(folder, plan, edges, seed=0):
     """Edges (n, 2) in the files of links, in any order."""
     plan.write(folder)
-    names = [(column, path.name) for column in range(DIGEST + 1, plan.bands + 1)
-             for path in link_paths(folder, plan, column, range(len(plan.groups) - 1))]
+    names = [(column, name) for column in range(DIGEST + 1, plan.bands + 1)
+             for name in (*plan.group_names, *plan.partition_names)]
     of = np.random.default_rng(seed).integers(0, len(names), len(edges))
     rows = np.array(edges, np.int64).reshape(-1, 2)
     for number, (column, name) in enumerate(names):
         write_links(folder, plan, column, name, *rows[of == number].T)
-
-
-@contextmanager
-def at_once(rows, stretch=components.STRETCH):
-    with mock.patch.object(components, "AT_ONCE", rows), mock.patch.object(components, "STRETCH", stretch), \
-            mock.patch.object(components, "STRETCHES", 10**6):
-        yield
 
 
 def both(folder, plan, edges, seed=0):
@@ -52,7 +39,12 @@ def both(folder, plan, edges, seed=0):
     found = [read_labels(folder, plan, group) for group in range(len(plan.groups) - 1)]
     assert np.concatenate(found).tolist() == [kept.get(number, number) for number in range(plan.starts[-1])]
     assert [len(labels) for labels in found] == np.diff(plan.starts).tolist()
-    assert not list(labels_path(folder).parent.glob("components.*"))
+    parts = [read_followers(folder, plan, part).tolist() for part in range(plan.partitions)]
+    rows, sign = [row for part in parts for row in part], -1 if plan.last else 1
+    assert rows == sorted(((other, first) for other, first in kept.items() if other != first),
+                          key=lambda row: (sign * row[1], sign * row[0]))
+    whole = [first for part in parts for first, _ in groupby(part, key=lambda row: row[1])]
+    assert len(whole) == len(set(whole)), "a component lies in one part"
 
 
 SHAPES = {
@@ -77,45 +69,13 @@ def graphs(draw):
 
 
 @settings(max_examples=40, deadline=None)
-@given(graph=graphs(), last=st.booleans(), stretch=st.sampled_from([1, 2, 3, 10, 64, 1000]),
-       rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5), bands=st.integers(1, 2),
-       partitions=st.sampled_from([1, 4]))
-def test_labels_are_those_of_union_find(tmp_path_factory, graph, last, stretch, rows, groups, bands, partitions):
+@given(graph=graphs(), last=st.booleans(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
+       bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
+def test_labels_are_those_of_union_find(tmp_path_factory, graph, last, rows, groups, bands, partitions):
     documents, edges, seed = graph
-    with at_once(rows, stretch):
+    with mock.patch.object(near_duplicates, "AT_ONCE", rows):
         plan = layout_of(np.linspace(0, documents, groups + 1), last, bands, partitions)
         both(tmp_path_factory.mktemp("graph"), plan, edges, seed)
-
-
-def test_memory_follows_from_the_stretch_and_not_from_edges_or_documents(tmp_path):
-    def peak(number, documents, edges):
-        write_edges(tmp_path / str(number), layout_of([0, documents], partitions=2),
-                    np.sort(np.random.default_rng(1).integers(0, documents, (edges, 2)), axis=1))
-        tracemalloc.start()
-        label_components(tmp_path / str(number), {})
-        found = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return found
-    with at_once(5_000, 20_000):
-        small, more_edges, more_documents = peak(0, 200_000, 30_000), peak(1, 200_000, 400_000), peak(
-            2, 800_000, 400_000)
-    assert more_edges < 1.5 * small + 2**19 and more_documents < 1.5 * small + 2**20
-    assert max(more_edges, more_documents) < 4_500_000
-
-
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
-    plan, edges = layout_of([0, 50_000]), SHAPES["path"](50_000)
-    write_edges(tmp_path, plan, edges)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"components\..*\.tmp/0") as caught:
-            label_components(tmp_path, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert is_full_disk(caught.value)
-    assert sorted(path.name for path in (tmp_path / "staging").iterdir()) == ["layout.json", "links"]
-    both(tmp_path, plan, edges)
 
 
 def test_a_corpus_of_no_documents_or_no_edges_has_labels_of_its_own(tmp_path):

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.planning import layout, shards
-from drover.pipeline.data.planning.decisions import SUMS
+from drover.pipeline.data.planning import runs, shards
 from drover.pipeline.data.planning.passes import decide
-from drover.pipeline.data.planning.runs import DIGEST, by_key, equal_rows, read_runs, write_run
+from drover.pipeline.data.planning.runs import DIGEST, SUMS, by_key, equal_rows, read_runs, write_run
 from drover.pipeline.data.text_shards import SPLITS
 from tests.data.planning import in_memory, staged_corpora
 from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
@@ -71,7 +70,7 @@ def test_digests_that_agree_in_a_half_are_told_apart(digests, partitions):
                                    if not at or digests[order[at - 1]] != digests[place]]
         assert sorted([*firsts.tolist(), *others.tolist()]) == list(range(len(digests)))
         assert all(digests[one] == digests[other] and other in firsts for one, other in zip(others, kept, strict=True))
-    plan = layout.Layout(["a"], [0], [0, len(digests)], [0, 1], partitions, False, 0)
+    plan = runs.Layout(["a"], [0], [0, len(digests)], [0, 1], partitions, False, 0)
     with tempfile.TemporaryDirectory() as folder:
         order = by_key([high, low])
         write_run(Path(folder), plan, 0, DIGEST, [high[order], low[order]], order)
@@ -83,10 +82,10 @@ def test_digests_that_agree_in_a_half_are_told_apart(digests, partitions):
 
 def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
     cut_into(monkeypatch, 100, 3, 64)
-    found = layout.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
+    found = runs.layout("abcdefgh", [0] * 8, [60, 40, 1, 0, 0, 0, 500, 7])
     assert found.groups == [0, 2, 5, 6, 7, 8] and found.group_starts.tolist() == [0, 100, 101, 101, 601, 608]
     assert found.partitions == 2 ** ceil(np.log2(608 / 64))
-    assert layout.layout("a", [0], [0]).partitions == 1
+    assert runs.layout("a", [0], [0]).partitions == 1
 
 
 @pytest.mark.parametrize(("phase", "name", "told"), [

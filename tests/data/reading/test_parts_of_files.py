@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.contract.content_hash import hash_of_blocks
-from drover.pipeline.data import framing, sources, streams
+from drover.pipeline.data import sources, streams
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import reading_units
 from drover.pipeline.errors import UserError
@@ -28,7 +28,7 @@ SETTINGS = settings(max_examples=60, deadline=None,
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(framing, "CHUNK", 7)
+    monkeypatch.setattr(streams, "CHUNK", 7)
 
 
 def read(payload):

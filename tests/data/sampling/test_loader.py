@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.data.provenance import documents_of, named, pieces
-from drover.pipeline.data.sampling.loader import MOST, Lookahead, Prefetcher
+from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.shard_table import Shards
 from tests.data.sampling.plain_loader import plain_batch
 from tests.token_shards import BATCH_TENSORS, assert_same_batches, training_data, write_numbered
@@ -97,29 +97,3 @@ def test_an_error_while_reading_ahead_reaches_the_loop():
     with pytest.raises(OSError, match="disk gone"):
         ahead.next()
     ahead.close()
-
-
-class Counting:
-    """An order that counts for how many samples it is asked each time."""
-
-    def __init__(self):
-        self.asked, self.lookahead = [], Lookahead(self.locate)
-
-    def locate(self, samples):
-        self.asked.append(np.size(samples))
-        return (samples,)
-
-
-def test_requests_in_steps_are_answered_with_few_calls():
-    """A rank's share of a batch: 8 of 64 samples. Others' numbers are not looked at, and what is kept is bounded."""
-    counting, samples = Counting(), np.arange(8)
-    for _ in range(6000):
-        [found] = counting.lookahead.locate(samples)
-        assert np.array_equal(found, samples) and len(counting.lookahead._found) * 8 <= MOST
-        samples += 64
-    assert len(counting.asked) < 20 and max(counting.asked) == MOST and sum(counting.asked) < 8 * 6000 + MOST
-    counting.asked.clear()
-    draw = np.random.default_rng(0)
-    for _ in range(50):  # at random each request costs what it asks for
-        counting.lookahead.locate(draw.permutation(1000)[:16])
-    assert counting.asked == [16] * 50

@@ -1,0 +1,176 @@
+"""Near-duplicates: components of documents that share bands, and which documents of each are dropped for which.
+
+Components are one unit of work, which holds 4 bytes a document (8 from 2^32 documents on) and some 40 for each that is
+no first, and reads the links a part at a time. It writes the label of every document (the first of its component), and
+the followers: those that are not the first of theirs, sorted by component and cut into parts between components.
+
+Of a component the first document stays. With `verify`, each next one is compared with those that stay so far, in order,
+and is dropped for the first that is similar enough; else it stays too. A unit is a part of the components. It writes
+links, in the column after the bands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drover.pipeline.data.planning.runs import (
+    DIGEST,
+    LINK,
+    Layout,
+    StagedDocuments,
+    links_path,
+    read_rows,
+    write_links,
+    write_rows,
+)
+from drover.pipeline.data.planning.signatures import words
+from drover.pipeline.data.reading import STAGING
+from drover.pipeline.files import atomic_file, output_record
+
+AT_ONCE = 1 << 20
+"""Links or documents that are handled at once."""
+
+
+def _labels(folder: Path) -> Path:
+    return folder / STAGING / "labels"
+
+
+def _followers(folder: Path) -> Path:
+    return folder / STAGING / "followers"
+
+
+def label_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Write labels and followers. Returns the files as `outputs`."""
+    plan = Layout.read(folder)
+    total = plan.starts[-1]
+
+    def ranks(numbers: np.ndarray) -> np.ndarray:
+        """Numbers, or counted from the end where the last is the one to be kept; the same again gives the numbers."""
+        found = numbers.astype(np.int64)
+        return total - 1 - found if plan.last else found
+    parent = np.arange(total, dtype=np.uint32 if total < 1 << 32 else np.uint64)
+    for links in _links(folder, plan):
+        join(parent, ranks(links["other"]), ranks(links["kept"]))
+    flatten(parent)
+    others = np.flatnonzero(parent != np.arange(total, dtype=parent.dtype))
+    others = others[np.argsort(parent[others], kind="stable")]
+    firsts = parent[others]
+    borders = firsts.searchsorted(firsts[np.arange(1, plan.partitions) * len(others) // plan.partitions]) \
+        if len(others) else np.zeros(plan.partitions - 1, np.int64)
+    rows = np.empty(len(others), LINK)
+    rows["other"], rows["kept"] = ranks(others), ranks(firsts)
+    made = [write_rows(folder, _followers(folder), rows, np.concatenate([[0], borders, [len(rows)]]))]
+    with atomic_file(_labels(folder)) as file:
+        for start in range(0, total, AT_ONCE):
+            own = parent[::-1][start:start + AT_ONCE] if plan.last else parent[start:start + AT_ONCE]
+            file.write(ranks(own).tobytes())
+    return {"outputs": [*made, output_record(folder, _labels(folder))]}
+
+
+def read_labels(folder: Path, plan: Layout, group: int) -> np.ndarray:
+    """The number of the first document of each one's component, for the documents of a group."""
+    begin, end = plan.bounds(group)
+    return np.fromfile(_labels(folder), np.int64, end - begin, offset=8 * begin)
+
+
+def read_followers(folder: Path, plan: Layout, part: int) -> np.ndarray:
+    """The followers of a part of the components: the number of each as `other`, of the first of its component as
+    `kept`; components one after another, each in order."""
+    return read_rows(_followers(folder), LINK, part, plan.partitions)
+
+
+def _links(folder: Path, plan: Layout) -> Iterator[np.ndarray]:
+    """The links of all bands."""
+    names = [*plan.group_names, *plan.partition_names]
+    for band, name in product(range(plan.bands), names):
+        with open(links_path(folder, DIGEST + 1 + band, name), "rb") as file:
+            file.seek(8 * len(plan.groups))
+            while len(links := np.fromfile(file, LINK, AT_ONCE)):
+                yield links
+
+
+def join(parent: np.ndarray, first: np.ndarray, other: np.ndarray) -> None:
+    """Join trees of nodes along edges: the larger root gets the smaller one as its parent.
+
+    Args:
+        parent: of each node, itself for a root; no parent is larger than its child.
+    """
+    while len(first):
+        first, other = _roots(parent, first), _roots(parent, other)
+        apart = first != other
+        first, other = first[apart], other[apart]
+        np.minimum.at(parent, np.maximum(first, other), np.minimum(first, other))
+
+
+def _roots(parent: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    found = parent[nodes]
+    while True:
+        above = parent[found]
+        if (above == found).all():
+            return found
+        parent[nodes] = found = above  # halves the path for later calls
+
+
+def flatten(parent: np.ndarray) -> None:
+    """Make every node's parent its root."""
+    for start in range(0, len(parent), AT_ONCE):
+        part = parent[start:start + AT_ONCE]  # what is before is flat
+        while not ((above := parent[part]) == part).all():
+            part[:] = above
+
+
+NGRAM = 3
+"""Words of the shingles by which two documents are compared."""
+MOST_COMPARED = 256
+"""Documents of a component that stay and that later ones are compared with, beside its first: they are in memory."""
+Shingles = set[tuple[str, ...]]
+
+
+def near_column(plan: Layout) -> int:
+    """The column of near-duplicates that are dropped."""
+    return plan.bands + 1
+
+
+def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Choose in one part of the components. Returns the file as `outputs`.
+
+    payload: `partition`; `verify` (the least similarity, None: any will do); `words` (see `signatures.words`).
+    """
+    plan, partition = Layout.read(folder), payload["partition"]
+    links = read_followers(folder, plan, partition)
+    if payload["verify"] is not None:
+        links = _similar(StagedDocuments(folder, plan), links, payload["verify"], payload["words"])
+    return {"outputs": [write_links(folder, plan, near_column(plan), plan.partition_names[partition], links["other"],
+                                    links["kept"])]}
+
+
+def _similar(documents: StagedDocuments, followers: np.ndarray, least: float, kind: str) -> np.ndarray:
+    """Of followers, those that are dropped, and for which."""
+    found, component, staying = list[tuple[int, int]](), None, list[tuple[int, Shingles]]()
+    for number, first in followers.tolist():
+        if first != component:
+            component, staying = first, [(first, shingles(documents.document(first).text, kind))]
+        own = shingles(documents.document(number).text, kind)
+        kept = next((other for other, its in staying if similarity(own, its) >= least), None)
+        if kept is not None:
+            found.append((number, kept))
+        elif len(staying) <= MOST_COMPARED:
+            staying.append((number, own))
+    return np.array(found, LINK)
+
+
+def shingles(text: str, kind: str) -> Shingles:
+    """All runs of `NGRAM` words of a text, or its words where they are fewer; kind: see `signatures.words`."""
+    own = words(text, kind)
+    return {tuple(own[place:place + NGRAM]) for place in range(max(1, len(own) - NGRAM + 1))}
+
+
+def similarity(one: Shingles, other: Shingles) -> float:
+    """Jaccard similarity of two sets, of which one holds something."""
+    shared = len(one & other)
+    return shared / (len(one) + len(other) - shared)
