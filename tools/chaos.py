@@ -44,6 +44,7 @@ from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.nodes import NODES
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.console import duration
+from drover.pipeline.contract.command_line import Parser, Program
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.contract.state import ATTEMPTS, read_attempts
@@ -441,46 +442,42 @@ def lab_of(folder: Path | None) -> Iterator[Lab]:
             lab.down()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; the exit status."""
+def add_options(parser: Parser) -> None:
+    """The options."""
     given = Path(os.environ.get("SLURM_CONF", "/nowhere/slurm.conf")).parent
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.chaos", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long faults happen (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults (%(default)s)")
     parser.add_argument("--lab", type=Path, default=given if (given / "lab.json").is_file() else None, metavar="FOLDER",
                         help="a lab that is up (default: the one of SLURM_CONF, else one of its own)")
     parser.add_argument("--folder", type=Path, help="where the run is made (default: a new one in /tmp)")
     parser.add_argument("--keep", action="store_true", help="leave the folder; it stays anyway where something failed")
-    options = parser.parse_args(arguments)
+
+
+def work(options: argparse.Namespace) -> int:
+    """Soak and print; 1 where something does not hold."""
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if next(read_lines(folder / "chaos.jsonl"), None) is not None:
-        print(f"{folder} holds a soak already; choose another --folder.", file=sys.stderr)
-        return 2
+        raise UserError(f"{folder} holds a soak already; choose another --folder.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its lab must not outlive it
-    try:
-        with lab_of(options.lab) as lab:
-            run = SoakRun(folder, lab)
-            try:
-                lines, problems = soak(run, options.minutes, options.seed)
-            except Stuck as stuck:
-                lines, problems = [], [str(stuck)]
-            finally:
-                for job in run.jobs() if run.queued() else ():
-                    run.scheduler.cancel(job)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print(f"stopped; nothing of it runs any more. What it did is in {folder}", file=sys.stderr)
-        return 130
+    with lab_of(options.lab) as lab:
+        run = SoakRun(folder, lab)
+        try:
+            lines, problems = soak(run, options.minutes, options.seed)
+        except Stuck as stuck:
+            lines, problems = [], [str(stuck)]
+        finally:
+            for job in run.jobs() if run.queued() else ():
+                run.scheduler.cancel(job)
     print("\n".join([*lines, *(f"WRONG        {problem}" for problem in problems),
                      f"see {folder}" if problems else f"all holds (seed {options.seed})"]))
     if options.folder is None and not options.keep and not problems:
         shutil.rmtree(folder, ignore_errors=True)
     return int(bool(problems))
 
+
+main = Program("python -m drover.tools.chaos", __doc__, add_options, work,
+               interrupted="stopped; nothing of it runs any more. What it did is in its --folder")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
 """What each preset is: parameters, heads, memory of its KV cache, work per token.
 
-    python -m drover.tools.presets
-    python -m drover.tools.presets llama3.1_8b llama3.2_1b
-    python -m drover.tools.presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
-    python -m drover.tools.presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
+    drover presets
+    drover presets llama3.1_8b llama3.2_1b
+    drover presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
+    drover presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
 
 A preset without a vocabulary of its own takes the tokenizer's; here it is counted with --vocab-size.
 """
@@ -11,12 +11,15 @@ A preset without a vocabulary of its own takes the tokenizer's; here it is count
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
+from drover.pipeline.contract.command_line import Parser, Program, add_json, refuse_low
 from drover.pipeline.errors import UserError
-from drover.tools.command import aligned, exit_status, refuse_low
+from drover.tools.tables import aligned
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16
@@ -28,10 +31,8 @@ COLUMNS = ("preset", "parameters", "blocks", "width", "heads", "KV heads", "head
            "KV cache a token", "at full context", "FLOPs a token", "bf16 weights", "training state")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.presets", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     parser.add_argument("names", nargs="*", metavar="PRESET", help="only these; without any, all")
     parser.add_argument("--vocab-size", type=int, default=32000, metavar="N",
                         help="for presets that take the tokenizer's (default 32000)")
@@ -45,11 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peak-tflops", type=float, default=989.0, metavar="N",
                         help="of one GPU in the precision of training (default 989: an H100 in dense bf16)")
     parser.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="of that peak (default 0.4)")
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: _told(options))
+    add_json(parser)
 
 
-def _told(options: argparse.Namespace) -> None:
+def work(options: argparse.Namespace) -> None:
+    """Print what is asked for."""
     refuse_low(options, "vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
     try:
         shapes = {name: known_vocabulary(preset(name), options.vocab_size) for name in options.names or PRESETS}
@@ -61,6 +62,9 @@ def _told(options: argparse.Namespace) -> None:
                   if options.kv_cache else
                   budget(name, shape, options.tokens_per_parameter, options.peak_tflops, options.mfu))
         return
+    if options.json:
+        print(json.dumps([as_json(name, shape) for name, shape in shapes.items()], indent=1))
+        return
     print("\n".join(aligned([COLUMNS, *(row(name, shape) for name, shape in shapes.items())], str.rjust)))
     print(f"\nKV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training state: "
           f"{TRAINING_BYTES} bytes\na parameter (AdamW, bf16 with float32 masters). Presets without a vocabulary of "
@@ -70,6 +74,12 @@ def _told(options: argparse.Namespace) -> None:
 def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:
     """The shape, with that vocabulary if it has none of its own."""
     return shape if shape.vocab_size else shape.model_copy(update={"vocab_size": vocab_size})
+
+
+def as_json(name: str, shape: ModelConfig) -> dict[str, Any]:
+    """A preset for programs: its settings, and what follows from them."""
+    return {"preset": name, "parameters": shape.parameter_count, "kv_cache_bytes": shape.kv_cache_bytes(1, 1, 2),
+            "flops": shape.flops_per_token(shape.context_length, causal=False), **shape.model_dump(mode="json")}
 
 
 def row(name: str, shape: ModelConfig) -> tuple[str, ...]:
@@ -112,6 +122,8 @@ def decimal(size: int) -> str:
     """Bytes as disks and weights are counted, in MB or GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
+
+main = Program("python -m drover.tools.presets", __doc__, add_options, work, mixed=True)
 
 if __name__ == "__main__":
     sys.exit(main())

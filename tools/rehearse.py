@@ -1,9 +1,9 @@
 """One training step of any number of ranks, without their machines: what a rank tells others, holds and waits for.
 
-    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128
-    python -m drover.tools.rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
-    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
-    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
+    drover rehearse --config configs/llama3_8b.yaml --ranks 128
+    drover rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
+    drover rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
+    drover rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
 
 The real engine is built and takes one step on tensors without contents, in a process group that moves nothing. Of a
 pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; any by --rank. Each takes seconds to a
@@ -22,8 +22,9 @@ from collections.abc import Sequence
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.command_line import Parser, Program, add_json
 from drover.pipeline.errors import UserError
-from drover.tools.command import exit_status, markdown
+from drover.tools.tables import markdown
 
 LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
 PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
@@ -33,24 +34,21 @@ PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 """The rows of --table: a file, so many ranks, settings."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.rehearse", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many there are")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="rehearse this one; may be repeated")
     parser.add_argument("--memory", type=float, metavar="GB", help="of a GPU: say whether it fits, or what would")
     parser.add_argument("--spend", action="store_true", help="with --memory: search what saves time and fits")
     parser.add_argument("--cpu", action="store_true", help="as on CPU ranks, with their kernels and precision")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    add_json(parser)
     parser.add_argument("--table", action="store_true", help="the table of docs/training.md, in Markdown (minutes)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
-    options = parser.parse_intermixed_args(arguments)
-    return exit_status(lambda: _rehearsed(options), "drover stops here: ")
 
 
-def _rehearsed(options: argparse.Namespace) -> int:
+def work(options: argparse.Namespace) -> int:
+    """Rehearse and print; 1 where it does not fit."""
     if options.table:
         print("\n".join(table([row(load_config(path, [*settings, *options.overrides]), ranks)
                                for path, ranks, settings in PUBLISHED])))
@@ -127,6 +125,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
                       "collectives of a step by group, GB", "calls", "pipeline waits", "recomputed", "exposed"), *rows])
 
+
+main = Program("python -m drover.tools.rehearse", __doc__, add_options, work, mixed=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,6 @@ is the record that nothing is owed any more; the weights are cleared then.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -28,8 +27,8 @@ from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.config.loading import config_hash, load_config, save_config
-from drover.pipeline.config.plugins import add_run_options
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.command_line import Parser, Program, add_run_and_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.state import now
@@ -221,19 +220,15 @@ class Evaluations:
                 self._say(text)
 
 
-def main(arguments: list[str]) -> int:
-    """Evaluate a checkpoint here."""
-    parser = argparse.ArgumentParser(prog="python -m drover.launch.slurm.evaluations")
-    add_run_options(parser)
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
     parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
     parser.add_argument("--keep", action="store_true", help="keep the exported model")
-    options = parser.parse_args(arguments)
-    try:
-        return evaluate(options.run, options.step, keep=options.keep)
-    except UserError as error:
-        print(error, file=sys.stderr, flush=True)
-        return UserError.exit_status
 
+
+main = Program("python -m drover.launch.slurm.evaluations", "Evaluate a checkpoint here.", add_options,
+               lambda options: evaluate(options.run, options.step, keep=options.keep))
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -8,7 +8,6 @@ it not, and executes nothing of it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import re
@@ -21,7 +20,7 @@ from pydantic import ConfigDict, PydanticUserError, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from drover.pipeline.config.section import Section
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.errors import UserError, listed, meant
 
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -91,10 +90,9 @@ class Kinds(Generic[Of]):
             return found.model_validate(value)
         if isinstance(kind, str) and _OUTSIDE.fullmatch(kind):
             return Outside.model_validate(value)
-        close = difflib.get_close_matches(str(kind), self.shipped, n=1, cutoff=0.5)
-        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind{advice}", {
-            "what": self.what, "advice": f", did you mean '{close[0]}'?" if close else
-            f"; known are {', '.join(self.shipped)}, and my_module:MyClass for one of your own"}), ("kind",), kind)
+        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind; {advice}", {
+            "what": self.what, "advice": meant(str(kind), self.shipped, f"known are {', '.join(self.shipped)}, and "
+                                               f"my_module:MyClass for one of your own")}), ("kind",), kind)
 
     def _refuse(self, error: Any, at: tuple[str, ...], given: Any) -> NoReturn:
         raise ValidationError.from_exception_data(self.what, [InitErrorDetails(type=error, loc=at, input=given)])
@@ -173,9 +171,8 @@ def _sentence(problem: Any, at: str, section: type[Section]) -> str:
     """A wrong setting of a class from outside, as the configuration's own are told."""
     key = ".".join([at, *map(str, problem["loc"])])
     if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(problem["loc"][-1]), section.model_fields, n=1, cutoff=0.5)
-        return f"unknown key '{key}'; " + (f"did you mean '{close[0]}'?" if close else
-                                           f"known here: {', '.join(section.model_fields)}.")
+        return f"unknown key '{key}'; " + meant(str(problem["loc"][-1]), section.model_fields,
+                                                f"known here: {', '.join(section.model_fields)}.")
     if problem["type"] == "missing":
         return f"'{key}' is missing."
     return f"'{key}' is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."

@@ -82,7 +82,7 @@ def test_wrong_settings_are_named(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("name: a\n")
     for value, said in (
-            ("[wandbb]", "is 'wandbb' (str): there is no log sink of this kind, did you mean 'wandb'?"),
+            ("[wandbb]", "is 'wandbb' (str): there is no log sink of this kind; did you mean 'wandb'?"),
             ("[tensorboard, {kind: wandb, projekt: x}]",
              "unknown key 'train.log_to.1.projekt'; did you mean 'project'?"),
             ("[mlflow, {kind: mlflow}]", "train.log_to names mlflow 2 times"),

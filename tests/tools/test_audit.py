@@ -98,6 +98,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
 
 
 def test_nothing_to_audit_is_said(tmp_path, capsys):
+    (tmp_path / "config.yaml").touch()
     assert "nothing to audit" in printed(capsys, main, "--run", tmp_path, expect=2)
 
 
