@@ -82,14 +82,10 @@ def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, beside:
             for which in ("wall", "cpu"):
                 ratios = [getattr(other, which) / max(1e-9, getattr(own, which))
                           for own, other in zip(times, taken[beside], strict=True)]
-                row |= spread(ratios, which)
+                row |= {f"{which}_ratio": statistics.median(ratios), f"{which}_least": min(ratios),
+                        f"{which}_most": max(ratios)}
         rows.append(row)
     return rows
-
-
-def spread(ratios: Sequence[float], which: str = "wall") -> dict[str, float]:
-    """Median, least and greatest, under the names that RATES has."""
-    return {f"{which}_ratio": statistics.median(ratios), f"{which}_least": min(ratios), f"{which}_most": max(ratios)}
 
 
 def cell(form: str, row: Row) -> str:

@@ -133,7 +133,6 @@ REFUSED = {  # program: wrong arguments, and what is said of them
     "drover.pipeline.copies": ("file:///nope", "required: folder"),
     "benchmarks": ("layouts --only nope", "No case of layouts contains nope"),
     "drover.tools.audit": ("nope", NO_RUN),
-    "drover.tools.chaos": ("--lab nope", "The lab in nope is not up"),
     "drover.tools.chat": ("--model nope x", "nope is no folder"),
     "drover.tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
     "drover.tools.copy_tokens": ("nope --to file:///nope", NO_RUN),

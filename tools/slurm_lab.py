@@ -1,8 +1,8 @@
 """A real Slurm cluster on this one machine, to try the chain on: as many nodes as you like, and faults at will.
 
-    eval "$(python -m drover.tools.slurm_lab up 4)"     start four nodes; sbatch, squeue ... then speak to them
-    python -m drover.tools.slurm_lab kill-node n2       n2 loses power; start-node n2 brings it back
-    python -m drover.tools.slurm_lab down               stop all of it and remove its folder
+    eval "$(drover lab up 4)"     start four nodes; sbatch, squeue ... then speak to them
+    drover lab kill-node n2       n2 loses power; start-node n2 brings it back
+    drover lab down               stop all of it and remove its folder
 
 Everything is inside one folder (--folder), so several labs live beside each other. Root is not needed; an ordinary
 user gets a cluster that runs jobs of that user.
@@ -176,7 +176,7 @@ class Lab:
         try:
             return LabSettings(**json.loads((self.folder / "lab.json").read_text()))
         except FileNotFoundError:
-            raise UserError(f"There is no Slurm lab in {self.folder}. Start one: python -m drover.tools.slurm_lab up "
+            raise UserError(f"There is no Slurm lab in {self.folder}. Start one: drover lab up "
                             f"--folder {self.folder}") from None
 
     @property
@@ -204,7 +204,7 @@ class Lab:
         """
         if missing := missing_programs(accounting):
             raise UserError(f"Slurm is not (all) here: no {', '.join(missing)}. On Debian or Ubuntu "
-                            f"`python -m drover.tools.slurm_lab install` brings it, as root.")
+                            f"`drover lab install` brings it, as root.")
         if self.is_up:
             raise UserError(f"The lab in {self.folder} is running already.")
         check_folder(self.folder)

@@ -7,7 +7,6 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from benchmarks.apart import Apart
 from benchmarks.measuring import Record, Taken, alternated, compared
-from tests.conftest import REPOSITORY
 from tests.refusal import printed
 
 
@@ -49,18 +48,10 @@ def test_a_rank_that_fails_or_hangs_is_a_message():
         assert not any(process.is_alive() for process in ranks.processes)
 
 
-def test_what_cannot_be_measured_is_said(capsys, tmp_path):
+def test_what_cannot_be_measured_is_said(capsys):
     small = ("generate", "--preset", "ladder_1m", "--vocabulary", "256")
     said = printed(capsys, benchmarks.main, *small, "--new", "2000", expect=2)
     assert "exceed the context of ladder_1m, 1024" in said
-    assert "is no checkout of Drover" in printed(capsys, benchmarks.main, *small, "--beside", tmp_path, expect=2)
     with pytest.raises(SystemExit):
         benchmarks.main([*small, "--new", "0"])
     assert "must be a whole number above 0, not 0" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_checkouts_are_measured_by_turns(capsys):
-    said = printed(capsys, benchmarks.main, "generate", "--preset", "ladder_1m", "--vocabulary", "256", "--new", "3",
-                   "--threads", "1", "--rounds", "2", "--beside", REPOSITORY)
-    assert "times as fast" in said and "| ours, 1 threads | " in said and "| transformers, 1 threads | " in said

@@ -1,4 +1,4 @@
-"""A short soak on a real lab; what decides about it is tested in tests/tools/test_chaos.py."""
+"""A short soak on a real lab; what decides about it is tested in test_soak_rules.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import islice
 import pytest
 
 from drover.pipeline.files import read_lines
-from drover.tools.chaos import order
 from drover.tools.slurm_lab import missing_programs
 from tests.conftest import REPOSITORY, environment
+from tests.slurm.soak import order
 
 SEED = 41
 """Begins with a killed rank, a damaged checkpoint and a lost node."""
@@ -21,9 +21,8 @@ SEED = 41
 @pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not installed")
 def test_training_comes_through_five_minutes_of_faults(tmp_path):
     variables = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "SBATCH"))}
-    answer = subprocess.run([sys.executable, "-m", "drover.tools.chaos", "--minutes", "5", "--seed", str(SEED),
-                             "--keep",
-                             "--folder", str(tmp_path)], cwd=REPOSITORY, env=variables, text=True, capture_output=True,
+    answer = subprocess.run([sys.executable, "-m", "tests.slurm.soak", "--minutes", "5", "--seed", str(SEED),
+                             str(tmp_path)], cwd=REPOSITORY, env=variables, text=True, capture_output=True,
                             stdin=subprocess.DEVNULL, check=False)
     assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-3000:]
     log = list(read_lines(tmp_path / "chaos.jsonl"))

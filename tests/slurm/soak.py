@@ -1,8 +1,7 @@
 """A soak: one training on a Slurm lab under random faults, and the proof that they left no trace in it.
 
-    python -m drover.tools.chaos --minutes 2      a lab of its own, faults for two minutes, then the chain to its report
-    python -m drover.tools.chaos --minutes 60 --seed 7   an hour, with the faults in the order of seed 7
-    python -m drover.tools.chaos --lab /tmp/lab          on a lab of four nodes that is up
+    python -m tests.slurm.soak soaked                         faults for two minutes, then the chain to its report
+    python -m tests.slurm.soak soaked --minutes 60 --seed 7   an hour, with the faults in the order of seed 7
 
 A tiny model is trained on four nodes of this machine while ranks are killed and stopped, the job's runner is killed,
 Slurm's warning before the time limit comes, the job is queued again from outside, nodes lose power, slurmctld goes
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -30,7 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf, isnan
 from pathlib import Path
@@ -49,12 +47,12 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.contract.state import ATTEMPTS, read_attempts
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import append_line, read_lines
+from drover.pipeline.files import append_line
 from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
 from drover.pipeline.records.goodput import goodput
 from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import audit
-from drover.tools.slurm_lab import Lab, missing_programs
+from drover.tools.slurm_lab import Lab
 
 SIZES = (1, 2, 4)
 """Nodes that training may go on with; it begins with the most."""
@@ -423,61 +421,35 @@ def difference(one: float, other: float) -> float:
     return inf if isnan(found) else found
 
 
-@contextmanager
-def lab_of(folder: Path | None) -> Iterator[Lab]:
-    """The lab in a folder, or a new one that ends with the block."""
-    if folder is not None:
-        lab = Lab(folder)
-        if not lab.is_up or len(lab.nodes) < max(SIZES):
-            raise UserError(f"The lab in {folder} is not up with {max(SIZES)} nodes. Start one: python -m "
-                            f"drover.tools.slurm_lab up {max(SIZES)} --folder {folder}")
-        yield lab
-        return
-    with tempfile.TemporaryDirectory(prefix="lab-", dir="/tmp", ignore_cleanup_errors=True) as own:  # a short path
-        lab = Lab(own)
-        lab.up(max(SIZES), accounting=not missing_programs())
-        try:
-            yield lab
-        finally:
-            lab.down()
-
-
 def add_options(parser: Parser) -> None:
     """The options."""
-    given = Path(os.environ.get("SLURM_CONF", "/nowhere/slurm.conf")).parent
     parser.add_argument("--minutes", type=float, default=2.0, help="how long faults happen (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults (%(default)s)")
-    parser.add_argument("--lab", type=Path, default=given if (given / "lab.json").is_file() else None, metavar="FOLDER",
-                        help="a lab that is up (default: the one of SLURM_CONF, else one of its own)")
-    parser.add_argument("--folder", type=Path, help="where the run is made (default: a new one in /tmp)")
-    parser.add_argument("--keep", action="store_true", help="leave the folder; it stays anyway where something failed")
+    parser.add_argument("folder", type=Path, help="an empty folder for the run")
 
 
 def work(options: argparse.Namespace) -> int:
     """Soak and print; 1 where something does not hold."""
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))).resolve()
+    folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    if next(read_lines(folder / "chaos.jsonl"), None) is not None:
-        raise UserError(f"{folder} holds a soak already; choose another --folder.")
+    if any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; choose another.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its lab must not outlive it
-    with lab_of(options.lab) as lab:
-        run = SoakRun(folder, lab)
+    with tempfile.TemporaryDirectory(prefix="lab-", dir="/tmp", ignore_cleanup_errors=True) as own:  # a short path
+        lab = Lab(own)
+        lab.up(max(SIZES))
         try:
-            lines, problems = soak(run, options.minutes, options.seed)
+            lines, problems = soak(SoakRun(folder, lab), options.minutes, options.seed)
         except Stuck as stuck:
             lines, problems = [], [str(stuck)]
         finally:
-            for job in run.jobs() if run.queued() else ():
-                run.scheduler.cancel(job)
+            lab.down()
     print("\n".join([*lines, *(f"WRONG        {problem}" for problem in problems),
                      f"see {folder}" if problems else f"all holds (seed {options.seed})"]))
-    if options.folder is None and not options.keep and not problems:
-        shutil.rmtree(folder, ignore_errors=True)
     return int(bool(problems))
 
 
-main = Program("python -m drover.tools.chaos", __doc__, add_options, work,
-               interrupted="stopped; nothing of it runs any more. What it did is in its --folder")
+main = Program("python -m tests.slurm.soak", __doc__, add_options, work, interrupted="stopped; nothing of it runs")
 
 if __name__ == "__main__":
     sys.exit(main())

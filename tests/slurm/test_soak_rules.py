@@ -1,4 +1,4 @@
-"""What decides about a soak, and what it does all along; tests/slurm/test_soak.py makes a short one."""
+"""What decides about a soak, and what it does all along; test_soak.py makes a short one."""
 
 from collections import Counter
 from itertools import islice
@@ -7,19 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from drover.pipeline.files import append_line
-from drover.tools import chaos as soak
-from drover.tools.chaos import FAULTS, Missed, SoakRun, order
 from drover.tools.slurm_lab import Lab
+from tests.slurm import soak
+from tests.slurm.soak import FAULTS, Missed, SoakRun, order
 
 SEED = 41
-
-
-def test_a_soak_needs_a_lab_that_is_up_and_a_folder_without_another(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(soak.signal, "signal", lambda *handler: None)
-    arguments = ["--lab", str(tmp_path / "nothing"), "--folder", str(tmp_path / "soak")]
-    assert soak.main(arguments) == 2 and "drover.tools.slurm_lab up 4" in capsys.readouterr().err
-    (tmp_path / "soak/chaos.jsonl").write_text("{}\n")
-    assert soak.main(arguments) == 2 and "holds a soak already" in capsys.readouterr().err
 
 
 def trained(folder, name, steps=3, loss=2.0):
