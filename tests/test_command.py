@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from drover.__main__ import COMMANDS, SHELLS, completion, main, program
-from tests.conftest import run_python
+from drover.pipeline.contract.stages import STAGES
+from tests.conftest import REPOSITORY, run_python
 from tests.test_house import HEAVY, imported_by
 
 NAMED = tuple(COMMANDS)
@@ -52,6 +54,14 @@ def test_run_and_plan_take_all_stages_unless_some_are_asked_for():
     for name, showing in (("run", False), ("plan", True)):
         options = program(name).parser().parse_intermixed_args(["--config", "c.yaml", "train.steps=3"])
         assert (options.stage, options.dry_run, options.overrides) == ("all", showing, ["train.steps=3"])
+
+
+def test_a_plan_is_told_to_programs(tmp_path, capsys):
+    config = ["--config", str(REPOSITORY / "configs/demo.yaml"), "--cluster", "local", f"runs_dir={tmp_path}"]
+    assert main(["plan", "--json", *config]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [job["stage"] for job in found["jobs"]] == list(STAGES) and found["disk_bytes"]
+    assert found["jobs"][0]["state"] == "to do" and found["jobs"][1]["after"] == ["shard"]
 
 
 @pytest.mark.parametrize(("words", "offered"), [

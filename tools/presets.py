@@ -56,14 +56,12 @@ def work(options: argparse.Namespace) -> None:
         shapes = {name: known_vocabulary(preset(name), options.vocab_size) for name in options.names or PRESETS}
     except ValueError as error:
         raise UserError(str(error)) from None
+    if options.json:
+        print(json.dumps([as_json(name, shape, options) for name, shape in shapes.items()], indent=1))
+        return
     if options.kv_cache or options.budget:
         for name, shape in shapes.items():
-            print(kv_cache(name, shape, options.batch, options.length or shape.context_length, options.dtype)
-                  if options.kv_cache else
-                  budget(name, shape, options.tokens_per_parameter, options.peak_tflops, options.mfu))
-        return
-    if options.json:
-        print(json.dumps([as_json(name, shape) for name, shape in shapes.items()], indent=1))
+            print((kv_cache if options.kv_cache else budget)(name, shape, options))
         return
     print("\n".join(aligned([COLUMNS, *(row(name, shape) for name, shape in shapes.items())], str.rjust)))
     print(f"\nKV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training state: "
@@ -76,10 +74,11 @@ def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:
     return shape if shape.vocab_size else shape.model_copy(update={"vocab_size": vocab_size})
 
 
-def as_json(name: str, shape: ModelConfig) -> dict[str, Any]:
-    """A preset for programs: its settings, and what follows from them."""
-    return {"preset": name, "parameters": shape.parameter_count, "kv_cache_bytes": shape.kv_cache_bytes(1, 1, 2),
-            "flops": shape.flops_per_token(shape.context_length, causal=False), **shape.model_dump(mode="json")}
+def as_json(name: str, shape: ModelConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """A preset for programs: its settings, the cache of keys and values, and what training costs."""
+    tokens, flops, hours = cost(shape, options)
+    return {"preset": name, "parameters": shape.parameter_count, "kv_cache_bytes": cache_bytes(shape, options),
+            "tokens": tokens, "flops": flops, "gpu_hours": hours, **shape.model_dump(mode="json")}
 
 
 def row(name: str, shape: ModelConfig) -> tuple[str, ...]:
@@ -92,23 +91,34 @@ def row(name: str, shape: ModelConfig) -> tuple[str, ...]:
             decimal(TRAINING_BYTES * shape.parameter_count))
 
 
-def kv_cache(name: str, shape: ModelConfig, batch: int, length: int, dtype: str) -> str:
+def cache_bytes(shape: ModelConfig, options: argparse.Namespace) -> int:
+    """What keys and values of a batch take."""
+    return shape.kv_cache_bytes(options.batch, options.length or shape.context_length, BYTES[options.dtype])
+
+
+def kv_cache(name: str, shape: ModelConfig, options: argparse.Namespace) -> str:
     """What keys and values of a batch take, and how it comes about."""
-    size = shape.kv_cache_bytes(batch, length, BYTES[dtype])
+    size, length = cache_bytes(shape, options), options.length or shape.context_length
     beyond = f"; the context is {shape.context_length:,}" if length > shape.context_length else ""
-    return (f"{name}: {size:,} bytes ({binary(size)}) = 2 (keys, values) x {shape.layers} blocks x {batch} x "
-            f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_width} x {BYTES[dtype]} bytes{beyond}")
+    return (f"{name}: {size:,} bytes ({binary(size)}) = 2 (keys, values) x {shape.layers} blocks x {options.batch} x "
+            f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_width} x {BYTES[options.dtype]} "
+            f"bytes{beyond}")
 
 
-def budget(name: str, shape: ModelConfig, tokens_per_parameter: float, peak_tflops: float, mfu: float) -> str:
-    """What training a preset costs by the rule 6 x parameters x tokens, and what its weights take."""
-    count = shape.parameter_count
-    tokens = tokens_per_parameter * count
-    flops = 6 * count * tokens
-    sizes = ", ".join(f"{decimal(count * bits // 8)} in {bits} bits" for bits in (16, 8, 4))
-    return (f"{name}: {tokens:.4g} tokens ({tokens_per_parameter:g} a parameter), {flops:.4g} FLOPs (6 x parameters x "
-            f"tokens), {flops / (peak_tflops * 1e12 * mfu) / 3600:,.1f} GPU-hours at {mfu:.0%} of {peak_tflops:g} "
-            f"TFLOP/s; weights {sizes}")
+def cost(shape: ModelConfig, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Training by the rule 6 x parameters x tokens: tokens, FLOPs, GPU-hours."""
+    tokens = options.tokens_per_parameter * shape.parameter_count
+    flops = 6 * shape.parameter_count * tokens
+    return tokens, flops, flops / (options.peak_tflops * 1e12 * options.mfu) / 3600
+
+
+def budget(name: str, shape: ModelConfig, options: argparse.Namespace) -> str:
+    """What training a preset costs, and what its weights take."""
+    tokens, flops, hours = cost(shape, options)
+    sizes = ", ".join(f"{decimal(shape.parameter_count * bits // 8)} in {bits} bits" for bits in (16, 8, 4))
+    return (f"{name}: {tokens:.4g} tokens ({options.tokens_per_parameter:g} a parameter), {flops:.4g} FLOPs (6 x "
+            f"parameters x tokens), {hours:,.1f} GPU-hours at {options.mfu:.0%} of {options.peak_tflops:g} TFLOP/s; "
+            f"weights {sizes}")
 
 
 def binary(size: int) -> str:

@@ -116,11 +116,6 @@ def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
     return max(found, key=lambda one: one.peak.bytes)
 
 
-def gigabytes(size: int) -> str:
-    """Bytes in GB, for tables."""
-    return f"{size / 1e9:,.2f}" if 0 < size < 1e10 else f"{size / 1e9:,.1f}" if size else "0"
-
-
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns under their headings, the first to the left and the others to the right."""
     widths = [max(len(row[column]) for row in (heading, *rows)) for column in range(len(heading))]

@@ -13,7 +13,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.lost_time import lost
 from drover.pipeline.rehearsal.memory import KINDS
-from drover.pipeline.rehearsal.report import ends_and_middle, fullest, gigabytes
+from drover.pipeline.rehearsal.report import ends_and_middle, fullest
 from drover.tools.tables import markdown
 
 LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
@@ -22,6 +22,11 @@ PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("configs/llama3_8b_128k.yaml", 8, ()), ("configs/llama3_70b.yaml", 1024, ()),
     ("configs/llama3_405b.yaml", 16384, ()), ("configs/llama3_405b.yaml", 16384, LONG))
 """The rows: a file, so many ranks, settings."""
+
+
+def gigabytes(size: int) -> str:
+    """Bytes in GB, for tables."""
+    return f"{size / 1e9:,.2f}" if 0 < size < 1e10 else f"{size / 1e9:,.1f}" if size else "0"
 
 
 def row(config: Config, ranks: int) -> Sequence[str]:

@@ -69,7 +69,9 @@ def test_rollbacks_and_skipped_updates_are_left_out_on_purpose(recorded):
     (9, {"skipped": "spike"}, "checkpoint step-00000010 counts 1 skipped updates, the log 2")])
 def test_planted_faults_are_named(recorded, step, changes, expected, capsys):
     edit(recorded, step, **changes)
-    assert main(["--run", str(written(recorded))]) == 1
+    assert main(["--run", str(written(recorded)), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["faults"]
+    assert main([str(recorded.folder)]) == 1
     assert expected in capsys.readouterr().out
 
 
