@@ -8,6 +8,7 @@
     python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
     python launch/submit.py --explain train.lr
     python launch/submit.py --stop runs/demo
+    python launch/submit.py --cancel runs/demo
     python launch/submit.py --logs runs/demo train --follow
 
 The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
@@ -27,10 +28,11 @@ import argparse
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run, find_run
+from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run
 from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,18 +41,13 @@ if TYPE_CHECKING:
 USUAL = Path("configs") / "demo.yaml"
 
 
-def add_run_options(parser: Parser) -> None:
+def add_options(parser: Parser) -> None:
     """What to do, where and how."""
+    parser.set_defaults(json=False)
     what = parser.add_argument_group("what")
     what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
                                                         "a comma list, or all")
-    _add_config(what)
-    where = parser.add_argument_group("where")
-    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
-                       help="auto: Slurm where sbatch is on PATH, else this box (default); a profile is Slurm with the "
-                            "settings of configs/clusters/PROFILE.yaml, or of a file")
-    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.train.nodes)")
-    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
+    _add_config(parser)
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="print the plan and the commands or sbatch scripts only")
     how.add_argument("--force", action="store_true",
@@ -62,49 +59,15 @@ def add_run_options(parser: Parser) -> None:
                           "what does not fit (default: for several nodes with GPUs; seconds to a minute)")
 
 
-def add_options(parser: Parser) -> None:
-    """All of it in one command: to run, to ask, to control."""
-    add_run_options(parser)
-    parser.set_defaults(json=False)
-    asking = parser.add_argument_group("asking")
-    asking.add_argument("--explain", nargs="?", const="", metavar="KEY",
-                        help="what a setting or section means, its type, default and value (all without KEY)")
-    asking.add_argument("--why", metavar="STAGE", help="why a stage is or is not up to date")
-    control = parser.add_argument_group("what was started (RUN: a run's name or folder)")
-    control.add_argument("--stop", type=find_run, metavar="RUN",
-                         help="let training save and leave; it does not go on by itself")
-    control.add_argument("--cancel", type=find_run, metavar="RUN",
-                         help="remove the run's jobs from Slurm, last ones first")
-    control.add_argument("--logs", nargs=2, metavar=("RUN", "STAGE"), help="show what a stage's newest start printed")
-    _add_log_options(control, "with --logs: ")
-
-
-def _add_config(parser: Any) -> None:
+def _add_config(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
-
-
-def _add_log_options(parser: Any, when: str = "") -> None:
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help=f"{when}of this rank (0)")
-    parser.add_argument("--follow", action="store_true", help=f"{when}go on as it grows, over restarts")
-
-
-def work(options: argparse.Namespace) -> int:
-    """Do what an option asks for, else run the stages."""
-    if options.stop:
-        return _stop(options.stop)
-    if options.cancel:
-        return _cancel(options.cancel)
-    if options.logs:
-        options.run, options.stage = find_run(options.logs[0]), options.logs[1]
-        return _logs(options)
-    if options.explain is not None:
-        return _explain(options)
-    if options.why is not None:
-        return _why(options)
-    if options.stage is None:
-        raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
-    return _launch(options)
+    where = parser.add_argument_group("where")
+    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
+                       help="auto: Slurm where sbatch is on PATH, else this box (default); a profile is Slurm with the "
+                            "settings of configs/clusters/PROFILE.yaml, or of a file")
+    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.train.nodes)")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
 
 
 def _usual_config(options: argparse.Namespace) -> str:
@@ -126,6 +89,8 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _launch(options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
+    if options.stage is None:
+        raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     config = _config(options)
     from drover.pipeline.contract.stages import parse_stages
 
@@ -219,14 +184,14 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
-def _stop(run: Path) -> int:
+def _stop(options: argparse.Namespace) -> int:
     from drover.launch.slurm.control import stop
-    return stop(run)
+    return stop(options.run)
 
 
-def _cancel(run: Path) -> int:
+def _cancel(options: argparse.Namespace) -> int:
     from drover.launch.slurm.control import cancel
-    return cancel(run)
+    return cancel(options.run)
 
 
 def _logs(options: argparse.Namespace) -> int:
@@ -263,22 +228,23 @@ def _asking(parser: Parser, name: str, **about: Any) -> None:
     """A question about a configuration."""
     parser.add_argument(name, **about)
     _add_config(parser)
-    parser.set_defaults(cluster="auto", nodes=None, gpus_per_node=None, json=False)
+    parser.set_defaults(json=False)
 
 
 def _log_options(parser: Parser) -> None:
     add_run(parser)
     parser.add_argument("stage", metavar="STAGE")
-    _add_log_options(parser)
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank (0)")
+    parser.add_argument("--follow", action="store_true", help="go on as it grows, over restarts")
 
 
-def _all_stages(parser: Parser) -> None:
-    add_run_options(parser)
-    parser.set_defaults(stage="all", json=False)
+def _run_options(parser: Parser) -> None:
+    add_options(parser)
+    parser.set_defaults(stage="all")
 
 
 def _plan_options(parser: Parser) -> None:
-    _all_stages(parser)
+    _run_options(parser)
     add_json(parser)
     parser.set_defaults(dry_run=True)
 
@@ -291,20 +257,31 @@ RUN = """Do the stages of a run, on this machine or through Slurm; what is done 
     drover run --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
 """
 INTERRUPTED = "stopped before anything was started"
-main = Program("python launch/submit.py", __doc__, add_options, work, mixed=True, interrupted=INTERRUPTED)
-run = Program("drover run", RUN, _all_stages, _launch, mixed=True, interrupted=INTERRUPTED)
+script = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
+run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
 show_plan = Program("drover plan", "Show what `drover run` would do with these options, and start nothing.",
                     _plan_options, _launch, mixed=True)
 show_logs = Program("drover logs", "Show what a stage's newest start printed.", _log_options, _logs)
-stop = Program("drover stop", "Let training save its state and leave; it does not go on by itself.", add_run,
-               lambda options: _stop(options.run))
-cancel = Program("drover cancel", "Remove a run's jobs from Slurm, last ones first.", add_run,
-                 lambda options: _cancel(options.run))
+stop = Program("drover stop", "Let training save its state and leave; it does not go on by itself.", add_run, _stop)
+cancel = Program("drover cancel", "Remove a run's jobs from Slurm, last ones first.", add_run, _cancel)
 why = Program("drover why", "Say why a stage is up to date, or is not.",
               partial(_asking, name="why", metavar="STAGE"), _why, mixed=True)
 explain = Program("drover explain", "Say what a setting or section means, its type, default and value.",
                   partial(_asking, name="explain", nargs="?", default="", metavar="KEY", help="without: all"),
                   _explain, mixed=True)
+INSTEAD = {"--why": why, "--explain": explain, "--logs": show_logs, "--stop": stop, "--cancel": cancel}
+"""Options of the script that stand for another command, whose arguments come after them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The script: start stages, or what an option of INSTEAD says."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for at, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in INSTEAD:
+            return INSTEAD[name]([*([value] if value else []), *words[at + 1:], *words[:at]], f"{script.name} {name}")
+    return script(words)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -171,7 +171,7 @@ def test_the_way_from_the_command_to_a_rank_is_short_and_as_the_page_draws_it():
 
 def test_every_program_has_a_wrong_argument_here():
     programs = {module_of(path).removesuffix(".__main__") for path in FILES
-                if re.search(r"^main = Program|ArgumentParser\(prog", text := path.read_text(), re.MULTILINE)
+                if re.search(r"= Program\(\"python|ArgumentParser\(prog", text := path.read_text(), re.MULTILINE)
                 and "__main__" in text}
     scripts = {"drover.launch.submit": "launch/submit.py", "drover.launch.status": "launch/status.py"}
     internal = {"drover.launch.slurm.job.rank"}

@@ -23,11 +23,15 @@ def rows(text):
 
 def test_the_examples_can_be_typed(tmp_path):
     (tmp_path / "config.yaml").touch()
-    parser = submit.main.parser()
+    parser = submit.script.parser()
     lines = [line.split()[2:] for line in parser.description.splitlines() if line.startswith("    python launch/")]
     assert len(lines) >= 5
     for line in lines:
-        parser.parse_intermixed_args([word.replace("runs/demo", str(tmp_path)) for word in line])
+        if line[0] in submit.INSTEAD:
+            words = [word.replace("runs/demo", str(tmp_path)) for word in line[1:]]
+            submit.INSTEAD[line[0]].parser().parse_known_args(words)
+        else:
+            parser.parse_intermixed_args(line)
 
 
 def test_planning_imports_nothing_heavy(launcher):
