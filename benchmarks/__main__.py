@@ -1,6 +1,6 @@
 """Measure Drover on this machine.
 
-    python -m benchmarks train        a training step on the CPU, beside transformers and litgpt
+    python -m benchmarks train        a training step on the CPU, beside transformers
     python -m benchmarks generate     one text, beside transformers' generate
     python -m benchmarks data         shard, encode and the loader, beside datatrove
     python -m benchmarks gpu          everything worth knowing of one GPU, in nine minutes

@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.console import markdown
 from drover.pipeline.files import write_json, write_text
 
-PACKAGES = ("torch", "transformers", "litgpt", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
+PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")
 """Whose versions are recorded, as far as they are installed."""
 Row = dict[str, Any]
@@ -131,9 +132,8 @@ class Record:
 
     def _table(self, section: str) -> str:
         columns, rows = self.sections[section], [row for row in self.rows if row["section"] == section]
-        head = " | ".join(cell(name, rows[0]) if name else "" for name in columns)
-        return "\n".join([f"| {head} |", f"|{'---|' * len(columns)}",
-                          *(f"| {' | '.join(cell(form, row) for form in columns.values())} |" for row in rows)])
+        return "\n".join(markdown([[cell(name, rows[0]) if name else "" for name in columns],
+                                   *([cell(form, row) for form in columns.values()] for row in rows)]))
 
 
 def machine() -> dict[str, Any]:

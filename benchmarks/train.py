@@ -1,4 +1,4 @@
-"""A training step on this machine's CPU: our engines and layouts beside transformers and litgpt (train.yaml).
+"""A training step on this machine's CPU: our engines and layouts beside transformers (train.yaml).
 
 The shape is the reference for CPUs (cpu.yaml): vocabulary 8192, width 288, 6 layers, 6 query and 2 kv heads,
 feed-forward 768, untied, fp32, batch 8 x 256, AdamW and clipping. Every candidate has processes of its own (two ranks

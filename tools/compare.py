@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.console import aligned, markdown
 from drover.pipeline.contract.command_line import Parser, Program, find_model, find_run, refuse_low
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
@@ -28,7 +29,6 @@ from drover.pipeline.evaluation.comparing import Candidate, Conditions, Measurin
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.files import sha256_file, write_json, write_text
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
-from drover.tools.tables import aligned, markdown
 
 FORMAT = 1
 SCORES = {"model": ("model", ""), "tokens": ("tokens", ","), "task": ("task", ""), "version": ("version", ""),

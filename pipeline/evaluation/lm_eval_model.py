@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lm_eval.api.registry import register_model
 
+from drover.pipeline.contract.command_line import find_model
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.comparing import deliverable
 from drover.pipeline.evaluation.harness import HarnessModel
@@ -49,8 +50,8 @@ class DroverModel(HarnessModel):
     Started by torchrun, every rank holds the model and takes its share of each list of requests.
 
     Args:
-        run: folder of a run: what its stage convert exported, which is what its stage evaluate measures; before that
-            is done, the newest checkpoint. Or folder of a training checkpoint, or of a model in Hugging Face's form.
+        run: name or folder of a run: what its stage convert exported, which is what its stage evaluate measures; before
+            that is done, the newest checkpoint. Or a training checkpoint's folder, or a Hugging Face folder.
         checkpoint: of the run: a step, or `newest`.
         dtype: of weights and arithmetic, float32 or bfloat16; default: the run's evaluate.dtype, else float32.
         batch: sequences per forward pass; default: --batch_size if above 1, the run's evaluate.batch, 16.
@@ -70,7 +71,7 @@ class DroverModel(HarnessModel):
             raise UserError(f"--model drover takes --model_args run=FOLDER[,checkpoint=STEP|{NEWEST}][,dtype=...]"
                             f"[,batch=...][,max_length=...]"
                             f"{', and not ' + ', '.join(unknown) if unknown else '; run= is missing'}.")
-        settings = _settings(Path(str(run)), checkpoint)
+        settings = _settings(find_model(str(run)), checkpoint)
         chosen = dtype or settings.dtype
         if chosen not in DTYPES:
             raise UserError(f"dtype={chosen} is none that models are measured in: {' or '.join(DTYPES)}.")

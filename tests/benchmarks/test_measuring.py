@@ -25,7 +25,7 @@ def test_a_ratio_is_the_median_of_ratios_within_a_round_and_tables_are_written(t
     for row in (own, other):
         record.add("Speed", {"": "{name}", "{unit}/s": "{rate:.1f}", "ratio": "{wall_ratio:.1f}"}, row)
     text = (tmp_path / "new/results.md").read_text()
-    assert "|  | MB/s | ratio |\n|---|---|---|\n| ours | 10.0 | 3.0 |\n| theirs | 5.0 | - |\n" in text
+    assert "|  | MB/s | ratio |\n| --- | --- | --- |\n| ours | 10.0 | 3.0 |\n| theirs | 5.0 | - |\n" in text
     assert capsys.readouterr().out.count("| ours |") == 1
     rows = json.loads((tmp_path / "new/results.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["ours", "theirs"]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from drover.pipeline.config.batch import with_largest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
+from drover.pipeline.console import markdown
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.lost_time import lost
 from drover.pipeline.rehearsal.memory import KINDS
 from drover.pipeline.rehearsal.report import ends_and_middle, fullest
-from drover.tools.tables import markdown
 
 LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
 PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
