@@ -35,6 +35,13 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse; exits with status 2 where an option is unknown."""
+        return super().parse_known_args(self._known(args), namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """The same, of options among other words; from Python 3.12.8 on it does not call the other."""
+        return super().parse_known_intermixed_args(self._known(args), namespace)
+
+    def _known(self, args: Any) -> list[str]:
         words = sys.argv[1:] if args is None else list(args)
         options = words[:words.index("--")] if "--" in words else words
         known = self._option_string_actions
@@ -44,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             and not any(one.startswith(name := word.partition("=")[0]) for one in known)]
         if unknown:
             self.error(" ".join(unknown))
-        return super().parse_known_args(words, namespace)
+        return words
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2."""
