@@ -29,6 +29,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ USUAL = Path("configs") / "demo.yaml"
 
 def add_options(parser: Parser) -> None:
     """What to do, where and how."""
-    parser.set_defaults(json=False)
+    parser.set_defaults(json=None)
     what = parser.add_argument_group("what")
     what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
                                                         "a comma list, or all")
@@ -70,12 +71,11 @@ def _add_config(parser: Parser) -> None:
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
 
 
-def _usual_config(options: argparse.Namespace) -> str:
+def _usual_config() -> str:
     """The demo's, where no configuration is given; this is said."""
     for path in (USUAL, Path(__file__).resolve().parent.parent / USUAL):
         if path.is_file():
-            if not options.json:
-                print(f"config    {path}, since no --config is given")
+            print(f"config    {path}, since no --config is given")
             return str(path)
     raise UserError("No configuration is given. Add --config FILE (--help shows complete commands).")
 
@@ -83,7 +83,7 @@ def _usual_config(options: argparse.Namespace) -> str:
 def _config(options: argparse.Namespace) -> Config:
     from drover.pipeline.config.loading import load_config
 
-    options.config = options.config or _usual_config(options)
+    options.config = options.config or _usual_config()
     return load_config(options.config, _overrides(options), check=False)
 
 
@@ -136,7 +136,7 @@ def _launch(options: argparse.Namespace) -> int:
         print(json.dumps({"run": str(run.folder), "cluster": request.cluster, "disk_bytes": space.parts, "jobs": [
             {"job": job.key, "stage": job.stage, "state": "to do" if job.forced else job.state.kind,
              "reasons": job.state.reasons, "nodes": job.nodes, "ranks": job.ranks, "after": job.dependencies,
-             "command": by_hand(job)} for job in jobs]}, indent=1))
+             "command": by_hand(job)} for job in jobs]}, indent=1), file=options.json)
         return 0
     say_absent(run, jobs)
     if showing:
@@ -228,7 +228,6 @@ def _asking(parser: Parser, name: str, **about: Any) -> None:
     """A question about a configuration."""
     parser.add_argument(name, **about)
     _add_config(parser)
-    parser.set_defaults(json=False)
 
 
 def _log_options(parser: Parser) -> None:
@@ -241,6 +240,13 @@ def _log_options(parser: Parser) -> None:
 def _run_options(parser: Parser) -> None:
     add_options(parser)
     parser.set_defaults(stage="all")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """With --json, notes for people go to stderr."""
+    options.json = sys.stdout if options.json else None
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        return _launch(options)
 
 
 def _plan_options(parser: Parser) -> None:
@@ -260,7 +266,7 @@ INTERRUPTED = "stopped before anything was started"
 script = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
 run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
 show_plan = Program("drover plan", "Show what `drover run` would do with these options, and start nothing.",
-                    _plan_options, _launch, mixed=True)
+                    _plan_options, _plan, mixed=True)
 show_logs = Program("drover logs", "Show what a stage's newest start printed.", _log_options, _logs)
 stop = Program("drover stop", "Let training save its state and leave; it does not go on by itself.", add_run, _stop)
 cancel = Program("drover cancel", "Remove a run's jobs from Slurm, last ones first.", add_run, _cancel)

@@ -59,7 +59,7 @@ def test_run_and_plan_take_all_stages_unless_some_are_asked_for():
 def test_a_plan_is_told_to_programs(tmp_path, capsys):
     config = ["--config", str(REPOSITORY / "configs/demo.yaml"), "--cluster", "local", f"runs_dir={tmp_path}"]
     assert main(["plan", "--json", *config]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)  # notes for people are not in it
     assert [job["stage"] for job in found["jobs"]] == list(STAGES) and found["disk_bytes"]
     assert found["jobs"][0]["state"] == "to do" and found["jobs"][1]["after"] == ["shard"]
 
