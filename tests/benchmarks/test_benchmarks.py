@@ -21,20 +21,13 @@ def measured(folder, *arguments):
 
 @pytest.mark.slow
 def test_training_steps_are_measured_beside_transformers(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "PRODUCTS", train.PRODUCTS[:1])
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     found = measured(tmp_path, "train", "--steps", "1", "--rounds", "2", "--threads", "1", "--only", "ours",
                      "transformers", "ours, pipeline 2")
     assert [row["name"] for row in found["rows"]] == ["ours", "transformers", "ours, pipeline 2"]
     for row in found["rows"]:
         assert row["rate"] * row["median_ms"] == pytest.approx(8 * 256 * 1e3)
-        assert row["mfu_causal"] < row["mfu_full"] <= 1 and row["min_ms"] <= row["median_ms"] <= row["max_ms"]
-
-
-def test_nothing_is_used_by_more_than_all_of_it():
-    rows = [{"tflops_full": 1.0, "tflops_causal": 0.5}, {"tflops_full": 4.0, "tflops_causal": 2.0}]
-    found = train.utilised(rows, [2e12])  # steps were faster than products
-    assert [(row["mfu_full"], row["mfu_causal"]) for row in found] == [(0.25, 0.125), (1.0, 0.5)]
+        assert row["tflops_causal"] < row["tflops_full"] and row["min_ms"] <= row["median_ms"] <= row["max_ms"]
 
 
 @pytest.mark.slow
