@@ -1,5 +1,5 @@
 """What a worker measures on its device: products, attention, and training steps: ours as training takes them, over any
-number of ranks, and those of transformers and litgpt at the same shape."""
+number of ranks, and those of transformers at the same shape."""
 
 from __future__ import annotations
 
@@ -237,9 +237,8 @@ class Bench:
         if config.train.precision == "fp8":
             import_module("torchao.float8")  # where it is absent, the row says "missing", not "failed"
         model, length, step = config.model, config.train.sequence_length, None
-        if library := case.get("library"):
-            import_module(library)
-            step = library_step(library, config, self.device, case.get("compiled", False))
+        if "library" in case:
+            step = transformers_step(config, self.device, case.get("compiled", False))
         else:
             step = OurStep(self, config, case.get("documents", True), case.get("across", False))
         return step, {"gpus": self.ranks.world, "layers": model.layers, "parameters": model.parameter_count,
@@ -323,13 +322,13 @@ def fill(model: nn.Module, config: ModelConfig) -> None:
             local.normal_(std=config.dim**-0.5 if name == "output.weight" else 0.02)
 
 
-def library_step(library: str, config: Config, device: torch.device, compiled: bool) -> Step:
-    """A plain step of transformers or litgpt: SDPA with plain causal attention, float32 weights (bf16 by autocast),
+def transformers_step(config: Config, device: torch.device, compiled: bool) -> Step:
+    """A plain step of transformers: SDPA with plain causal attention, float32 weights (bf16 by autocast),
     cross-entropy, clipping, fused AdamW."""
     shape, length = config.model, config.train.sequence_length
     torch.manual_seed(0)
     with device:
-        model = (_transformers if library == "transformers" else _litgpt)(shape, length).float().train()
+        model = _transformers(shape, length).float().train()
     forward: Any = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = batch(shape, length, config.train.batch_tokens // length, seed=0)
@@ -337,8 +336,7 @@ def library_step(library: str, config: Config, device: torch.device, compiled: b
 
     def step() -> float:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision != "fp32"):
-            out = forward(tokens)
-            logits = out.logits if library == "transformers" else out
+            logits = forward(tokens).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
@@ -356,19 +354,6 @@ def _transformers(config: ModelConfig, length: int) -> nn.Module:
         "num_key_value_heads": config.kv_heads, "max_position_embeddings": length,
         "tie_word_embeddings": config.tied_embeddings, "attn_implementation": "sdpa", "use_cache": False}
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
-    return model
-
-
-def _litgpt(config: ModelConfig, length: int) -> nn.Module:
-    from litgpt.config import Config as LitConfig
-    from litgpt.model import GPT
-    settings: dict[str, Any] = {
-        "name": "reference", "block_size": length, "vocab_size": config.vocab_size,
-        "padded_vocab_size": config.vocab_size, "n_layer": config.layers, "n_head": config.heads,
-        "n_query_groups": config.kv_heads, "n_embd": config.dim, "intermediate_size": config.hidden,
-        "rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "norm_class_name": "RMSNorm",
-        "norm_eps": 1e-5, "mlp_class_name": "LLaMAMLP", "rope_base": 500000}
-    model: nn.Module = GPT(LitConfig(**settings))
     return model
 
 

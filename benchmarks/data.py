@@ -1,4 +1,4 @@
-"""How fast text becomes tokens, and tokens batches; beside datatrove, in one run.
+"""How fast text becomes tokens, beside datatrove, in one run.
 
 Sections: encode (the stage with each encoder, and datatrove's DocumentTokenizer with the same tokenizer.json; two
 processes each), shard (the stage with one process and with two), loader (training's batches beside rows of a mapped
@@ -26,7 +26,6 @@ from benchmarks.measuring import (
     command,
     compared,
     positive,
-    timed,
     version_of,
 )
 from drover.pipeline.contract.manifest import Manifest, read_manifest
@@ -48,11 +47,6 @@ if __name__ == "__main__":
         DocumentTokenizer({out!r}, {tokenizer!r}, eos_token={eos!r}, shuffle_documents=False)],
         tasks={processes}, workers={processes}, logging_dir={logs!r}, start_method="fork").run()
 """
-LENGTH, TOKENS, SHARDS, DOCUMENT = 2048, 1 << 25, 8, 1000
-"""Of the loader's shards: tokens of a sequence, of all, files, tokens of a document on average."""
-BATCHES = (8, 32)
-SEQUENCES = 8192
-"""That one measurement of the loader reads."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -150,74 +144,5 @@ def _tokenize(place: Path) -> Any:
         return command([sys.executable, str(script)])
 
 
-def loader(texts: list[str], mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
-    """Batches by one loader thread, concatenated and packed, beside rows that are cut from one mapped file at random
-    places, without labels' ends, documents and positions. Everything lies in the page cache; the texts are of no use:
-    made-up documents have the lengths of web text."""
-    from drover.pipeline.config.phases import PhasePlan
-    from drover.pipeline.config.training import TrainConfig
-    from drover.pipeline.data.sampling.loader import Prefetcher, TrainingData
-    from drover.pipeline.data.sampling.packing import Alone, make
-    from drover.pipeline.data.shard_table import open_shards
-
-    folder, flat = place / "encode", place / "tokens.bin"
-    table = _token_shards(folder, flat)
-    opened = {"all": open_shards(folder, table, "train")}
-    once = PhasePlan.of(TrainConfig(sequence_length=LENGTH, batch_tokens=LENGTH))
-    packed = place / "plan", lambda planning: make(planning, Alone(), print)
-    data = {"concatenated": TrainingData(opened, once, 0, None, 1 << 16),
-            "packed": TrainingData(opened, once, 0, None, 1 << 16, packed)}
-    rows = []
-    for batch in BATCHES:
-        def load(source: Any, batch: int = batch) -> None:
-            ahead = Prefetcher(lambda step: source.batch(step * batch, batch), range(SEQUENCES // batch), threads=1)
-            for _ in range(SEQUENCES // batch):
-                ahead.next()
-            ahead.close()
-        beside = f"memmap rows, batches of {batch}"
-        works: dict[str, Callable[[], None]] = {f"{name}, batches of {batch}": partial(load, source)
-                                                for name, source in data.items()}
-        works[beside] = partial(_map_rows, flat, batch)
-        for work in works.values():
-            work()  # files are opened, and in memory
-        taken = alternated({name: timed(work) for name, work in works.items()}, options.rounds)
-        rows += compared(taken, SEQUENCES * (LENGTH + 1) / 1e6, "M tokens", beside)
-    return rows
-
-
-def _token_shards(folder: Path, flat: Path) -> Any:
-    """Write shards of made-up documents, and a file with their tokens one after another."""
-    import numpy as np
-
-    from drover.pipeline.data.shard_table import ShardTable
-    from drover.pipeline.data.token_shards import write_shard
-    from drover.pipeline.files import output_record
-
-    draw, records = np.random.default_rng(0), []
-    with open(flat, "wb") as file:
-        for number in range(SHARDS):
-            count = TOKENS // SHARDS
-            lengths = draw.lognormal(0, 1.2, count // DOCUMENT) + 0.01
-            ends = np.floor(np.cumsum(lengths) / lengths.sum() * count).astype(np.int64)
-            ends[-1] = count
-            tokens = draw.integers(3, 1 << 16, count, dtype=np.uint16)
-            path = folder / f"train/{number}.arrow"
-            content = write_shard(path, tokens, np.concatenate([[0], ends]), [1] * len(ends), ["00" * 16] * len(ends),
-                                  metadata={})
-            records.append(output_record(folder, path, split="train", source="all", **content))
-            file.write(tokens.tobytes())
-    return ShardTable.of(records)
-
-
-def _map_rows(flat: Path, batch: int) -> None:
-    import numpy as np
-    import torch
-
-    tokens, draw = np.memmap(flat, np.uint16, "r"), np.random.default_rng(1)
-    for _ in range(SEQUENCES // batch):
-        starts = draw.integers(0, len(tokens) - LENGTH - 1, batch)
-        torch.from_numpy(np.stack([tokens[at:at + LENGTH + 1] for at in starts]).astype(np.int64))
-
-
 SECTIONS: dict[str, Callable[..., list[Row]]] = {
-    "encode": encode, "shard": shard, "loader": loader}
+    "encode": encode, "shard": shard}

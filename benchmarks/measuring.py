@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.console import markdown
 from drover.pipeline.files import write_json, write_text
 
-PACKAGES = ("torch", "transformers", "litgpt", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
+PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")
 """Whose versions are recorded, as far as they are installed."""
 Row = dict[str, Any]
@@ -82,14 +83,10 @@ def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, beside:
             for which in ("wall", "cpu"):
                 ratios = [getattr(other, which) / max(1e-9, getattr(own, which))
                           for own, other in zip(times, taken[beside], strict=True)]
-                row |= spread(ratios, which)
+                row |= {f"{which}_ratio": statistics.median(ratios), f"{which}_least": min(ratios),
+                        f"{which}_most": max(ratios)}
         rows.append(row)
     return rows
-
-
-def spread(ratios: Sequence[float], which: str = "wall") -> dict[str, float]:
-    """Median, least and greatest, under the names that RATES has."""
-    return {f"{which}_ratio": statistics.median(ratios), f"{which}_least": min(ratios), f"{which}_most": max(ratios)}
 
 
 def cell(form: str, row: Row) -> str:
@@ -135,9 +132,8 @@ class Record:
 
     def _table(self, section: str) -> str:
         columns, rows = self.sections[section], [row for row in self.rows if row["section"] == section]
-        head = " | ".join(cell(name, rows[0]) if name else "" for name in columns)
-        return "\n".join([f"| {head} |", f"|{'---|' * len(columns)}",
-                          *(f"| {' | '.join(cell(form, row) for form in columns.values())} |" for row in rows)])
+        return "\n".join(markdown([[cell(name, rows[0]) if name else "" for name in columns],
+                                   *([cell(form, row) for form in columns.values()] for row in rows)]))
 
 
 def machine() -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A training step on this machine's CPU: our engines and layouts beside transformers and litgpt (train.yaml).
+"""A training step on this machine's CPU: our engines and layouts beside transformers (train.yaml).
 
 The shape is the reference for CPUs (cpu.yaml): vocabulary 8192, width 288, 6 layers, 6 query and 2 kv heads,
 feed-forward 768, untied, fp32, batch 8 x 256, AdamW and clipping. Every candidate has processes of its own (two ranks
-share the threads) and rests while another runs. MFU is of the fastest product that this machine has shown.
+share the threads) and rests while another runs.
 """
 
 from __future__ import annotations
@@ -10,25 +10,18 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
-from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 from benchmarks.apart import Apart
 from benchmarks.measuring import Record, Row, Taken, alternated, compared, positive
 from benchmarks.suite import cases_of, derived, work
 from drover.pipeline.errors import UserError
 
-PRODUCTS = [(2048, 512, 512), (2048, 2048, 2048), (4096, 1024, 1024), (2048, 288, 288), (2048, 288, 768),
-            (2048, 768, 288)]
-"""Rows, inputs and outputs of the products that the peak is looked for in: squares, and the model's own."""
 CANDIDATES = {case["name"]: {"recipe": "benchmarks/cpu", "accumulation": 1, "documents": False, "kept": True, **case}
               for case in cases_of("train")}
 COLUMNS = {"": "{name}", "tokens/s": "{rate:,.0f}", "of transformers'": "{wall_ratio:.2f} ({wall_least:.2f} - "
            "{wall_most:.2f})", "of transformers', processor": "{cpu_ratio:.2f}", "TFLOP/s": "{tflops_full:.3f}",
-           "MFU, causal attention": "{mfu_causal:.1%}", "MFU, full attention": "{mfu_full:.1%}",
            "step ms, min / median / max": "{min_ms:.0f} / {median_ms:.0f} / {max_ms:.0f}",
            "peak memory GB": "{memory_gb:.3f}"}
 
@@ -47,7 +40,7 @@ def run(options: argparse.Namespace, record: Record) -> bool:
     from drover.model.kernels import chosen
 
     torch.set_num_threads(options.threads)
-    found, peaks = dict[str, Candidate](), [matrix_peaks()]
+    found = dict[str, Candidate]()
     with ExitStack() as stack:
         for name in options.only:
             candidate = stack.enter_context(closing(Candidate(name, options.threads, options.steps)))
@@ -59,25 +52,15 @@ def run(options: argparse.Namespace, record: Record) -> bool:
                 record.notes.append(f"left out: {name}: {error}")
                 print(record.notes[-1], flush=True)
         taken = alternated(found, options.rounds)
-    peaks.append(matrix_peaks())
-    best = {library: max(peak[library] for peak in peaks) for library in peaks[0]}
     if not found:
         raise UserError("Nothing could be measured; see above.")
     tokens = next(iter(found.values())).rows[0]["tokens"]
     rows = [{**row, **found[row["name"]].figures(row["rate"])}
             for row in compared(taken, tokens, "tokens", "transformers")]
     record.facts |= {"threads": options.threads, "capability": torch.backends.cpu.get_cpu_capability(),
-                     "GFLOP/s": {name: round(rate / 1e9) for name, rate in best.items()}, "ours takes": chosen()}
-    record.add("Training steps", COLUMNS, *utilised(rows, best.values()))
+                     "ours takes": chosen()}
+    record.add("Training steps", COLUMNS, *rows)
     return any(": missing: " not in note for note in record.notes)
-
-
-def utilised(rows: list[Row], products: Iterable[float]) -> list[Row]:
-    """Add MFU by both formulas. The ceiling is the fastest product, or the fastest step, whose products were faster
-    than any that was timed alone: so nothing is used by more than 100%."""
-    ceiling = max([*products, *(1e12 * row["tflops_full"] for row in rows)])
-    return [{**row, **{f"mfu_{count}": 1e12 * row[f"tflops_{count}"] / ceiling for count in ("causal", "full")}}
-            for row in rows]
 
 
 class Candidate:
@@ -117,24 +100,3 @@ class Candidate:
     def close(self) -> None:
         """End the processes."""
         self.apart.end()
-
-
-def matrix_peaks() -> dict[str, float]:
-    """FLOP/s of the fastest fp32 product by each library here: torch's own, and oneDNN."""
-    import torch
-
-    from drover.model.kernels import onednn_product
-
-    libraries: dict[str, Any] = {"torch": torch.nn.functional.linear}
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        libraries["oneDNN"] = onednn_product
-
-    def rate(multiply: Any, rows: int, inputs: int, outputs: int) -> float:
-        x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
-
-        def seconds() -> float:
-            began = time.perf_counter()
-            multiply(x, weight)
-            return time.perf_counter() - began
-        return 2.0 * x.numel() * outputs / min(seconds() for _ in range(5))
-    return {name: max(rate(multiply, *product) for product in PRODUCTS) for name, multiply in libraries.items()}

@@ -1,6 +1,12 @@
 """Show how runs stand: all of them in a line each, or one as a table of its stages.
 
-    python launch/status.py --run runs/demo --watch
+    drover status                      every run under runs/
+    drover status demo                 one run, its stages
+    drover status runs/demo --watch    redrawn every 5 seconds, to the end of the chain
+
+`python launch/status.py --run demo` does the same. What a run's own files say counts first, then squeue and sacct.
+Nothing is written. Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing goes on any more and
+not all is done, 2 there is no such run, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,28 +18,20 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import json
 import shutil
 import textwrap
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from drover.launch.command import exit_status
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import FINISHED, SILENT, RunStatus, judge, wanted_ids
 from drover.launch.slurm.scheduler import Scheduler
+from drover.pipeline.contract.command_line import RUNS, Parser, Program, add_json, find_run, in_colour, runs_in
 from drover.pipeline.errors import UserError, printable
 
-EPILOG = """\
-examples:
-  python launch/status.py                                every run under runs/
-  python launch/status.py --run demo                     one run, its stages
-  python launch/status.py --run runs/demo --watch        redrawn every 5 seconds, to the end of the chain
-
-What the run's own files say counts first, then squeue and sacct. Nothing is written.
-Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing goes on any more and not all is done,
-2 there is no such run, 130 stopped by Ctrl-C.
-"""
 WIDTH = 100
 """Where the output is no terminal."""
 WATCH_S = 5.0
@@ -44,39 +42,36 @@ COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "d
            "to do": "0"}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; the exit status."""
-    options = parser().parse_args(arguments)
-    return exit_status(lambda: _shown(options))
-
-
-def parser() -> argparse.ArgumentParser:
-    """The arguments."""
-    result = argparse.ArgumentParser(prog="python launch/status.py", description=(__doc__ or "").splitlines()[0],
-                                     epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--run", metavar="RUN", help="a run's folder (runs/demo) or name (demo)")
-    result.add_argument("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS",
+def add_options(parser: Parser) -> None:
+    """The options."""
+    parser.add_argument("named", nargs="?", metavar="RUN", help="a run's name (demo) or folder (runs/demo); --run RUN "
+                        "is the same. Without one: all runs")
+    parser.add_argument("--run", metavar="RUN", help=argparse.SUPPRESS)
+    parser.add_argument("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS",
                         help="show it again every so many seconds (%(const)s)")
-    result.add_argument("--runs-dir", default="runs", metavar="FOLDER", help="where runs are (default: runs)")
-    return result
+    parser.add_argument("--runs-dir", default=RUNS, metavar="FOLDER", help="where runs are (default: runs)")
+    add_json(parser)
 
 
-def _shown(options: argparse.Namespace) -> int:
-    if options.run is not None:
-        return watch(find_run(options.run, options.runs_dir), Scheduler(), options.watch)
-    if options.watch is not None:
-        raise UserError("--watch follows one run: name it with --run.")
-    print(*overview(Path(options.runs_dir), Scheduler()), sep="\n")
-    return 0
+def work(options: argparse.Namespace) -> int:
+    """Show what is asked for."""
+    run = options.named or options.run
+    if run is None and options.watch is not None:
+        raise UserError("--watch follows one run: name it.")
+    folders = [find_run(run, options.runs_dir)] if run else runs_in(Path(options.runs_dir))
+    if options.json:
+        print(json.dumps([as_json(standing) for standing in look(folders, Scheduler())], indent=1))
+        return 0
+    if run is None:
+        print(*overview(Path(options.runs_dir), Scheduler()), sep="\n")
+        return 0
+    return watch(folders[0], Scheduler(), options.watch)
 
 
-def find_run(text: str, runs_dir: str = "runs") -> Path:
-    """The folder of a run, from its path or its name; UserError if there is none."""
-    for folder in (Path(text), Path(runs_dir) / text):
-        if _is_run(folder):
-            return folder if folder.name else folder.resolve()  # `.`: the run has its folder's name
-    known = ", ".join(folder.name for folder in _runs(Path(runs_dir)))
-    raise UserError(f"There is no run {text}. The runs in {runs_dir} are: {known or 'none'}.")
+def as_json(standing: RunStatus) -> dict[str, Any]:
+    """A run for programs: its folder, outcome (done, failed, or null while it goes on), stages and remarks."""
+    return {"run": str(standing.files.folder), "outcome": standing.outcome, "remarks": standing.remarks,
+            "stages": [asdict(row) for row in standing.rows]}
 
 
 def look(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
@@ -91,7 +86,7 @@ def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
     live, ended = sys.stdout.isatty(), 0
     while True:
         standing, = look([folder], scheduler)
-        lines = show(standing, live)
+        lines = show(standing, in_colour(sys.stdout))
         if every_s is None:
             print(*lines, sep="\n")
             return 0
@@ -121,7 +116,7 @@ def show(standing: RunStatus, colour: bool = False, columns: int = 0) -> list[st
 
 def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
     """All runs of a folder, a line each, with the stage that says most."""
-    colour, found = sys.stdout.isatty(), look(_runs(runs_dir), scheduler)
+    colour, found = in_colour(sys.stdout), look(runs_in(runs_dir), scheduler)
     lines = [SILENT] if found and SILENT in found[0].remarks else []
     lines.append(_line(HEADING, colour, f"{'run':<16} {'done':<6}") if found else f"no runs in {runs_dir}")
     for standing in found:
@@ -140,13 +135,7 @@ def _wrapped(text: str, columns: int, bullet: str = "") -> list[str]:
                          max_lines=8, placeholder=" ...", break_long_words=False, break_on_hyphens=False)
 
 
-def _runs(runs_dir: Path) -> list[Path]:
-    return sorted(folder for folder in runs_dir.glob("*") if _is_run(folder))
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() or (folder / "launch").is_dir()
-
+main = Program("python launch/status.py", __doc__, add_options, work, interrupted="")
 
 if __name__ == "__main__":
     sys.exit(main())

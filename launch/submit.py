@@ -1,6 +1,19 @@
 """Start stages of a run, on this box or through Slurm; stop them, cancel them, show their logs.
 
     python launch/submit.py --stage all --config configs/demo.yaml --cluster local
+    python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
+    python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
+    python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
+    python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
+    python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
+    python launch/submit.py --explain train.lr
+    python launch/submit.py --stop runs/demo
+    python launch/submit.py --cancel runs/demo
+    python launch/submit.py --logs runs/demo train --follow
+
+The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
+same command continues. `drover status RUN` shows how far a run is. Exit status: 0 all asked stages are done (Slurm:
+submitted), 2 refused, 130 stopped. `drover run`, `plan`, `why`, `explain`, `logs`, `stop` and `cancel` do the same.
 """
 
 from __future__ import annotations
@@ -12,59 +25,31 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from drover.launch.command import exit_status
+from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run
 from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
 
-EXAMPLES = """\
-examples:
-  python launch/submit.py --stage all --config configs/demo.yaml --cluster local
-  python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
-  python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
-  python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
-  python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
-  python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
-  python launch/submit.py --explain train.lr
-  python launch/submit.py --stop runs/demo
-  python launch/submit.py --logs runs/demo train --follow
-
-The plan is printed first; whatever cannot work is refused before anything starts. Ctrl-C stops cleanly, and the
-same command continues. `python launch/status.py --run RUN` shows how far a run is. Exit status: 0 all asked stages are
-done (Slurm: submitted), 2 refused, 130 stopped.
-"""
-
-
 USUAL = Path("configs") / "demo.yaml"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; the exit status."""
-    options = parser().parse_intermixed_args(arguments)
-    return exit_status(lambda: _main(options), "stopped before anything was started")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The launcher's arguments."""
-    result = argparse.ArgumentParser(prog="python launch/submit.py", description=(__doc__ or "").splitlines()[0],
-                                     epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = result.add_argument_group("what")
+def add_options(parser: Parser) -> None:
+    """What to do, where and how."""
+    parser.set_defaults(json=None)
+    what = parser.add_argument_group("what")
     what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
-                                                        "all, or a comma list")
-    what.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
-    what.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
-    where = result.add_argument_group("where")
-    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
-                       help="auto: Slurm where sbatch is on PATH, else this box (default); a profile is Slurm with the "
-                            "settings of configs/clusters/PROFILE.yaml, or of a file")
-    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.train.nodes)")
-    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
-    how = result.add_argument_group("how")
+                                                        "a comma list, or all")
+    _add_config(parser)
+    how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="print the plan and the commands or sbatch scripts only")
     how.add_argument("--force", action="store_true",
                      help="rebuild every stage asked for (training output is set aside, never deleted)")
@@ -73,34 +58,17 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=None,
                      help="for Slurm: take a step of a few ranks, without GPUs, before the job queues, and refuse "
                           "what does not fit (default: for several nodes with GPUs; seconds to a minute)")
-    asking = result.add_argument_group("asking")
-    asking.add_argument("--explain", nargs="?", const="", metavar="KEY",
-                        help="what a setting or section means, its type, default and value (all without KEY)")
-    asking.add_argument("--why", metavar="STAGE", help="why a stage is or is not up to date")
-    control = result.add_argument_group("what was started (RUN: a run's folder)")
-    control.add_argument("--stop", metavar="RUN", help="let training save and leave; it does not go on by itself")
-    control.add_argument("--cancel", metavar="RUN", help="remove the run's jobs from Slurm, last ones first")
-    control.add_argument("--logs", nargs=2, metavar=("RUN", "STAGE"), help="show what a stage's newest start printed")
-    control.add_argument("--rank", type=int, default=0, metavar="N", help="with --logs: of this rank (0)")
-    control.add_argument("--follow", action="store_true", help="with --logs: go on as it grows, over restarts")
-    return result
 
 
-def _main(options: argparse.Namespace) -> int:
-    if options.stop or options.cancel or options.logs:
-        return _control(options)
-    if options.explain is not None:
-        return _explain(options)
-    if options.config is None:
-        options.config = _usual_config()
-    from drover.pipeline.config.loading import load_config
-
-    config = load_config(options.config, _overrides(options), check=False)
-    if options.why is not None:
-        return _why(config, options.why, options.config)
-    if options.stage is None:
-        raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
-    return _launch(config, options)
+def _add_config(parser: Parser) -> None:
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+    where = parser.add_argument_group("where")
+    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
+                       help="auto: Slurm where sbatch is on PATH, else this box (default); a profile is Slurm with the "
+                            "settings of configs/clusters/PROFILE.yaml, or of a file")
+    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.train.nodes)")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
 
 
 def _usual_config() -> str:
@@ -112,8 +80,18 @@ def _usual_config() -> str:
     raise UserError("No configuration is given. Add --config FILE (--help shows complete commands).")
 
 
-def _launch(config: Config, options: argparse.Namespace) -> int:
+def _config(options: argparse.Namespace) -> Config:
+    from drover.pipeline.config.loading import load_config
+
+    options.config = options.config or _usual_config()
+    return load_config(options.config, _overrides(options), check=False)
+
+
+def _launch(options: argparse.Namespace) -> int:
     """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
+    if options.stage is None:
+        raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
+    config = _config(options)
     from drover.pipeline.contract.stages import parse_stages
 
     stages = parse_stages(options.stage)
@@ -150,10 +128,17 @@ def _launch(config: Config, options: argparse.Namespace) -> int:
     jobs, environment = plan(config, run, stages, request), os.environ
     configuration_problems(config, jobs, options.config, here=here or not showing)
     space = disk(config, jobs)
-    print_plan(run, jobs, request, where, space)
+    if not options.json:
+        print_plan(run, jobs, request, where, space)
     refuse_jobs(run, jobs, request, space, environment, showing=showing)
-    say_absent(run, jobs)
     running = [job for job in jobs if job.to_run]
+    if options.json:
+        print(json.dumps({"run": str(run.folder), "cluster": request.cluster, "disk_bytes": space.parts, "jobs": [
+            {"job": job.key, "stage": job.stage, "state": "to do" if job.forced else job.state.kind,
+             "reasons": job.state.reasons, "nodes": job.nodes, "ranks": job.ranks, "after": job.dependencies,
+             "command": by_hand(job)} for job in jobs]}, indent=1), file=options.json)
+        return 0
+    say_absent(run, jobs)
     if showing:
         if options.rehearse:
             from drover.launch.rehearsing import rehearse_training
@@ -199,16 +184,19 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
-def _control(options: argparse.Namespace) -> int:
-    from drover.launch.slurm.control import cancel, logs, stop
-    from drover.launch.status import find_run
+def _stop(options: argparse.Namespace) -> int:
+    from drover.launch.slurm.control import stop
+    return stop(options.run)
 
-    if options.stop:
-        return stop(find_run(options.stop))
-    if options.cancel:
-        return cancel(find_run(options.cancel))
-    run, stage = options.logs
-    return logs(find_run(run), stage, rank=options.rank, follow=options.follow)
+
+def _cancel(options: argparse.Namespace) -> int:
+    from drover.launch.slurm.control import cancel
+    return cancel(options.run)
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from drover.launch.slurm.control import logs
+    return logs(options.run, options.stage, rank=options.rank, follow=options.follow)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -224,15 +212,81 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _why(config: Config, stage: str, path: str) -> int:
+def _why(options: argparse.Namespace) -> int:
+    config = _config(options)
     from drover.launch.checks import refuse_unusable_places
     from drover.pipeline.contract.run import Run
     from drover.pipeline.contract.stages import parse_stages
 
-    refuse_unusable_places(config, path)
-    for name in parse_stages(stage):
+    refuse_unusable_places(config, options.config)
+    for name in parse_stages(options.why):
         print(Run(config).why(name))
     return 0
+
+
+def _asking(parser: Parser, name: str, **about: Any) -> None:
+    """A question about a configuration."""
+    parser.add_argument(name, **about)
+    _add_config(parser)
+
+
+def _log_options(parser: Parser) -> None:
+    add_run(parser)
+    parser.add_argument("stage", metavar="STAGE")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank (0)")
+    parser.add_argument("--follow", action="store_true", help="go on as it grows, over restarts")
+
+
+def _run_options(parser: Parser) -> None:
+    add_options(parser)
+    parser.set_defaults(stage="all")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """With --json, notes for people go to stderr."""
+    options.json = sys.stdout if options.json else None
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        return _launch(options)
+
+
+def _plan_options(parser: Parser) -> None:
+    _run_options(parser)
+    add_json(parser)
+    parser.set_defaults(dry_run=True)
+
+
+RUN = """Do the stages of a run, on this machine or through Slurm; what is done is left as it is.
+
+    drover run --config configs/demo.yaml
+    drover run --config configs/demo.yaml train.steps=50
+    drover run --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
+    drover run --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
+"""
+INTERRUPTED = "stopped before anything was started"
+script = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
+run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
+show_plan = Program("drover plan", "Show what `drover run` would do with these options, and start nothing.",
+                    _plan_options, _plan, mixed=True)
+show_logs = Program("drover logs", "Show what a stage's newest start printed.", _log_options, _logs)
+stop = Program("drover stop", "Let training save its state and leave; it does not go on by itself.", add_run, _stop)
+cancel = Program("drover cancel", "Remove a run's jobs from Slurm, last ones first.", add_run, _cancel)
+why = Program("drover why", "Say why a stage is up to date, or is not.",
+              partial(_asking, name="why", metavar="STAGE"), _why, mixed=True)
+explain = Program("drover explain", "Say what a setting or section means, its type, default and value.",
+                  partial(_asking, name="explain", nargs="?", default="", metavar="KEY", help="without: all"),
+                  _explain, mixed=True)
+INSTEAD = {"--why": why, "--explain": explain, "--logs": show_logs, "--stop": stop, "--cancel": cancel}
+"""Options of the script that stand for another command, whose arguments come after them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The script: start stages, or what an option of INSTEAD says."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for at, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in INSTEAD:
+            return INSTEAD[name]([*([value] if value else []), *words[at + 1:], *words[:at]], f"{script.name} {name}")
+    return script(words)
 
 
 if __name__ == "__main__":

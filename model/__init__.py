@@ -7,6 +7,8 @@ Importing this package imports nothing else: `ModelConfig` imports pydantic, `pr
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if __name__ != "drover.model":
+    raise ImportError("Drover's model is imported as drover.model: as model it would be a second copy.")
 if TYPE_CHECKING:
     from drover.model.config import ModelConfig
     from drover.model.llama import Llama

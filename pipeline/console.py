@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from types import TracebackType
@@ -103,3 +103,14 @@ def quiet_imports() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def aligned(rows: Sequence[Sequence[str]], just: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """A table for a terminal. just: how all cells but those of the first column are put into their width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([first.ljust(widths[0]), *map(just, others, widths[1:])]).rstrip() for first, *others in rows]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of Markdown; the first row is its heading."""
+    return [f"| {' | '.join(cells)} |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:])]

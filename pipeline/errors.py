@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ class NotRehearsedError(UserError):
 def printable(text: str) -> str:
     """Text of a file that anybody may have written, for a terminal: what a terminal would obey is shown instead."""
     return "".join(one if one.isprintable() or one == "\n" else f"\\x{ord(one):02x}" for one in text)
+
+
+def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """`did you mean 'x'?` of the known name that is most like an unknown one; `otherwise` where none is."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else otherwise
 
 
 def raised_at(error: BaseException) -> str:

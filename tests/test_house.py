@@ -125,29 +125,29 @@ HEAVY = {"torch", "torch._dynamo", "transformers", "datasets", "lm_eval", "deeps
          "tokenizers", "sentencepiece", "tiktoken", "matplotlib", "jinja2", "submitit", "tensorboard",
          "webdataset"}
 CONFIG = REPOSITORY / "configs" / "demo.yaml"
+NO_RUN = "error: There is no run nope. The runs in runs are: none."
 REFUSED = {  # program: wrong arguments, and what is said of them
     "launch/submit.py": (f"--stage nope --config {CONFIG}", "nope"),
-    "launch/status.py": ("--run nope", "There is no run nope"),
-    "drover.launch.slurm.evaluations": ("--run nope --step 1", "nope/config.yaml cannot be read"),
+    "launch/status.py": ("--run nope", NO_RUN),
+    "drover.launch.slurm.evaluations": ("--run nope --step 1", NO_RUN),
     **{f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES},
     "drover.pipeline.copies": ("file:///nope", "required: folder"),
     "benchmarks": ("layouts --only nope", "No case of layouts contains nope"),
-    "drover.tools.audit": ("--run nope", "there is nothing to audit"),
-    "drover.tools.chaos": ("--lab nope", "The lab in nope is not up"),
+    "drover.tools.audit": ("nope", NO_RUN),
     "drover.tools.chat": ("--model nope x", "nope is no folder"),
     "drover.tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
-    "drover.tools.copy_tokens": ("--run nope --to file:///nope", "nope/config.yaml cannot be read"),
-    "drover.tools.export_tokens": ("--run nope --out x --format hf", "nope/config.yaml cannot be read"),
+    "drover.tools.copy_tokens": ("nope --to file:///nope", NO_RUN),
+    "drover.tools.export_tokens": ("--run nope --out x --format hf", NO_RUN),
     "drover.tools.init": ("nope", "nope is no folder"),
     "drover.tools.lm_eval": ("nope", "invalid choice: 'nope'"),
-    "drover.tools.parity": ("--reference nope --run nope", "nope"),
+    "drover.tools.parity": ("--reference nope --run nope", NO_RUN),
     "drover.tools.presets": ("nope", "There is no preset 'nope'"),
     "drover.tools.rehearse": (f"--config {CONFIG} --ranks 3", "cannot be rehearsed on 3 ranks"),
     "drover.tools.serve": ("--model nope", "nope is no folder"),
     "drover.tools.slurm_lab": ("nope", "invalid choice: 'nope'"),
-    "drover.tools.verify": ("--run nope", "nope is no run"),
+    "drover.tools.verify": ("nope", NO_RUN),
     "drover.tools.weights": ("--from nope --to x --format hf", "nope is no folder"),
-    "drover.tools.where": ("--run nope --step 1", "nope/config.yaml cannot be read"),
+    "drover.tools.where": ("nope --step 1", NO_RUN),
 }
 NEEDED = {"drover.tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "drover.pipeline.tokenizer": {"numpy"},
           "drover.pipeline.encode": {"numpy"}}
@@ -172,7 +172,8 @@ def test_the_way_from_the_command_to_a_rank_is_short_and_as_the_page_draws_it():
 
 def test_every_program_has_a_wrong_argument_here():
     programs = {module_of(path).removesuffix(".__main__") for path in FILES
-                if "ArgumentParser(" in (text := path.read_text()) and "__main__" in text}
+                if re.search(r"= Program\(\"python|ArgumentParser\(prog", text := path.read_text(), re.MULTILINE)
+                and "__main__" in text}
     scripts = {"drover.launch.submit": "launch/submit.py", "drover.launch.status": "launch/status.py"}
     internal = {"drover.launch.slurm.job.rank"}
     stages = {f"drover.pipeline.{name}" for name in STAGES}  # whose arguments are looked at elsewhere

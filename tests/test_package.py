@@ -28,6 +28,8 @@ def site(tmp_path_factory):
     wheel, = folder.glob("drover-*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
+        scripts, = (name for name in file.namelist() if name.endswith("entry_points.txt"))
+        assert "drover = drover.__main__:main" in file.read(scripts).decode()
         file.extractall(folder / "site")
     return folder / "site"
 
@@ -42,8 +44,9 @@ def test_an_installed_package_makes_a_run_beside_files_with_the_names_of_its_par
     for name in ("model.py", "pipeline.py", "launch.py", "tools/__init__.py", "tools/chat.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
-    made = start(site, tmp_path, "drover.launch.submit", "--stage", "shard,tokenizer", "--config",
+    made = start(site, tmp_path, "drover", "run", "--stage", "shard,tokenizer", "--config",
                  str(site / "drover/configs/demo.yaml"), "--cluster", "local", "tokenizer.kind=byte")
     assert made.returncode == 0, made.stderr
     assert "all done in" in made.stdout and (tmp_path / "runs/demo/tokenizer/manifest.json").is_file()
-    assert "llama3_8b" in start(site, tmp_path, "drover.tools.presets", "llama3_8b").stdout
+    assert "llama3_8b" in start(site, tmp_path, "drover", "presets", "llama3_8b").stdout
+    assert "trace" in start(site, tmp_path, "drover", "completion", "bash").stdout

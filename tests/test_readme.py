@@ -72,7 +72,11 @@ def home(tmp_path_factory, corpus):
 
 def run(command, home):
     """The result of a command in that folder, with this Python's programs on PATH."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    programs = home / ".bin"  # the command, also where the environment was installed before there was one
+    programs.mkdir(exist_ok=True)
+    (programs / "drover").write_text(f'#!/bin/sh\nexec {sys.executable} -m drover "$@"\n')
+    (programs / "drover").chmod(0o755)
+    path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, timeout=HANG_S,
                           env={**environment(), "PATH": path}, check=False)
 
@@ -112,12 +116,13 @@ def test_make_knows_its_targets(target):
 def test_make_demo_runs_the_first_command_of_the_readme():
     result = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in result.stdout
+    assert "python launch/submit.py --stage all --config configs/demo.yaml --cluster\nlocal" in README
 
 
 def test_the_first_run_ends_with_a_report(demo):
     result, folder = demo
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stdout + result.stderr
-    assert WHOLE_CHAIN.startswith("python launch/submit.py --stage all")
+    assert WHOLE_CHAIN == "drover run --config configs/demo.yaml --cluster local"
     assert result.stdout.rstrip().endswith("report: runs/demo/report.html")
     overall = json.loads((folder / "evaluate/results.json").read_text())["heldout"]["overall"]
     assert f"{overall['bits_per_byte']:.3f}" in (folder / "report.html").read_text()
@@ -152,7 +157,7 @@ def test_the_trial_reuses_the_demo_without_a_copy(outcomes, home):
 
 @pytest.mark.slow
 def test_where_shows_text_of_the_corpus(outcomes, corpus):
-    text = next(result.stdout for command, result in outcomes.items() if "drover.tools.where" in command)
+    text = next(result.stdout for command, result in outcomes.items() if command.startswith("drover trace"))
     assert text.count("\nsample ") >= 16
     whole = "\n".join(file.read_text() for file in corpus.glob("*.txt"))
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ") and len(line) > 30]

@@ -1,6 +1,6 @@
 """Was every training sample used exactly once, over all restarts? Proves it from a run's own records.
 
-    python -m drover.tools.audit --run runs/demo
+    drover audit runs/demo
 
 Read are metrics.jsonl (the sample range of every step, repeated steps included), events.jsonl (starts, damaged token
 shards), rollbacks.json (what was left out on purpose), the markers of the checkpoints and the manifest. The order
@@ -10,15 +10,16 @@ itself is computed again, and each sample is followed to the sequence that it st
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.config.plugins import add_run_options
+from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run_and_plugins
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
@@ -26,7 +27,6 @@ from drover.pipeline.errors import UserError
 from drover.pipeline.files import read_lines
 from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
 from drover.pipeline.training.determinism import was_deterministic
-from drover.tools.command import exit_status
 
 if TYPE_CHECKING:
     import numpy as np
@@ -259,18 +259,20 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
                              f"{epoch}" for place in again]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line: 0 if all is proven, 1 if there are faults, 2 if there is nothing to check."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.audit", description=(__doc__ or "").splitlines()[0])
-    add_run_options(parser)
-    options = parser.parse_args(arguments)
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
+    add_json(parser)
 
-    def work() -> bool:
-        found = audit(options.run)
-        print("\n".join(found.lines()))
-        return bool(found.faults)
-    return exit_status(work)
 
+def work(options: argparse.Namespace) -> int:
+    """Audit and print; 1 if there are faults."""
+    found = audit(options.run)
+    print(json.dumps(asdict(found), indent=1) if options.json else "\n".join(found.lines()))
+    return bool(found.faults)
+
+
+main = Program("python -m drover.tools.audit", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

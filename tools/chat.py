@@ -1,8 +1,8 @@
 """Write text with a model: continue prompts, or talk to one that was trained on conversations.
 
-    python -m drover.tools.chat --model runs/demo "def main():" "import "
-    python -m drover.tools.chat --model runs/demo --interactive
-    python -m drover.tools.chat --model path/to/Llama-3.2-1B-Instruct --chat --interactive
+    drover chat --model runs/demo "def main():" "import "
+    drover chat --model runs/demo --interactive
+    drover chat --model path/to/Llama-3.2-1B-Instruct --chat --interactive
 
 Several prompts are continued together and printed in their order. Ctrl-C ends a reply; at `>`, Ctrl-D ends the session.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from drover.pipeline.contract.command_line import Parser, Program, complain
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
 from drover.tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
@@ -28,10 +29,8 @@ CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code
 NEW = "/new"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.chat", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; with --chat, first messages")
     add_model_options(parser)
     add_sampling_options(parser)
@@ -39,23 +38,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chat", action="store_true", help="write prompts as turns of a conversation, by the "
                                                             "tokenizer's chat template")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation begins with")
-    options = parser.parse_args(arguments)
-    try:
-        if not options.prompts and not options.interactive:
-            raise UserError("There is nothing to continue: give a prompt, or --interactive.")
-        session = Session(options)
-        if options.prompts:
-            session.write(options.prompts)
-        if options.interactive:
-            session.ask()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stderr.close()
-    return 0
+
+
+def work(options: argparse.Namespace) -> None:
+    """Continue the texts, and ask for others."""
+    if not options.prompts and not options.interactive:
+        raise UserError("There is nothing to continue: give a prompt, or --interactive.")
+    session = Session(options)
+    if options.prompts:
+        session.write(options.prompts)
+    if options.interactive:
+        session.ask()
 
 
 class Session:
@@ -109,7 +102,7 @@ class Session:
         except KeyboardInterrupt:
             pass  # the reply has ended; the next prompt is asked for
         except UserError as error:  # too long, or not what the template takes
-            print(error, file=sys.stderr)
+            complain(str(error))
 
     def _ids(self, prompt: str) -> list[int]:
         if self.template is None:
@@ -165,6 +158,8 @@ def _template(opened: OpenedModel) -> ChatTemplate:
                         f"pretrained: leave --chat out, and the model continues texts.")
     return template
 
+
+main = Program("python -m drover.tools.chat", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

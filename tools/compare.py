@@ -1,7 +1,7 @@
 """Models on the same items: one table, paired differences with their significance, a plot over the tokens of a run.
 
-    python -m drover.tools.compare --models runs/demo runs/trial/convert/hf --tasks python_line --to compared
-    python -m drover.tools.compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
+    drover compare --models runs/demo runs/trial/convert/hf --tasks python_line --to compared
+    drover compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
 
 A model is a run's folder (its export, before that its newest checkpoint), a training checkpoint inside of a run, or a
 Llama in Hugging Face's form. --to gets comparison.json, comparison.md, with --checkpoints an SVG for each score, and
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.console import aligned, markdown
+from drover.pipeline.contract.command_line import Parser, Program, find_model, find_run, refuse_low
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.errors import UserError
@@ -28,7 +30,6 @@ from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.files import sha256_file, write_json, write_text
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
-from drover.tools.command import aligned, exit_status, markdown, refuse_low
 
 FORMAT = 1
 SCORES = {"model": ("model", ""), "tokens": ("tokens", ","), "task": ("task", ""), "version": ("version", ""),
@@ -48,14 +49,9 @@ NOTES = (
     "bits per byte and lower perplexities are better. No p-value knows how many others stand beside it.")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    options = _parser().parse_args(arguments)
+def work(options: argparse.Namespace) -> None:
+    """Measure, compare and print."""
     go_offline()  # before anything imports the libraries that look for it
-    return exit_status(lambda: _compared(options))
-
-
-def _compared(options: argparse.Namespace) -> None:
     candidates, conditions = _candidates(options), _conditions(options)
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
@@ -69,18 +65,19 @@ def _compared(options: argparse.Namespace) -> None:
         stop_ranks()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.compare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--models", nargs="+", type=Path, metavar="PATH", help="runs, checkpoints, Hugging Face folders")
-    which.add_argument("--checkpoints", type=Path, metavar="RUN", help="all complete checkpoints of a run")
+    which.add_argument("--models", nargs="+", type=find_model, metavar="PATH",
+                       help="runs, checkpoints, Hugging Face folders")
+    which.add_argument("--checkpoints", type=find_run, metavar="RUN", help="all complete checkpoints of a run")
     add_plugin_option(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the results and items")
     parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="by name")
     parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
                         metavar="FOLDER", help="where they are looked for (default: configs/tasks)")
-    parser.add_argument("--heldout", type=Path, metavar="RUN", help="also bits per byte of this run's held-out text")
+    parser.add_argument("--heldout", type=find_run, metavar="RUN",
+                        help="also bits per byte of this run's held-out text")
     parser.add_argument("--heldout-documents", type=int, metavar="N", help="of each source, the first (default: all)")
     parser.add_argument("--limit", type=int, metavar="N", help="items per task, the first (default: all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
@@ -88,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, metavar="TOKENS", help="per window (default: each model's context)")
     parser.add_argument("--bootstrap-iters", type=int, default=100_000, metavar="N",
                         help="draws for standard errors that have no formula (default 100000)")
-    return parser
 
 
 def _candidates(options: argparse.Namespace) -> list[Candidate]:
@@ -171,6 +167,8 @@ def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
         found[name] = standalone(Lines(f"{metric} of {task}", "tokens", f"{metric} of {task}", lines))
     return found
 
+
+main = Program("python -m drover.tools.compare", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,25 +9,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from drover.pipeline.config.plugins import add_run_options
 from drover.pipeline.console import ProgressBar, say
+from drover.pipeline.contract.command_line import Parser, Program, add_run_and_plugins
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import run_in
-from drover.tools.command import exit_status
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Copy; the process's exit status."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.copy_tokens",
-                                     description=(__doc__ or "").partition("\n")[0])
-    add_run_options(parser)
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
     parser.add_argument("--to", required=True, metavar="URL", help="s3://bucket/prefix, gs://, az://, file://")
     parser.add_argument("--compare", action="store_true", help="read every shard back and compare its hash")
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: _copy(options), "copy_tokens stops here: ")
 
 
-def _copy(options: argparse.Namespace) -> None:
+def work(options: argparse.Namespace) -> None:
+    """Copy, and compare where that is asked for."""
     run = run_in(options.run)
     from drover.pipeline.data.stored.copying import compare_copy, copy_shards
 
@@ -42,6 +38,8 @@ def _copy(options: argparse.Namespace) -> None:
         say("copy", f"{len(manifest.outputs):,} shards in {options.to} have the hashes that encode recorded")
     del held
 
+
+main = Program("python -m drover.tools.copy_tokens", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

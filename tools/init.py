@@ -1,8 +1,8 @@
 """Propose a configuration for your own text: model, vocabulary and steps that fit the files and this machine.
 
-    python -m drover.tools.init notes/
-    python -m drover.tools.init notes/ --minutes 60 --to notes.yaml
-    python -m drover.tools.init notes/ --params 10M
+    drover init notes/
+    drover init notes/ --minutes 60 --to notes.yaml
+    drover init notes/ --params 10M
 
 Each value that is proposed stands in the file with its reason, to be changed there.
 """
@@ -10,9 +10,11 @@ Each value that is proposed stands in the file with its reason, to be changed th
 from __future__ import annotations
 
 import argparse
+import glob
 import math
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
 from drover.pipeline.console import duration
+from drover.pipeline.contract.command_line import Parser, Program, refuse_low
 from drover.pipeline.data.readers import file_format
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import write_text
@@ -39,6 +42,9 @@ EPOCHS = 4
 """Up to so many, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
 PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
+BYTES = 512
+"""Ids of the vocabulary of bytes, with the special ones. Smaller corpora than 0.5 MB take it: one of 1,024 learned ids
+may need more text than there is."""
 FEW_DOCUMENTS = 500
 """Below, held-out text is the end of each source: too few documents could be drawn."""
 MUON_WIDTH = 512
@@ -85,39 +91,39 @@ class Proposal:
         return max(20, self.tokens // self.batch_tokens)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.init", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     parser.add_argument("data", type=Path, metavar="DATA", help="a folder of text files")
     how_much = parser.add_mutually_exclusive_group()
     how_much.add_argument("--minutes", type=float, default=10.0, help="of training on this machine (default 10)")
-    how_much.add_argument("--params", metavar="N", help="parameters of the model, such as 10M")
+    how_much.add_argument("--params", type=_count, metavar="N", help="parameters of the model, such as 10M")
     parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write (default: the folder's name.yaml)")
-    options = parser.parse_args(arguments)
-    try:
-        target = options.to or Path(f"{_name(options.data)}.yaml")
-        if target.exists():
-            raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
-        params = None if options.params is None else read_tokens(options.params)
-        if not (options.minutes > 0 and (params is None or (isinstance(params, int) and params > 0))):
-            raise UserError("--minutes and --params take a number above 0, such as --minutes 30 or --params 10M.")
-        corpus = look(options.data)
-        machine = find_machine()
-        rate = machine.gpus * GPU_FLOPS or CPU_SHARE * matrix_rate(machine.cores)
-        proposal = propose(corpus, rate, options.minutes, params)
-        write_text(target, as_yaml(corpus, proposal, _name(options.data)))
-        load_config(target)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+
+
+def _count(text: str) -> int:
+    """A number such as 10M."""
+    if isinstance(found := read_tokens(text), int):
+        return found
+    raise UserError(f"--params takes a number above 0, such as 10M, not {text}.")
+
+
+def work(options: argparse.Namespace) -> None:
+    """Write the configuration, and print what was found and proposed."""
+    refuse_low(options, "minutes", "params")
+    target = options.to or Path(f"{_name(options.data)}.yaml")
+    if target.exists():
+        raise UserError(f"{target} is there already. Give another name with --to, or remove it.")
+    corpus, machine = look(options.data), find_machine()
+    rate = machine.gpus * GPU_FLOPS or CPU_SHARE * matrix_rate(machine.cores)
+    proposal = propose(corpus, rate, options.minutes, options.params)
+    write_text(target, as_yaml(corpus, proposal, _name(options.data)))
+    load_config(target)
     print(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
           f"{tokens_text(proposal.corpus_tokens)} tokens\n"
           f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
           f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
           f"{target} is written. Read it, then:\n"
-          f"  python launch/submit.py --stage all --config {target} --cluster local")
-    return 0
+          f"  drover run --config {shlex.quote(str(target))}")
 
 
 def look(folder: Path) -> Corpus:
@@ -156,8 +162,9 @@ def _beginning(path: Path) -> list[str]:
 
 def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
     """The network and its training, for text and FLOP/s; `params` decides in place of the minutes."""
-    vocabulary = min(32768, max(640, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
-    text = 1 + int(corpus.text_bytes / max(1.5, 0.37 * math.log2(vocabulary) - 1.5))  # bytes of a token, as measured
+    vocabulary = min(32768, max(BYTES, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
+    token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
+    text = 1 + int(corpus.text_bytes / token_bytes)
     budget = params or math.sqrt(flops * 60 * minutes / (6 * TOKENS_PER_PARAMETER))
     tokens = int(min(TOKENS_PER_PARAMETER * budget, EPOCHS * text))
     limit = f"{tokens / text:.2g} epochs of your text" if tokens >= text else f"{tokens / text:.0%} of your text"
@@ -179,11 +186,14 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
     shape, steps = proposal.shape, proposal.steps
     muon = shape.dim <= MUON_WIDTH
     lr = 0.01 if muon else 0.003239 - 0.0001395 * math.log(shape.non_embedding_parameter_count)
-    patterns = [f"{corpus.folder.resolve()}/**/*{ending}" for ending in sorted(corpus.endings)]
+    place = glob.escape(str(corpus.folder.resolve()))
+    patterns = [f"{place}/**/*{ending}" for ending in sorted(corpus.endings)]
     few = corpus.files < FEW_DOCUMENTS
     heldout = min(0.05, max(0.001, 2e6 / corpus.text_bytes))
     rule = "tail   # few files: the end of the text, not files drawn at random" if few else "hash"
     prompts = corpus.prompts or ["The "]
+    vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
+                  f"vocab_size: {shape.vocab_size}   # about the square root of the text's bytes")
     return f"""\
 # Proposed for {corpus.files:,} files with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know better.
 name: {name}
@@ -196,7 +206,7 @@ shard:
   heldout_rule: {rule}
 
 tokenizer:
-  vocab_size: {shape.vocab_size}   # about the square root of the text's bytes
+  {vocabulary}
 
 model:   # {tokens_text(shape.parameter_count)} parameters; {TOKENS_PER_PARAMETER} tokens for each use compute best
   dim: {shape.dim}
@@ -233,6 +243,8 @@ def _name(folder: Path) -> str:
     """A run's name from a folder's."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "mine"
 
+
+main = Program("python -m drover.tools.init", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

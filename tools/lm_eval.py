@@ -22,6 +22,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.contract.command_line import complain
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.tasks import find_tasks, write_absolute, write_groups
 
@@ -34,10 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m drover.tools.lm_eval", add_help=False, allow_abbrev=False)
     add_plugin_option(parser)
     parser.add_argument(INCLUDE, type=Path)
-    options, given = parser.parse_known_args(arguments)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     before = sys.argv
     try:
+        options, given = parser.parse_known_args(arguments)
         if several and any(one.split("=")[0] in (CACHE, "-c") for one in given):
             raise UserError(f"{CACHE} would give ranks different requests after an interruption. Leave it out, or "
                             f"take one process, or the stage evaluate, which keeps every task on any number of ranks.")
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.argv = ["lm_eval", *given]
             _hand_over()
     except UserError as error:
-        print(error, file=sys.stderr)
+        complain(str(error))
         return error.exit_status
     finally:
         sys.argv = before

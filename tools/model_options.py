@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.model.generation.sampling import Sampling
 from drover.pipeline.config.plugins import add_plugin_option
+from drover.pipeline.contract.command_line import find_model
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.open_model import open_model
 from drover.pipeline.records.weight_files import weights_folder
@@ -21,8 +21,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """--model, --plugin, --device and --dtype, for `opened_model`."""
-    parser.add_argument("--model", required=True, type=Path, metavar="PATH",
-                        help="a run (its newest checkpoint), a checkpoint inside of a run, or a Hugging Face folder")
+    parser.add_argument("--model", required=True, type=find_model, metavar="PATH",
+                        help="a run's name or folder (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     add_plugin_option(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of the arithmetic; default: bfloat16 on a GPU, else float32")

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from drover.pipeline.contract.command_line import Parser, Program, find_run
 from drover.pipeline.errors import UserError
 from drover.pipeline.records.metrics import read_metrics
-from drover.tools.command import exit_status
 
 WINDOWS = 10
 """Into how many windows the steps that both runs have are cut."""
@@ -79,17 +79,15 @@ def report(reference: Sequence[Record], found: Sequence[Record], band: float) ->
     return [*lines, f"{'within' if sound else 'BEYOND'} the band of {band:.2%}"], sound
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.parity", description=__doc__.splitlines()[0])
-    parser.add_argument("--reference", required=True, type=Path, help="folder of the run to compare with")
-    parser.add_argument("--run", required=True, type=Path, help="folder of the run that is judged")
+def add_options(parser: Parser) -> None:
+    """The options."""
+    parser.add_argument("--reference", required=True, type=find_run, metavar="RUN", help="the run to compare with")
+    parser.add_argument("--run", required=True, type=find_run, metavar="RUN", help="the run that is judged")
     parser.add_argument("--band", type=float, default=0.01, help="share by which it may be worse (default 0.01)")
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: _judged(options))
 
 
-def _judged(options: argparse.Namespace) -> int:
+def work(options: argparse.Namespace) -> int:
+    """Compare and print; 1 if the run is beyond the band."""
     lines, sound = report(_metrics(options.reference), _metrics(options.run), options.band)
     print("\n".join(lines))
     return 0 if sound else 1
@@ -101,6 +99,8 @@ def _metrics(folder: Path) -> list[Record]:
         raise UserError(f"{folder} is no run that has trained: there is no {path}.")
     return read_metrics(path)
 
+
+main = Program("python -m drover.tools.parity", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

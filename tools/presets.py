@@ -1,9 +1,9 @@
 """What each preset is: parameters, heads, memory of its KV cache, work per token.
 
-    python -m drover.tools.presets
-    python -m drover.tools.presets llama3.1_8b llama3.2_1b
-    python -m drover.tools.presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
-    python -m drover.tools.presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
+    drover presets
+    drover presets llama3.1_8b llama3.2_1b
+    drover presets llama3_70b --kv-cache --batch 16 --length 8192 --dtype bf16
+    drover presets llama3_8b --budget --peak-tflops 989 --mfu 0.4
 
 A preset without a vocabulary of its own takes the tokenizer's; here it is counted with --vocab-size.
 """
@@ -11,12 +11,15 @@ A preset without a vocabulary of its own takes the tokenizer's; here it is count
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
+from drover.pipeline.console import aligned
+from drover.pipeline.contract.command_line import Parser, Program, add_json, refuse_low
 from drover.pipeline.errors import UserError
-from drover.tools.command import aligned, exit_status, refuse_low
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16
@@ -28,10 +31,8 @@ COLUMNS = ("preset", "parameters", "blocks", "width", "heads", "KV heads", "head
            "KV cache a token", "at full context", "FLOPs a token", "bf16 weights", "training state")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.presets", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     parser.add_argument("names", nargs="*", metavar="PRESET", help="only these; without any, all")
     parser.add_argument("--vocab-size", type=int, default=32000, metavar="N",
                         help="for presets that take the tokenizer's (default 32000)")
@@ -45,21 +46,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peak-tflops", type=float, default=989.0, metavar="N",
                         help="of one GPU in the precision of training (default 989: an H100 in dense bf16)")
     parser.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="of that peak (default 0.4)")
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: _told(options))
+    add_json(parser)
 
 
-def _told(options: argparse.Namespace) -> None:
+def work(options: argparse.Namespace) -> None:
+    """Print what is asked for."""
     refuse_low(options, "vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
     try:
         shapes = {name: known_vocabulary(preset(name), options.vocab_size) for name in options.names or PRESETS}
     except ValueError as error:
         raise UserError(str(error)) from None
+    if options.json:
+        print(json.dumps([as_json(name, shape, options) for name, shape in shapes.items()], indent=1))
+        return
     if options.kv_cache or options.budget:
         for name, shape in shapes.items():
-            print(kv_cache(name, shape, options.batch, options.length or shape.context_length, options.dtype)
-                  if options.kv_cache else
-                  budget(name, shape, options.tokens_per_parameter, options.peak_tflops, options.mfu))
+            print((kv_cache if options.kv_cache else budget)(name, shape, options))
         return
     print("\n".join(aligned([COLUMNS, *(row(name, shape) for name, shape in shapes.items())], str.rjust)))
     print(f"\nKV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training state: "
@@ -72,6 +74,13 @@ def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:
     return shape if shape.vocab_size else shape.model_copy(update={"vocab_size": vocab_size})
 
 
+def as_json(name: str, shape: ModelConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """A preset for programs: its settings, the cache of keys and values, and what training costs."""
+    tokens, flops, hours = cost(shape, options)
+    return {"preset": name, "parameters": shape.parameter_count, "kv_cache_bytes": cache_bytes(shape, options),
+            "tokens": tokens, "flops": flops, "gpu_hours": hours, **shape.model_dump(mode="json")}
+
+
 def row(name: str, shape: ModelConfig) -> tuple[str, ...]:
     """A preset's line of the table."""
     context = shape.context_length
@@ -82,23 +91,34 @@ def row(name: str, shape: ModelConfig) -> tuple[str, ...]:
             decimal(TRAINING_BYTES * shape.parameter_count))
 
 
-def kv_cache(name: str, shape: ModelConfig, batch: int, length: int, dtype: str) -> str:
+def cache_bytes(shape: ModelConfig, options: argparse.Namespace) -> int:
+    """What keys and values of a batch take."""
+    return shape.kv_cache_bytes(options.batch, options.length or shape.context_length, BYTES[options.dtype])
+
+
+def kv_cache(name: str, shape: ModelConfig, options: argparse.Namespace) -> str:
     """What keys and values of a batch take, and how it comes about."""
-    size = shape.kv_cache_bytes(batch, length, BYTES[dtype])
+    size, length = cache_bytes(shape, options), options.length or shape.context_length
     beyond = f"; the context is {shape.context_length:,}" if length > shape.context_length else ""
-    return (f"{name}: {size:,} bytes ({binary(size)}) = 2 (keys, values) x {shape.layers} blocks x {batch} x "
-            f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_width} x {BYTES[dtype]} bytes{beyond}")
+    return (f"{name}: {size:,} bytes ({binary(size)}) = 2 (keys, values) x {shape.layers} blocks x {options.batch} x "
+            f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_width} x {BYTES[options.dtype]} "
+            f"bytes{beyond}")
 
 
-def budget(name: str, shape: ModelConfig, tokens_per_parameter: float, peak_tflops: float, mfu: float) -> str:
-    """What training a preset costs by the rule 6 x parameters x tokens, and what its weights take."""
-    count = shape.parameter_count
-    tokens = tokens_per_parameter * count
-    flops = 6 * count * tokens
-    sizes = ", ".join(f"{decimal(count * bits // 8)} in {bits} bits" for bits in (16, 8, 4))
-    return (f"{name}: {tokens:.4g} tokens ({tokens_per_parameter:g} a parameter), {flops:.4g} FLOPs (6 x parameters x "
-            f"tokens), {flops / (peak_tflops * 1e12 * mfu) / 3600:,.1f} GPU-hours at {mfu:.0%} of {peak_tflops:g} "
-            f"TFLOP/s; weights {sizes}")
+def cost(shape: ModelConfig, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Training by the rule 6 x parameters x tokens: tokens, FLOPs, GPU-hours."""
+    tokens = options.tokens_per_parameter * shape.parameter_count
+    flops = 6 * shape.parameter_count * tokens
+    return tokens, flops, flops / (options.peak_tflops * 1e12 * options.mfu) / 3600
+
+
+def budget(name: str, shape: ModelConfig, options: argparse.Namespace) -> str:
+    """What training a preset costs, and what its weights take."""
+    tokens, flops, hours = cost(shape, options)
+    sizes = ", ".join(f"{decimal(shape.parameter_count * bits // 8)} in {bits} bits" for bits in (16, 8, 4))
+    return (f"{name}: {tokens:.4g} tokens ({options.tokens_per_parameter:g} a parameter), {flops:.4g} FLOPs (6 x "
+            f"parameters x tokens), {hours:,.1f} GPU-hours at {options.mfu:.0%} of {options.peak_tflops:g} TFLOP/s; "
+            f"weights {sizes}")
 
 
 def binary(size: int) -> str:
@@ -112,6 +132,8 @@ def decimal(size: int) -> str:
     """Bytes as disks and weights are counted, in MB or GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
+
+main = Program("python -m drover.tools.presets", __doc__, add_options, work, mixed=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
 """One training step of any number of ranks, without their machines: what a rank tells others, holds and waits for.
 
-    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128
-    python -m drover.tools.rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
-    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
-    python -m drover.tools.rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
+    drover rehearse --config configs/llama3_8b.yaml --ranks 128
+    drover rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
+    drover rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
+    drover rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
 
 The real engine is built and takes one step on tensors without contents, in a process group that moves nothing. Of a
 pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; any by --rank. Each takes seconds to a
@@ -18,45 +18,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.command_line import Parser, Program, add_json
 from drover.pipeline.errors import UserError
-from drover.tools.command import exit_status, markdown
-
-LONG = ("train.sequence_length=131072", "model.context_length=131072", "parallel.cp=16")
-PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("configs/llama3.2_1b.yaml", 8, ()), ("configs/llama3_8b.yaml", 8, ()), ("configs/llama3_8b.yaml", 64, ()),
-    ("configs/llama3_8b_128k.yaml", 8, ()), ("configs/llama3_70b.yaml", 1024, ()),
-    ("configs/llama3_405b.yaml", 16384, ()), ("configs/llama3_405b.yaml", 16384, LONG))
-"""The rows of --table: a file, so many ranks, settings."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.rehearse", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many there are")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="rehearse this one; may be repeated")
     parser.add_argument("--memory", type=float, metavar="GB", help="of a GPU: say whether it fits, or what would")
     parser.add_argument("--spend", action="store_true", help="with --memory: search what saves time and fits")
     parser.add_argument("--cpu", action="store_true", help="as on CPU ranks, with their kernels and precision")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--table", action="store_true", help="the table of docs/training.md, in Markdown (minutes)")
+    add_json(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
-    options = parser.parse_intermixed_args(arguments)
-    return exit_status(lambda: _rehearsed(options), "drover stops here: ")
 
 
-def _rehearsed(options: argparse.Namespace) -> int:
-    if options.table:
-        print("\n".join(table([row(load_config(path, [*settings, *options.overrides]), ranks)
-                               for path, ranks, settings in PUBLISHED])))
-        return 0
+def work(options: argparse.Namespace) -> int:
+    """Rehearse and print; 1 where it does not fit."""
     if options.config is None or options.ranks is None:
-        raise UserError("Give --config FILE and --ranks N (or --table; --help shows complete commands).")
+        raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
     if options.spend and (options.memory is None or options.json or options.cpu or options.rank):
         raise UserError("--spend needs --memory GB, how much a GPU has. It does not go with --json, --cpu or --rank.")
     return (spent if options.spend else rehearsed)(load_config(options.config, options.overrides), options)
@@ -100,33 +84,7 @@ def spent(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
-def row(config: Config, ranks: int) -> Sequence[str]:
-    """A layout's line in the table: of the rank that holds the most among those rehearsed."""
-    from drover.pipeline.config.batch import with_largest
-    from drover.pipeline.rehearsal.apart import rehearse_apart
-    from drover.pipeline.rehearsal.lost_time import lost
-    from drover.pipeline.rehearsal.report import ends_and_middle, fullest, gigabytes
-
-    most = fullest(rehearse_apart(config, ranks, ends_and_middle(config, ranks)))
-    kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
-    for channel, size in traffic.bytes.items():
-        sums[channel.group] = sums.get(channel.group, 0) + size
-    time = lost(config, most)
-    zbv = config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv"
-    return (f"`{config.name}`, {ranks:,}", f"{with_largest(config, ranks).train.sequence_length:,}", f"{most.rank:,}",
-            gigabytes(most.peak.bytes), *(gigabytes(kinds[kind]) for kind in kinds),
-            "; ".join(f"{group} {gigabytes(size)}" for group, size in sorted(sums.items()) if size >= 1e7),
-            f"{sum(traffic.calls.values()):,}", "?" if zbv else f"{time.waiting:.0%}", f"{time.recomputing:.0%}",
-            f"{time.exchanging:.0%}")
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The table in Markdown, with its heading."""
-    from drover.pipeline.rehearsal.memory import KINDS
-
-    return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
-                      "collectives of a step by group, GB", "calls", "pipeline waits", "recomputed", "exposed"), *rows])
-
+main = Program("python -m drover.tools.rehearse", __doc__, add_options, work, mixed=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Serve a model over HTTP as OpenAI's completions are served, with a page to try it on.
 
-    python -m drover.tools.serve --model runs/demo
+    drover serve --model runs/demo
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def ", "max_tokens": 40}'
 
 Requests that come together are written together. It listens on this machine alone unless --host says otherwise. With
@@ -14,8 +14,10 @@ import argparse
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from drover.pipeline.contract.command_line import Parser, Program
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
@@ -27,10 +29,8 @@ CLOSING_S = 5
 """How long open answers may take to end after Ctrl-C."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.serve", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The options."""
     add_model_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
@@ -42,15 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--queue", type=int, default=32, metavar="N",
                         help="texts that may wait; beyond, requests are answered with status 429 (default 32)")
     parser.add_argument("--name", help="what clients call the model; default: its run's name, or its folder's")
-    options = parser.parse_args(arguments)
-    try:
-        serve(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:  # uvicorn has ended everything, and passes it on
-        pass
-    return 0
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -85,7 +76,8 @@ def serve(options: argparse.Namespace) -> None:
         print(f"{name} at http://{shown}:{port}/ (a page), /v1/completions{chats}, /v1/models, /health. "
               f"Ctrl-C ends it.", flush=True)
         config = uvicorn.Config(server.app, log_level="warning", timeout_graceful_shutdown=CLOSING_S)
-        uvicorn.Server(config).run(sockets=[listening])
+        with suppress(KeyboardInterrupt):  # uvicorn has ended everything, and passes it on
+            uvicorn.Server(config).run(sockets=[listening])
 
 
 def _key(file: Path | None) -> str | None:
@@ -115,6 +107,8 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UserError(f"{host}:{port} cannot be listened on: {error}. Another program may have it: take another "
                         f"--port, or 0 for any.") from None
 
+
+main = Program("python -m drover.tools.serve", __doc__, add_options, serve)
 
 if __name__ == "__main__":
     sys.exit(main())

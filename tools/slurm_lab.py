@@ -1,8 +1,8 @@
 """A real Slurm cluster on this one machine, to try the chain on: as many nodes as you like, and faults at will.
 
-    eval "$(python -m drover.tools.slurm_lab up 4)"     start four nodes; sbatch, squeue ... then speak to them
-    python -m drover.tools.slurm_lab kill-node n2       n2 loses power; start-node n2 brings it back
-    python -m drover.tools.slurm_lab down               stop all of it and remove its folder
+    eval "$(drover lab up 4)"     start four nodes; sbatch, squeue ... then speak to them
+    drover lab kill-node n2       n2 loses power; start-node n2 brings it back
+    drover lab down               stop all of it and remove its folder
 
 Everything is inside one folder (--folder), so several labs live beside each other. Root is not needed; an ordinary
 user gets a cluster that runs jobs of that user.
@@ -31,6 +31,7 @@ from pathlib import Path
 
 import psutil
 
+from drover.pipeline.contract.command_line import Parser, Program
 from drover.pipeline.errors import UserError
 
 PACKAGES = ["slurm-wlm", "slurmdbd", "munge", "mariadb-server"]
@@ -175,7 +176,7 @@ class Lab:
         try:
             return LabSettings(**json.loads((self.folder / "lab.json").read_text()))
         except FileNotFoundError:
-            raise UserError(f"There is no Slurm lab in {self.folder}. Start one: python -m drover.tools.slurm_lab up "
+            raise UserError(f"There is no Slurm lab in {self.folder}. Start one: drover lab up "
                             f"--folder {self.folder}") from None
 
     @property
@@ -203,7 +204,7 @@ class Lab:
         """
         if missing := missing_programs(accounting):
             raise UserError(f"Slurm is not (all) here: no {', '.join(missing)}. On Debian or Ubuntu "
-                            f"`python -m drover.tools.slurm_lab install` brings it, as root.")
+                            f"`drover lab install` brings it, as root.")
         if self.is_up:
             raise UserError(f"The lab in {self.folder} is running already.")
         check_folder(self.folder)
@@ -564,26 +565,27 @@ COMMANDS = {"kill_node": "a node loses power", "start_node": "it comes back", "s
 """Those that are a method of Lab, by its name, and what they do."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.slurm_lab", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: Parser) -> None:
+    """The commands and their options."""
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("install", help="the Debian packages (root)")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--folder", type=Path, default=default_folder(), help="where it lives (%(default)s)")
-    up = commands.add_parser("up", parents=[shared], help="start; prints the line for eval")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name.replace("_", "-"), help=text)
+        found.add_argument("--folder", type=Path, default=default_folder(), help="where it lives (%(default)s)")
+        return found
+    up = command("up", "start; prints the line for eval")
     up.add_argument("nodes", type=int, nargs="?", default=4)
     up.add_argument("--no-accounting", action="store_true", help="no slurmdbd: sacct is not answered")
     up.add_argument("--no-requeue", action="store_true", help="a site that lets no job be requeued")
     up.add_argument("--cpus", type=int, default=4, help="of each node; the machine may have fewer (%(default)s)")
     up.add_argument("--mem", type=int, default=6000, help="MB of each node; not enforced (%(default)s)")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name.replace("_", "-"), parents=[shared], help=text)
+        one = command(name, text)
         if name.endswith("_node"):
-            command.add_argument("node")
-    down = commands.add_parser("down", parents=[shared], help="stop everything that `up` started")
+            one.add_argument("node")
+    down = command("down", "stop everything that `up` started")
     down.add_argument("--keep", action="store_true", help="leave the folder, for its logs")
-    return parser
 
 
 def _up(lab: Lab, options: argparse.Namespace) -> None:
@@ -598,24 +600,20 @@ def _up(lab: Lab, options: argparse.Namespace) -> None:
         print(f"export {name}={shlex.quote(value)}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line: 0, or 2 with a sentence."""
-    options = _parser().parse_args(arguments)
-    try:
-        if options.command == "install":
-            install()
-        elif options.command == "up":
-            _up(Lab(options.folder), options)
-        elif options.command == "down":
-            Lab(options.folder).down(options.keep)
-        else:
-            method = getattr(Lab(options.folder), options.command.replace("-", "_"))
-            method(*([options.node] if "node" in options else []))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 0
+def work(options: argparse.Namespace) -> None:
+    """Do what a command says."""
+    if options.command == "install":
+        install()
+    elif options.command == "up":
+        _up(Lab(options.folder), options)
+    elif options.command == "down":
+        Lab(options.folder).down(options.keep)
+    else:
+        method = getattr(Lab(options.folder), options.command.replace("-", "_"))
+        method(*([options.node] if "node" in options else []))
 
+
+main = Program("python -m drover.tools.slurm_lab", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

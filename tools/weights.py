@@ -1,7 +1,7 @@
 """Carry the weights of a Llama from one form into another.
 
-    python -m drover.tools.weights --from Llama-3.2-1B --to 1b --format drover
-    python -m drover.tools.weights --from runs/demo --to demo-meta --format meta --parts 2 --dtype bf16
+    drover weights --from Llama-3.2-1B --to 1b --format drover
+    drover weights --from runs/demo --to demo-meta --format meta --parts 2 --dtype bf16
 
 What is at --from is found out: a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, a folder of
 Meta's, or weights alone as `--format drover` makes them. An interrupted conversion continues when its command is given
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.console import ProgressBar, say
+from drover.pipeline.contract.command_line import Parser, Program, find_model
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import output_record, sync
 from drover.pipeline.formats.meta_params import PARTS
 from drover.pipeline.formats.record import FORMAT, RECORD
 from drover.pipeline.records.weight_files import weights_folder
-from drover.tools.command import exit_status
 from drover.tools.draft import Draft
 
 if TYPE_CHECKING:
@@ -42,11 +42,10 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 """What a tokenizer of Meta's becomes in a Hugging Face folder."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.weights", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", required=True, type=Path, metavar="PATH", help="a folder of weights")
+def add_options(parser: Parser) -> None:
+    """The options."""
+    parser.add_argument("--from", dest="source", required=True, type=find_model, metavar="PATH",
+                        help="a folder of weights, or a run's name")
     add_plugin_option(parser)
     parser.add_argument("--to", dest="target", required=True, type=Path, metavar="PATH", help="a folder to be made")
     parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's, Meta's, or Drover's: weights "
@@ -55,31 +54,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shard-gb", type=float, metavar="GB", help=f"largest file, but for a tensor that is larger "
                         f"(default {SHARD_GB:g}); not for meta")
     parser.add_argument("--parts", type=int, choices=PARTS, help="files of a model in Meta's form (default 1)")
-    options = parser.parse_args(arguments)
-
-    def work() -> None:
-        _refuse_senseless(options)
-        weights_folder(options.source)  # refuses what is not there, before torch is imported
-        import torch
-
-        convert(options.source, options.target, options.format,
-                getattr(torch, DTYPES[options.dtype]) if options.dtype else None,
-                int((options.shard_gb or SHARD_GB) * 1e9), options.parts or 1)
-    try:
-        return exit_status(work, writes=options.target)
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {options.target}.partial keeps what is finished; the same command continues.",
-              file=sys.stderr)
-        return 130
 
 
-def _refuse_senseless(options: argparse.Namespace) -> None:
+def work(options: argparse.Namespace) -> None:
+    """Convert."""
     if options.format == "meta" and options.shard_gb is not None:
         raise UserError("--shard-gb does not go with --format meta, which has a file for each part: take --parts.")
     if options.format != "meta" and options.parts is not None:
         raise UserError(f"--parts goes with --format meta only; asked: {options.format}.")
     if options.shard_gb is not None and not 1e-9 <= options.shard_gb < float("inf"):
         raise UserError(f"--shard-gb must be above 0, not {options.shard_gb}.")
+    weights_folder(options.source)  # refuses what is not there, before torch is imported
+    import torch
+
+    convert(options.source, options.target, options.format,
+            getattr(torch, DTYPES[options.dtype]) if options.dtype else None,
+            int((options.shard_gb or SHARD_GB) * 1e9), options.parts or 1)
 
 
 def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, shard_bytes: int, parts: int) -> None:
@@ -201,6 +191,9 @@ def _stamped(folder: Path, found: Beside) -> dict[str, list[int]]:
     paths = {path.resolve() for path in (*(path for path in folder.iterdir() if path.is_file()), *others)}
     return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)}
 
+
+main = Program("python -m drover.tools.weights", __doc__, add_options, work,
+               interrupted="Interrupted. The folder .partial keeps what is finished; the same command continues.")
 
 if __name__ == "__main__":
     sys.exit(main())

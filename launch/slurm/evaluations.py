@@ -10,7 +10,6 @@ is the record that nothing is owed any more; the weights are cleared then.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -21,7 +20,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-from drover.launch.command import exit_status
 from drover.launch.plan import Job, Options, evaluation, local_ranks
 from drover.launch.processes import Processes
 from drover.launch.slurm.chain import read_chain
@@ -29,9 +27,9 @@ from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.submit.sbatch import submit_job
 from drover.pipeline.config.loading import config_hash, load_config, save_config
-from drover.pipeline.config.plugins import add_run_options
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.background import BackgroundWorker
+from drover.pipeline.contract.command_line import Parser, Program, add_run_and_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.state import now
@@ -209,14 +207,14 @@ class Evaluations:
             return None
 
 
-def main(arguments: list[str]) -> int:
-    """Evaluate a checkpoint here."""
-    parser = argparse.ArgumentParser(prog="python -m drover.launch.slurm.evaluations")
-    add_run_options(parser)
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
     parser.add_argument("--step", required=True, type=int, help="of the checkpoint")
-    options = parser.parse_args(arguments)
-    return exit_status(lambda: evaluate(options.run, options.step))
 
+
+main = Program("python -m drover.launch.slurm.evaluations", "Evaluate a checkpoint here.", add_options,
+               lambda options: evaluate(options.run, options.step))
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -65,15 +65,9 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     return found
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """--run and --plugin, for programs that open the folder of a run."""
-    parser.add_argument("--run", required=True, type=Path, help="folder of the run, e.g. runs/demo")
-    add_plugin_option(parser)
-
-
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
-    """--plugin, for programs that take a run in another way. Reading the argument, as often as it is given, imports
-    the plugin."""
+    """--plugin, for programs that open the folder of a run. Reading the argument, as often as it is given, imports the
+    plugin; UserError where that fails."""
     parser.add_argument("--plugin", type=_from_command_line, metavar="FILE",
                         help="import this plugin, a file or module (may be given several times); those that a run's "
                              "config.yaml names are not imported")
@@ -100,10 +94,7 @@ def warn(text: str) -> None:
 
 
 def _from_command_line(name: str) -> str:
-    try:
-        return load_plugins([name], Path(), "--plugin")[0]
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return load_plugins([name], Path(), "--plugin")[0]
 
 
 def _module(name: str) -> str:

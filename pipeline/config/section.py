@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from drover.pipeline.errors import meant
 
 
 class Section(BaseModel):
@@ -90,8 +91,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 def advice(name: str, known: Iterable[str]) -> str:
     """What to say of a name that is not among the known ones."""
-    close = difflib.get_close_matches(name, known := list(known), n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(known)}."
+    return meant(name, known := list(known), f"known here: {', '.join(known)}.")
 
 
 def sentence(problem: Any, key: str, instead: str) -> str:

@@ -14,6 +14,7 @@ from typing import NoReturn
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.console import say
+from drover.pipeline.contract.command_line import INTERRUPTED, Parser, complain
 from drover.pipeline.contract.locks import NETWORK_S, StageLock, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.orphans import end_with_parent
@@ -30,7 +31,6 @@ from drover.pipeline.contract.telling import Channel, Ended, asked
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.errors import UserError, is_full_disk
 
-INTERRUPTED = 130
 SILENCE_S = 3.0
 """How long a rank other than 0 keeps its error to itself."""
 
@@ -55,8 +55,7 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
             # Most often every rank says the same, and rank 0 says it for all: its end takes this rank along while it
             # waits. What this rank alone knows must be heard, though.
             time.sleep(SILENCE_S)
-        print(f"\n{name} stops here{'' if is_leader() else ' on rank ' + os.environ['RANK']}: {text}",
-              file=sys.stderr, flush=True)
+        complain(f"{name} stops here{'' if is_leader() else ' on rank ' + os.environ['RANK']}: {text}")
         return status
     except KeyboardInterrupt:
         say(name, "stopped; the same command continues")
@@ -74,10 +73,9 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def parser(name: str) -> argparse.ArgumentParser:
+def parser(name: str) -> Parser:
     """The command line that all stages share."""
-    result = argparse.ArgumentParser(prog=f"python -m drover.pipeline.{name}",
-                                     description=f"Run the stage {name} of a run.")
+    result = Parser(prog=f"python -m drover.pipeline.{name}", description=f"Run the stage {name} of a run.")
     result.add_argument("--config", required=True, help="YAML file of the run")
     forcing = result.add_mutually_exclusive_group()
     forcing.add_argument("--force", action="store_true",
@@ -251,7 +249,7 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
     except Stopped as stopped:
         work.note_stopped(stopped)
         if stopped.hopeless:
-            print(f"\n{name} stops here: {stopped.reason}.", file=sys.stderr, flush=True)
+            complain(f"{name} stops here: {stopped.reason}.")
             return UserError.exit_status
         say(name, f"stopped ({stopped.reason}); the same command continues")
         return INTERRUPTED

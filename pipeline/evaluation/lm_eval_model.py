@@ -17,6 +17,7 @@ import torch
 from lm_eval.api.registry import register_model
 
 from drover.pipeline.config.evaluation import EvaluateConfig
+from drover.pipeline.contract.command_line import find_model
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import deliverable, open_model, run_of
@@ -36,8 +37,8 @@ class DroverModel(HarnessModel):
     Started by torchrun, every rank holds the model and takes its share of each list of requests.
 
     Args:
-        run: folder of a run: what its stage convert exported, which is what its stage evaluate measures; before that
-            is done, the newest checkpoint. Or folder of a training checkpoint, or of a model in Hugging Face's form.
+        run: name or folder of a run: what its stage convert exported, which is what its stage evaluate measures; before
+            that is done, the newest checkpoint. Or a training checkpoint's folder, or a Hugging Face folder.
         checkpoint: of the run: a step, or `newest`.
         dtype: of weights and arithmetic, float32 or bfloat16; default: the run's evaluate.dtype, else float32.
         batch: sequences per forward pass; default: --batch_size if above 1, the run's evaluate.batch, 16.
@@ -57,7 +58,7 @@ class DroverModel(HarnessModel):
             raise UserError(f"--model drover takes --model_args run=FOLDER[,checkpoint=STEP|{NEWEST}][,dtype=...]"
                             f"[,batch=...][,max_length=...]"
                             f"{', and not ' + ', '.join(unknown) if unknown else '; run= is missing'}.")
-        path = Path(str(run))
+        path = find_model(str(run))
         of_run = run_of(path) if (path / "config.yaml").is_file() else None
         settings = EvaluateConfig() if of_run is None else of_run.config.evaluate
         if (chosen := dtype or settings.dtype) not in DTYPES:

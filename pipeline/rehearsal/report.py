@@ -11,7 +11,7 @@ from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import vocabulary_size
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import readable
+from drover.pipeline.console import aligned, readable
 from drover.pipeline.parallel.stages import bubble, stage_layers
 from drover.pipeline.rehearsal.memory import KINDS, Peak
 
@@ -79,15 +79,16 @@ def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
         lost = bubble(config.model, parallel, plan.accumulation)
         text = "little, if all kinds of passes take equally long" if lost is None else f"{lost:.0%} of the time used"
         page.append(f"pipeline   {parallel.pp_schedule}, {parallel.stages} stages; lost by waiting: {text}")
-    page += ["", *table(["memory at its peak", *(f"rank {one.rank:,}" for one in found)], [
-        ["layers", *(one.layers for one in found)],
+    ranks_here = [f"rank {one.rank:,}" for one in found]
+    page += ["", *aligned([
+        ["memory at its peak", *ranks_here], ["layers", *(one.layers for one in found)],
         *([kind, *(readable(one.peak.kinds[kind]) for one in found)] for kind in KINDS),
-        ["all", *(readable(one.peak.bytes) for one in found)]])]
+        ["all", *(readable(one.peak.bytes) for one in found)]], str.rjust)]
     page += [f"largest on rank {fullest(found).rank:,}: {'; '.join(map(str, fullest(found).peak.items[:3]))}", ""]
     channels = sorted({channel for one in found for channel in one.traffic.calls})
-    page += table(["collectives of the step", "ranks", *(f"rank {one.rank:,}" for one in found)],
-                  [[f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
-                    *(_counted(one, channel) for one in found)] for channel in channels])
+    page += aligned([["collectives of the step", "ranks", *ranks_here],
+                     *([f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
+                        *(_counted(one, channel) for one in found)] for channel in channels)], str.rjust)
     page += ["each with its calls and bytes: what a rank gives or gets, whichever is more", ""]
     return page + judgements(found)
 
@@ -114,19 +115,6 @@ def _counted(one: Rehearsal, channel: Channel) -> str:
 def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
     """The one that holds the most."""
     return max(found, key=lambda one: one.peak.bytes)
-
-
-def gigabytes(size: int) -> str:
-    """Bytes in GB, for tables."""
-    return f"{size / 1e9:,.2f}" if 0 < size < 1e10 else f"{size / 1e9:,.1f}" if size else "0"
-
-
-def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns under their headings, the first to the left and the others to the right."""
-    widths = [max(len(row[column]) for row in (heading, *rows)) for column in range(len(heading))]
-    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
-                                                  zip(row[1:], widths[1:], strict=True))]).rstrip()
-            for row in (heading, *rows)]
 
 
 def brief(found: Sequence[Rehearsal]) -> list[str]:

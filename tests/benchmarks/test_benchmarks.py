@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import data, train
+from benchmarks import train
 from benchmarks.__main__ import main
 from benchmarks.cases import exposed
 from benchmarks.suite import cases_of, config_of, derived
@@ -21,20 +21,13 @@ def measured(folder, *arguments):
 
 @pytest.mark.slow
 def test_training_steps_are_measured_beside_transformers(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "PRODUCTS", train.PRODUCTS[:1])
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     found = measured(tmp_path, "train", "--steps", "1", "--rounds", "2", "--threads", "1", "--only", "ours",
                      "transformers", "ours, pipeline 2")
     assert [row["name"] for row in found["rows"]] == ["ours", "transformers", "ours, pipeline 2"]
     for row in found["rows"]:
         assert row["rate"] * row["median_ms"] == pytest.approx(8 * 256 * 1e3)
-        assert row["mfu_causal"] < row["mfu_full"] <= 1 and row["min_ms"] <= row["median_ms"] <= row["max_ms"]
-
-
-def test_nothing_is_used_by_more_than_all_of_it():
-    rows = [{"tflops_full": 1.0, "tflops_causal": 0.5}, {"tflops_full": 4.0, "tflops_causal": 2.0}]
-    found = train.utilised(rows, [2e12])  # steps were faster than products
-    assert [(row["mfu_full"], row["mfu_causal"]) for row in found] == [(0.25, 0.125), (1.0, 0.5)]
+        assert row["tflops_causal"] < row["tflops_full"] and row["min_ms"] <= row["median_ms"] <= row["max_ms"]
 
 
 @pytest.mark.slow
@@ -46,12 +39,10 @@ def test_both_write_the_same_text(tmp_path):
 
 
 @pytest.mark.slow
-def test_data_stages_and_the_loader_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "TOKENS", 1 << 18)
-    monkeypatch.setattr(data, "SEQUENCES", 64)
-    found = measured(tmp_path, "data", "--mb", "1.5", "--rounds", "1", "--only", "shard,loader")
+def test_data_stages_are_measured(tmp_path):
+    found = measured(tmp_path, "data", "--mb", "1.5", "--rounds", "1", "--only", "shard")
     names = [row["name"] for row in found["rows"] if row["rate"] > 0]
-    assert names[:2] == ["1 process", "2 processes"] and "packed, batches of 32" in names and found["text_mb"] >= 1.5
+    assert names == ["1 process", "2 processes"] and found["text_mb"] >= 1.5
 
 
 @pytest.mark.soak
@@ -60,13 +51,6 @@ def test_the_same_ids_as_datatrove(tmp_path):
     *ours, theirs = measured(tmp_path, "data", "--mb", "1.5", "--vocab", "1024", "--rounds", "1", "--only",
                              "encode")["rows"]
     assert theirs["tokens"] == theirs["our_tokens"] > 100_000 and all(row["wall_ratio"] > 0 for row in ours)
-
-
-@pytest.mark.slow
-def test_the_starts_of_stages_and_tools_are_measured(tmp_path):
-    rows = measured(tmp_path, "start", "--rounds", "1")["rows"]
-    assert {"import drover.pipeline.train", "drover.tools.audit --help"} <= {
-        row["name"] for row in rows if row["cpu_s"] > 0}
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from drover.launch.run_status.run_files import read_run
-from drover.launch.status import find_run
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.command_line import find_run
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.encode import encode

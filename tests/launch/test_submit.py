@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from drover.launch import checks, submit
-from drover.launch.submit import parser
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.errors import UserError
 
@@ -22,11 +21,17 @@ def rows(text):
     return {name: " ".join(rest.split()) for name, _, rest in reversed(parts) if name in STAGES}
 
 
-def test_the_examples_can_be_typed():
-    lines = [line.split()[2:] for line in parser().epilog.splitlines() if "python launch/submit.py" in line]
+def test_the_examples_can_be_typed(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    parser = submit.script.parser()
+    lines = [line.split()[2:] for line in parser.description.splitlines() if line.startswith("    python launch/")]
     assert len(lines) >= 5
     for line in lines:
-        parser().parse_intermixed_args(line)
+        if line[0] in submit.INSTEAD:
+            words = [word.replace("runs/demo", str(tmp_path)) for word in line[1:]]
+            submit.INSTEAD[line[0]].parser().parse_known_args(words)
+        else:
+            parser.parse_intermixed_args(line)
 
 
 def test_planning_imports_nothing_heavy(launcher):
@@ -125,7 +130,7 @@ def test_finished_partial_and_stale_stages(launcher):
 def test_refusals_start_nothing(launcher, arguments, said):
     result = launcher.submit(*arguments)
     assert result.returncode == 2
-    assert not launcher.run.exists() and result.stderr.startswith("\ndrover stops here: ")
+    assert not launcher.run.exists() and result.stderr.startswith("error: ")
     for text in said:
         assert text in result.stderr
 

@@ -14,9 +14,10 @@ from drover.pipeline.rehearsal import fitting
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.fitting import changed, verdict
 from drover.pipeline.rehearsal.report import ends_and_middle, lines
-from drover.tools.rehearse import PUBLISHED, main, row, table
+from drover.tools.rehearse import main
 from tests.conftest import REPOSITORY
 from tests.rehearsal.measured import config_of, summary
+from tests.rehearsal.published_table import PUBLISHED, row, table
 
 
 class Waits(Sdpa):
@@ -126,7 +127,7 @@ def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
 
 @pytest.mark.slow
 def test_the_page_has_the_table_that_the_command_makes(capsys):
-    """Its heading and first row are made again; the others take minutes (`python -m drover.tools.rehearse --table`)."""
+    """Its heading and first row are made again; the others take minutes."""
     page = (REPOSITORY / "docs/training.md").read_text()
     path, ranks, _ = PUBLISHED[0]
     for line in table([row(load_config(REPOSITORY / path), ranks)]):

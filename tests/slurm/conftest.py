@@ -24,7 +24,7 @@ NODES = 5
 def cluster():
     """Five nodes with accounting. The tests of a worker share it and leave it as they found it."""
     if missing_programs():
-        pytest.skip("Slurm is not installed: `python -m drover.tools.slurm_lab install` installs it, as root")
+        pytest.skip("Slurm is not installed: `drover lab install` installs it, as root")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: Slurm's sockets live inside
     cluster, watch = Cluster(folder / "lab"), guard(folder / "lab")
     try:

@@ -168,10 +168,14 @@ class Training:
         """Process id of the runner of the train job."""
         return self._process("drover.launch.slurm.job.runner")
 
-    def _process(self, *words: str, variable: str = "") -> int:
+    def running(self, *words: str, variable: str = "") -> set[int]:
+        """Processes of the train job with these words in their command, and a variable in their environment."""
         marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
-        found = {pid for pid in self.processes()
-                 if marks <= set(_words(pid, "environ")) and set(words) <= set(_words(pid, "cmdline"))}
+        return {pid for pid in self.processes()
+                if marks <= set(_words(pid, "environ")) and set(words) <= set(_words(pid, "cmdline"))}
+
+    def _process(self, *words: str, variable: str = "") -> int:
+        found = self.running(*words, variable=variable)
         top = [pid for pid in found if psutil.Process(pid).ppid() not in found]
         assert len(top) == 1, f"{words} {variable}: {top}\n{self.story()}"
         return top[0]

@@ -69,7 +69,9 @@ def test_rollbacks_and_skipped_updates_are_left_out_on_purpose(recorded):
     (9, {"skipped": "spike"}, "checkpoint step-00000010 counts 1 skipped updates, the log 2")])
 def test_planted_faults_are_named(recorded, step, changes, expected, capsys):
     edit(recorded, step, **changes)
-    assert main(["--run", str(written(recorded))]) == 1
+    assert main(["--run", str(written(recorded)), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["faults"]
+    assert main([str(recorded.folder)]) == 1
     assert expected in capsys.readouterr().out
 
 
@@ -98,6 +100,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
 
 
 def test_nothing_to_audit_is_said(tmp_path, capsys):
+    (tmp_path / "config.yaml").touch()
     assert "nothing to audit" in printed(capsys, main, "--run", tmp_path, expect=2)
 
 

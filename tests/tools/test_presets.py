@@ -1,5 +1,7 @@
 """The table of presets and the answer about the KV cache, against numbers computed by hand."""
 
+import json
+
 import pytest
 
 from drover.model.presets import PRESETS
@@ -30,6 +32,12 @@ def test_the_table_has_every_preset_with_its_numbers(capsys):
 def test_one_presets_numbers(capsys, arguments, parts):
     said = printed(capsys, main, *arguments)
     assert all(part in said for part in parts), said
+
+
+def test_programs_get_json(capsys):
+    [found] = json.loads(printed(capsys, main, "llama3_8b", "--json", "--batch", 2, "--length", 10))
+    assert (found["preset"], found["parameters"], found["layers"]) == ("llama3_8b", 8_030_261_248, 32)
+    assert found["kv_cache_bytes"] == 2 * 10 * 131072 and found["gpu_hours"] == pytest.approx(5433.5, rel=1e-4)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -82,7 +82,7 @@ def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
 
 def test_without_slurm_it_says_what_to_install(monkeypatch, short_folder):
     monkeypatch.setattr(slurm_lab, "_which", lambda program: None if program == "slurmd" else "/bin/true")
-    refused(UserError, r"no slurmd\. On Debian or Ubuntu .*slurm_lab install", Lab(short_folder / "a").up, 1)
+    refused(UserError, r"no slurmd\. On Debian or Ubuntu .*drover lab install", Lab(short_folder / "a").up, 1)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     refused(UserError, r"sudo apt-get install .*slurm-wlm slurmdbd munge mariadb-server", slurm_lab.install)
 

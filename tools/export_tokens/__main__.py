@@ -13,13 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from drover.pipeline.config.plugins import add_run_options
+from drover.pipeline.contract.command_line import Parser, Program, add_run_and_plugins
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.export_tokens", description=__doc__.splitlines()[0])
-    add_run_options(parser)
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
     parser.add_argument("--format", required=True, choices=("megatron", "hf"), help="megatron: SOURCE.bin and "
                         "SOURCE.idx for each source; hf: one folder for datasets.load_from_disk")
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
@@ -28,19 +27,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--without-bos", action="store_true", help="leave out the BOS before each document; its EOS "
                                                                    "stays")
     parser.add_argument("--processes", type=int, help="processes that write (one a core, at most eight)")
-    options = parser.parse_args(arguments)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Export."""
     # A worker process imports this file, and needs only what it writes with.
     from drover.pipeline.contract.run import run_in
-    from drover.tools.command import exit_status
     from drover.tools.processes import processes_asked
 
-    def work() -> None:
-        run = run_in(options.run)
-        from drover.tools.export_tokens.exporting import export
+    run = run_in(options.run)
+    from drover.tools.export_tokens.exporting import export
 
-        export(run, options, processes_asked(options.processes))
-    return exit_status(work, writes=options.out)
+    export(run, options, processes_asked(options.processes))
 
+
+main = Program("python -m drover.tools.export_tokens", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

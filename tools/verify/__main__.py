@@ -1,6 +1,6 @@
 """Is every byte of a run still what it was when it was made? Each file is compared with what was recorded of it.
 
-    python -m drover.tools.verify --run runs/demo [--sample 1%] [--processes N] [--json]
+    drover verify runs/demo [--sample 1%] [--processes N] [--json]
 
 Over every stage, reused ones too: outputs are hashed and compared with the manifest; text shards are read document by
 document, token shards checked for their layout, offsets, BOS and EOS, ids and counts, and one against the other, key by
@@ -22,10 +22,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drover.pipeline.config.plugins import add_run_options
 from drover.pipeline.console import ProgressBar
-from drover.pipeline.errors import UserError
-from drover.tools.command import exit_status
+from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run_and_plugins
 from drover.tools.processes import in_order, processes_asked
 
 if TYPE_CHECKING:
@@ -43,8 +41,6 @@ def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool =
     Raises:
         UserError: the folder is no run.
     """
-    if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder} is no run: it has no config.yaml. Give the folder of a run, as runs/demo.")
     from drover.tools.verify.inventory import Inventory
 
     report = Inventory(run=str(folder))
@@ -69,24 +65,25 @@ def share_of(text: str) -> float:
     return share
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.verify", description=__doc__.splitlines()[0])
-    add_run_options(parser)
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
     parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
                         help="read only this share of the shards and input files (1%%): always the same ones, by their "
                              "names; all else is read, and of the other shards the size looked at")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes that read side by side (default: as many as there are cores)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    options = parser.parse_args(arguments)
+    add_json(parser)
 
-    def work() -> bool:
-        report = verify(options.run, options.sample, processes_asked(options.processes), tell=not options.json)
-        print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
-        return bool(report.problems)
-    return exit_status(work)
 
+def work(options: argparse.Namespace) -> int:
+    """Verify and print; 1 if something is wrong."""
+    report = verify(options.run, options.sample, processes_asked(options.processes), tell=not options.json)
+    print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
+    return bool(report.problems)
+
+
+main = Program("python -m drover.tools.verify", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,11 +1,11 @@
 """Which documents did a training step see, and which steps saw a document?
 
-    python -m drover.tools.where --run runs/demo --step 120
-    python -m drover.tools.where --run runs/demo --step 120 --rank 1 --ranks 2 --text
-    python -m drover.tools.where --run runs/demo --samples 304 320 --text
-    python -m drover.tools.where --run runs/demo --find "some words" --ignore-case
-    python -m drover.tools.where --run runs/demo --document 1f3a9c04
-    python -m drover.tools.where --run runs/demo --id pages.jsonl:17
+    drover trace runs/demo --step 120
+    drover trace runs/demo --step 120 --rank 1 --ranks 2 --text
+    drover trace runs/demo --samples 304 320 --text
+    drover trace runs/demo --find "some words" --ignore-case
+    drover trace runs/demo --document 1f3a9c04
+    drover trace runs/demo --id pages.jsonl:17
 
 The order is a pure function of the sample number, and has an inverse, so nothing was stored for this: it is computed
 again.
@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from drover.pipeline.config.plugins import add_run_options
+from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run_and_plugins
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m drover.tools.where", description=__doc__.splitlines()[0])
-    add_run_options(parser)
+def add_options(parser: Parser) -> None:
+    """The options."""
+    add_run_and_plugins(parser)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, help="optimizer step, counted from 1 as in metrics.jsonl")
     asked.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
@@ -34,34 +33,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, help="only this data-parallel rank's samples (with --ranks)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks that the step ran on")
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.add_argument("--source", help="look only in this source (--find, --document, --id)")
     parser.add_argument("--ignore-case", action="store_true", help="take upper and lower case as one (--find)")
     parser.add_argument("--limit", type=int, default=20, help="documents that are shown at most (20)")
     parser.add_argument("--processes", type=int, help="processes that search (one a core, at most eight)")
-    options = parser.parse_args(arguments)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Search and print."""
     # A worker process of the search imports this file, and needs nothing of training.
     from drover.pipeline.contract.run import run_in
-    from drover.tools.command import exit_status
 
-    def work() -> None:
-        run = run_in(options.run)
-        from drover.tools.ledger import Ledger
-        from drover.tools.where.steps import Steps
+    run = run_in(options.run)
+    from drover.tools.ledger import Ledger
+    from drover.tools.where.steps import Steps
 
-        steps = Steps(Ledger(run), options.ranks)
-        if options.step is None and options.samples is None:
-            from drover.tools.where.inverse import trace
-            trace(steps, options)
-        else:
-            from drover.tools.where.forward import show
-            show(steps, options)
-    try:
-        return exit_status(work)
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stderr.close()
-        return 0
+    steps = Steps(Ledger(run), options.ranks)
+    if options.step is None and options.samples is None:
+        from drover.tools.where.inverse import trace
+        trace(steps, options)
+    else:
+        from drover.tools.where.forward import show
+        show(steps, options)
 
+
+main = Program("python -m drover.tools.where", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

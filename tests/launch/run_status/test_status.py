@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from drover.launch import status as program
 from drover.launch.slurm.scheduler import JobInfo
-from drover.launch.status import find_run, main, overview, show
+from drover.launch.status import main, overview, show
+from drover.pipeline.contract.command_line import find_run
 from drover.pipeline.files import write_text
 from tests.launch.recorded_slurm import FakeSlurm
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
@@ -78,6 +80,9 @@ def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys)
         shown = capsys.readouterr().out
         assert all(one.isprintable() or one == "\n" for one in shown) and "Slurm does not answer" in shown
         assert not arguments or "why\\x1b]0;title" in shown
+    assert main(["demo", "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)
+    assert told["run"] == "runs/demo" and {row["stage"]: row["state"] for row in told["stages"]}["train"] == "failed"
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
     assert main(["--run", "\x1b[2J"]) == main(["--watch"]) == 2
     assert "There is no run \\x1b[2J. The runs in runs are: demo." in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""The command `drover`: its subcommands, each of which is imported when it is chosen, and shell completion."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from drover.pipeline.contract.command_line import RUNS, Program, complain
+from drover.pipeline.errors import UserError, meant
+
+COMMANDS = {
+    "init": ("tools.init:main", "write a configuration for a folder of your text"),
+    "run": ("launch.submit:run", "do the stages of a run, on this machine or through Slurm"),
+    "plan": ("launch.submit:show_plan", "show what `run` would do, and start nothing"),
+    "status": ("launch.status:main", "show how runs stand"),
+    "logs": ("launch.submit:show_logs", "show what a stage printed"),
+    "stop": ("launch.submit:stop", "let training save its state and leave"),
+    "cancel": ("launch.submit:cancel", "remove a run's jobs from Slurm"),
+    "why": ("launch.submit:why", "say why a stage is up to date, or is not"),
+    "explain": ("launch.submit:explain", "say what a setting means, its type, default and value"),
+    "chat": ("tools.chat:main", "continue texts, or hold a conversation, with a model"),
+    "serve": ("tools.serve:main", "serve a model over HTTP, as OpenAI's are served"),
+    "compare": ("tools.compare:main", "compare models on the same items"),
+    "weights": ("tools.weights:main", "convert weights between Drover's, Hugging Face's and Meta's form"),
+    "trace": ("tools.where.__main__:main", "show which documents a step read, and which steps read a document"),
+    "verify": ("tools.verify.__main__:main", "compare every file of a run with what was recorded of it"),
+    "audit": ("tools.audit:main", "prove that every training sample was used once"),
+    "rehearse": ("tools.rehearse:main", "take a training step of any number of ranks without their GPUs"),
+    "presets": ("tools.presets:main", "list model sizes, what they cost and what they hold"),
+    "lab": ("tools.slurm_lab:main", "start a real Slurm cluster on this machine"),
+}
+"""Command: `module:program`, and what it does."""
+SHELLS = ("bash", "zsh")
+HELP = """\
+usage: drover COMMAND ...
+
+Raw text to a pretrained, evaluated Llama 3 decoder, in one restartable chain.
+
+  drover init notes/                     write notes.yaml for your own text
+  drover run --config notes.yaml         make the model; the same command continues
+  drover status                          how runs stand
+
+commands:
+{}
+
+drover COMMAND --help shows its options. Where RUN is asked for, give a run's name or folder.
+Completion: eval "$(drover completion bash)", or zsh, in your shell's start file.
+"""
+COMPLETION = """\
+_drover() {{
+  local words word="${{COMP_WORDS[COMP_CWORD]}}"
+  case "$COMP_CWORD ${{COMP_WORDS[1]}} $word" in
+    1\\ *) words="{commands}" ;;
+{cases}
+    *) words="$(ls {runs} 2>/dev/null)" ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _drover drover
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit status."""
+    name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(HELP.format("\n".join(f"  {command:<10} {text}" for command, (_, text) in COMMANDS.items())), end="")
+        return 0
+    if name == "completion" and rest and rest[0] in SHELLS:
+        print(completion(rest[0]), end="")
+        return 0
+    if name in COMMANDS:
+        return program(name)(rest, f"drover {name}")
+    complain(f"drover completion takes {' or '.join(SHELLS)}." if name == "completion" else
+             f"there is no command {name}; {meant(name, COMMANDS, 'drover --help shows all.')}")
+    return UserError.exit_status
+
+
+def program(command: str) -> Program:
+    """The program of a subcommand."""
+    module, _, name = COMMANDS[command][0].partition(":")
+    found: Program = getattr(import_module(f"drover.{module}"), name)
+    return found
+
+
+def completion(shell: str) -> str:
+    """A script that completes commands, their options, and names of runs."""
+    cases = []
+    for command in COMMANDS:
+        actions = program(command).parser()._actions
+        options = [option for action in actions for option in action.option_strings]
+        words = [str(choice) for action in actions if not action.option_strings for choice in action.choices or ()]
+        cases += [f'    *\\ {command}\\ -*) words="{" ".join(options)}" ;;',
+                  *([f'    *\\ {command}\\ *) words="{" ".join(words)}" ;;'] if words else [])]
+    script = COMPLETION.format(commands=" ".join([*COMMANDS, "completion"]), cases="\n".join(cases), runs=RUNS)
+    return "autoload -U +X bashcompinit && bashcompinit\n" * (shell == "zsh") + script
+
+
+if __name__ == "__main__":
+    sys.exit(main())

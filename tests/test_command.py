@@ -1,0 +1,101 @@
+"""The command `drover`: every subcommand, and what a shell completes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from drover.__main__ import COMMANDS, SHELLS, completion, main, program
+from drover.pipeline.contract.stages import STAGES
+from tests.conftest import REPOSITORY, run_python
+from tests.test_house import HEAVY, imported_by
+
+NAMED = tuple(COMMANDS)
+
+
+def test_help_names_every_command_and_imports_none_of_them(tmp_path):
+    status, text, modules = imported_by("-m", "drover", "--help", cwd=tmp_path)
+    assert status == 0 and all(f"\n  {name} " in text for name in NAMED)
+    assert not modules & (HEAVY | {"pydantic", "yaml"}) and not [name for name in modules if "drover.tools" in name]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_command_has_help_and_refuses_a_wrong_option(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: drover {name}")
+    with pytest.raises(SystemExit) as ended:
+        main([name, *(["up"] if name == "lab" else []), "--hlep"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: there is no option --hlep; did you mean '--help'?\n"
+
+
+@pytest.mark.parametrize("arguments", [
+    ["logs", "nope", "train"], ["stop", "nope"], ["cancel", "nope"], ["status", "nope"], ["audit", "nope"],
+    ["trace", "nope", "--step", "1"], ["verify", "nope"], ["compare", "--checkpoints", "nope", "--to", "x"]])
+def test_a_run_that_is_not_there_is_told_in_one_way(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == "error: There is no run nope. The runs in runs are: none.\n"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["trian"], "error: there is no command trian; did you mean 'trace'?\n"),
+    (["qq"], "error: there is no command qq; drover --help shows all.\n"),
+    (["completion", "fish"], "error: drover completion takes bash or zsh.\n")])
+def test_a_wrong_command_is_answered(arguments, said, capsys):
+    assert main(arguments) == 2 and capsys.readouterr().err == said
+
+
+def test_run_and_plan_take_all_stages_unless_some_are_asked_for():
+    for name, showing in (("run", False), ("plan", True)):
+        options = program(name).parser().parse_intermixed_args(["--config", "c.yaml", "train.steps=3"])
+        assert (options.stage, options.dry_run, options.overrides) == ("all", showing, ["train.steps=3"])
+
+
+def test_a_plan_is_told_to_programs(tmp_path, capsys):
+    config = ["--config", str(REPOSITORY / "configs/demo.yaml"), "--cluster", "local", f"runs_dir={tmp_path}"]
+    assert main(["plan", "--json", *config]) == 0
+    found = json.loads(capsys.readouterr().out)  # notes for people are not in it
+    assert [job["stage"] for job in found["jobs"]] == list(STAGES) and found["disk_bytes"]
+    assert found["jobs"][0]["state"] == "to do" and found["jobs"][1]["after"] == ["shard"]
+
+
+@pytest.mark.parametrize(("words", "offered"), [
+    (["dr"], []), (["tr"], ["trace"]), (["audit", "--j"], ["--json"]), (["audit", ""], ["demo", "trial"]),
+    (["lab", "kill"], ["kill-node"]), (["status", "de"], ["demo"])])
+def test_bash_completes_commands_options_and_runs(words, offered, tmp_path):
+    for name in ("demo", "trial"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    given = " ".join(f"'{word}'" for word in ["drover", *words])
+    script = (f"{completion('bash')}\nCOMP_WORDS=({given}); COMP_CWORD={len(words)}; _drover\n"
+              'printf "%s\\n" "${COMPREPLY[@]}"')
+    found = subprocess.run(["bash", "-c", script], cwd=tmp_path, text=True, capture_output=True, check=True)
+    assert found.stdout.split() == offered
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_is_printed_without_heavy_imports(shell, tmp_path):
+    status, text, modules = imported_by("-m", "drover", "completion", shell, cwd=tmp_path)
+    assert status == 0 and text.startswith("autoload" if shell == "zsh" else "_drover() {")
+    assert not modules & HEAVY
+
+
+def test_code_that_imports_a_second_copy_is_refused():
+    """As plugins did before everything was imported from drover."""
+    for name in ("model", "pipeline", "launch", "tools"):
+        told = run_python("-c", f"import {name}", check=False).stderr
+        assert f"imported as drover.{name}" in told.splitlines()[-1]
+
+
+def test_an_old_plugin_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
+    Path(tmp_path / "old.py").write_text("from pipeline.errors import UserError\n")
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    (tmp_path / "runs/demo/config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "demo", "--plugin", "old.py"]) == 2
+    assert "old.py cannot be imported: ImportError: Drover's pipeline is imported as drover.pipeline" in \
+        capsys.readouterr().err
