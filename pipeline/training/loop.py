@@ -48,7 +48,7 @@ from drover.pipeline.training.engines.engine import StepResult
 from drover.pipeline.training.guard_runner import GuardRunner
 from drover.pipeline.training.guards import Verdict
 from drover.pipeline.training.hooks import Hook
-from drover.pipeline.training.housekeeping import Garbage, Saving, TokenChecking
+from drover.pipeline.training.housekeeping import Garbage, Saving
 from drover.pipeline.training.initial_weights import initial_values
 from drover.pipeline.training.monitor import Monitor
 from drover.pipeline.training.optimizers.schedule import planned_rate
@@ -151,9 +151,7 @@ class Loop:
             for text in self.plan_changes:
                 self.say(f"plan changed: {text}")
         refuse_beyond(self.config.train, self.data, self.say)
-        self.tokens = TokenCheck(self.work, self.batches.table, self.data, self.ranks, self.progress, self.say,
-                                 lambda name, **details: self.recorder.event(name, **details),
-                                 stored=self.batches.stored is not None)
+        self.tokens = TokenCheck(self)
 
     def _build_engine(self) -> None:
         train = self.config.train
@@ -197,7 +195,7 @@ class Loop:
         self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
         self.hooks: list[Hook] = [
             Saving(train.checkpoint.every_minutes),
-            TokenChecking(self.tokens),
+            self.tokens,
             self.stop,
             ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
             *(settings.open(self) for settings in HOOKS.made(train.hooks)),
@@ -385,7 +383,7 @@ class Loop:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
         ending = self._settle()
-        checked = self.tokens.finish(self.settle_damaged)
+        self.tokens.finish()
         self.uploads.finish(self.progress.step)
         self.log_events()
         self.saver.prune()  # until now the one that this start went on from may have been needed
@@ -396,7 +394,7 @@ class Loop:
         self.recorder.event("finish", step=self.progress.step, **ending)
         self.recorder.close()
         if self.ranks.leads:
-            self._commit(found[0], checked)
+            self._commit(found[0])
         self.ranks.barrier()
 
     def _settle(self) -> dict[str, Any]:
@@ -413,7 +411,7 @@ class Loop:
         self.saver.settle()
         self.uploads.withdraw(self.tokens.sound_to)
 
-    def _commit(self, checkpoint: Path, shards_checked: int) -> None:
+    def _commit(self, checkpoint: Path) -> None:
         """Write the manifest. For one rank."""
         folder, name, progress = self.work.folder, f"{CHECKPOINTS}/{checkpoint.name}", self.progress
         # What was logged beyond the last step, before this training was made shorter, is of no model that there is.
@@ -430,7 +428,7 @@ class Loop:
             "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
             **self._consumed(metrics), "plan_sha256": self.data.order.plan_sha256, "ranks": self.ranks.world,
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
-            **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": shards_checked,
+            **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": self.tokens.checked,
             "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
             "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
