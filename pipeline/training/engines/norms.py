@@ -30,28 +30,28 @@ def measured(engine: Engine, device: torch.device) -> Iterator[Norms]:
     found: Norms = {}
     names = parameter_names(engine.model)
     rows = {name: row for row, name in enumerate(names)}
-    sums = torch.zeros(len(names), len(KINDS), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(KINDS), len(names), dtype=torch.float64, device=device)
     before: list[Tensor] = []
     called = engine.before_update
 
-    def weights() -> dict[str, list[Tensor]]:
-        """This rank's part; each element of the whole is on one rank."""
-        return {name.removeprefix("model."): [piece.tensor for piece in pieces]
-                for name, pieces in engine.state_shards().items() if name.startswith("model.")}
+    def weights() -> list[tuple[int, Tensor]]:
+        """This rank's part, with the row of each piece; each element of the whole is on one rank."""
+        return [(rows[key.removeprefix("model.")], piece.tensor) for key, pieces in engine.state_shards().items()
+                if key.startswith("model.") for piece in pieces if piece.tensor.numel()]
 
-    def add(kind: str, tensors: dict[str, list[Tensor]]) -> None:
-        flat = [(rows[name], tensor) for name, pieces in tensors.items() for tensor in pieces if tensor.numel()]
-        if flat:
-            squares = torch.stack(torch._foreach_norm([tensor for _, tensor in flat])).double().square()
-            sums[:, KINDS.index(kind)].index_add_(0, torch.tensor([row for row, _ in flat], device=device), squares)
+    def add(kind: str, pieces: list[tuple[int, Tensor]]) -> None:
+        if pieces:
+            places, tensors = zip(*pieces, strict=True)
+            sums[KINDS.index(kind)].index_add_(0, torch.tensor(places, device=device),
+                                               torch.stack(torch._foreach_norm(tensors)).double().square())
 
     @torch.no_grad()
     def look() -> None:
         called()
         own, gradients = weights(), engine.gradients()
         # Ranks that hold copies all give the gradient; the one that gives the weight counts.
-        add("gradient", {name: [piece.tensor for piece in gradients.get(name, ())] for name in own})
-        before.extend(tensor.clone() for pieces in own.values() for tensor in pieces)
+        add("gradient", [(row, piece.tensor) for row in dict(own) for piece in gradients.get(names[row], ())])
+        before.extend(tensor.clone() for _, tensor in own)
 
     engine.before_update = look
     try:
@@ -61,11 +61,10 @@ def measured(engine: Engine, device: torch.device) -> Iterator[Norms]:
     with torch.no_grad():
         after = weights()
         add("weight", after)
-        kept = iter(before)
-        add("update", {name: [next(kept).sub_(now) for now in pieces] for name, pieces in after.items()})
+        add("update", [(row, old.sub_(now)) for (row, now), old in zip(after, before, strict=True)])
     dist.all_reduce(sums)
     found |= {name: tuple(json_number(float(f"{value:.6g}")) for value in norms)
-              for name, norms in zip(names, sums.sqrt().tolist(), strict=True)}
+              for name, norms in zip(names, sums.T.sqrt().tolist(), strict=True)}
 
 
 def layer_norms(norms: Norms) -> dict[str, dict[str, float | str]]:
