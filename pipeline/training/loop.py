@@ -78,7 +78,7 @@ class Loop:
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         self.events = deque[tuple[str, dict[str, Any]]]()
-        self.started = self.stepped = self.save_asked = False
+        self.stepped = self.save_asked = False
         try:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
@@ -183,8 +183,7 @@ class Loop:
         # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
         self.recorder = Recorder(self.work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
         with self.watchdog.paused(self.ranks.barrier):
-            self.monitor = Monitor(self.work, self.grid, self.engine, self.recorder, self.watchdog, self.say,
-                                   self.progress.precision, self.batches.table, self.batches.opener)
+            self.monitor = Monitor(self)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
                      *kernel_lines(self.config, self.engine, self.ranks.device, precision),
                      *fp8_lines(self.decided, self.model_config, self.grid.tensor, self.ranks.device)]:
@@ -237,9 +236,7 @@ class Loop:
     def _start(self) -> None:
         self.monitor.catch_up(self.progress)
         self.recorder.begin(self.progress, **self._start_facts())
-        self.started = True  # what comes before the record of a start would be the start before's
-        if self.plan.declared and self.progress.step == self.phase.first_step:
-            self._note_phase()
+        self.log_events()
         if self.plan_changes:
             self.recorder.plan_changed(self.progress.step, self.plan_changes)
         for hook in self.hooks:
@@ -307,10 +304,10 @@ class Loop:
 
     def _end_step(self) -> None:
         """All that belongs to a step is done; the next one begins."""
-        self.log_events()
         entered = self.unfinished and self.progress.step == self.phase.end_step
         if entered:
             self._enter_phase()
+        self.log_events()
         self.step_began = time.perf_counter()
         self.watchdog.pulse(first=entered)  # its shapes are new
 
@@ -333,11 +330,7 @@ class Loop:
         if self.plan.declared and self.progress.step == self.phase.first_step:
             self.guards.guards.forget()
             self.say(f"{self.phase}; batch {self.batch}")
-            if self.started:
-                self._note_phase()
-
-    def _note_phase(self) -> None:
-        self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
+            self.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
     def _roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good.
