@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import pack
@@ -28,7 +29,7 @@ from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.engines.norms import measured
 from drover.pipeline.training.guards import StepLimits
-from drover.pipeline.training.optimizers.schedule import learning_rate
+from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.precision import DTYPES
 from tests.model.agreement import operators
 from tests.model.varlen_on_cpu import CALLS as KERNEL_CALLS
@@ -86,7 +87,7 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
         take = partial(lambda: gradients.append(whole(ranks, engine.gradients())))
         engine.before_update = take if step in (first, steps - 1) else lambda: None
         result = engine.step(batch.split(config.train.micro_batch), accumulation, pack(every).targets,
-                             learning_rate(step, config.train), StepLimits())
+                             planned_rate(step, PhasePlan.of(config.train)), StepLimits())
         results.append([result.loss, result.grad_norm])
     return {"results": results, "initial": digest(initial), "gradients": gradients}
 
