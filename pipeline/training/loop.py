@@ -9,6 +9,7 @@ import shlex
 import time
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +36,7 @@ from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import write_places
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.records.pending_evaluations import PendingEvaluations
-from drover.pipeline.records.rollbacks import ROLLBACKS, excluded_by, no_longer_left_out, read_rollbacks
+from drover.pipeline.records.rollbacks import ROLLBACKS, no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.data.opening import refuse_beyond
@@ -95,6 +96,7 @@ class Loop:
         if self.config.train.deterministic:
             make_deterministic()
         self.ranks = start_ranks(longest_wait(self.config), self.work.store)
+        self.paused = partial(self.watchdog.paused, self.ranks.barrier)
         agreement = RankAgreement.gather(self.ranks, self.work)
         self.nodes = agreement.nodes
         self.say(str(agreement))
@@ -114,7 +116,7 @@ class Loop:
         self.batch = self.batch_of_phase[0]
 
     def _open_data(self) -> None:
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             self.batches = StepBatches(self.work, self.grid, self.plan, self.batch_of_phase, self.say)
         self.data = self.batches.data
         vocabulary_size = int(self.work.input("tokenizer")[1].counts["vocab_size"])
@@ -126,7 +128,7 @@ class Loop:
         self.checkpoints = Checkpoints(self.work.folder / CHECKPOINTS, self.ranks, self.say,
                                        needed=lambda step: pending(step) or self.tokens.needs(step)
                                        or self.uploads.needs(step) or step in self.config.convert.average)
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.event)
             self.found = self.uploads.newest_valid()
         self.has_checkpoint = self.found is not None
@@ -134,13 +136,12 @@ class Loop:
     def _check_plan(self) -> None:
         """See that the checkpoint may be continued along the plan that is asked for now."""
         found, self.plan_changes = self.found, list[str]()
-        if self.plan.declared:
-            rollbacks, links = self.ranks.by_leader(lambda: read_rollbacks(self.work.folder)), self.data.order.links
-            if found:
-                self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
-                self.plan_changes += no_longer_left_out(rollbacks, links) if self.plan_changes else []
-            with self.watchdog.paused(self.ranks.barrier):  # what epochs have left may have to be packed
-                self.data.leave_out(excluded_by(rollbacks, links))
+        if self.plan.declared and found:
+            self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
+        with self.paused():  # what epochs have left may have to be packed
+            self.guards = GuardRunner(self.work, self.ranks, self.data, self.say)
+        if self.plan_changes:
+            self.plan_changes += no_longer_left_out(self.guards.rollbacks, self.data.order.links)
         plan = self.data.plan_at(found[1].samples if found else 0)
         self.progress = continued(*found, plan, bool(self.work.drift)) if found else TrainingProgress(plan_sha256=plan)
         if found:
@@ -168,12 +169,11 @@ class Loop:
                                        initial)
         if compiles(train, self.ranks.device, self.config.parallel):
             self.watchdog.step_s = COMPILED_STEP_S
-        self.guards = GuardRunner(self.work, self.ranks, self.data, train.guards, self.batch.sequences, self.say)
 
     def _prepare_saving(self) -> None:
         self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
                                 self.event, self.uploads.saved)
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             if self.found:
                 load(self.found[0], self.engine, self.ranks, self.progress.updates)
             self.saver.prepare(self.engine.state_shards())
@@ -182,7 +182,7 @@ class Loop:
         precision = DTYPES[self.progress.precision]
         # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
         self.recorder = Recorder(self.work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             self.monitor = Monitor(self)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
                      *kernel_lines(self.config, self.engine, self.ranks.device, precision),
@@ -295,7 +295,7 @@ class Loop:
 
     def _save(self) -> None:
         """Begin to save a checkpoint."""
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             for hook in self.hooks:
                 hook.on_save(self)
             self.progress = dataclasses.replace(self.progress, guards=self.guards.guards.state())
@@ -313,8 +313,7 @@ class Loop:
 
     def _begin(self) -> None:
         """Go on from `self.progress`: at the start, and after a rollback."""
-        with self.watchdog.paused(self.ranks.barrier):
-            self.guards.begin(self.progress)
+        self.guards.begin(self.progress)
         self._enter_phase()
         self.batches.begin(self.progress, self.guards.excluded)
         self.step_began = time.perf_counter()
@@ -338,7 +337,7 @@ class Loop:
         Raises:
             UserError: there is none any more.
         """
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             self.saver.wait()
             self.batches.pause()
             found = self.checkpoints.newest_valid()

@@ -344,8 +344,8 @@ class Uploads:
             files = ranks.by_leader(ready)
             found = ranks.gather(tried(lambda: fetch(store, prefix_of(step), temporary, files[ranks.rank::ranks.world]),
                                        temporary))
-            if errors := [error for error in found if isinstance(error, Exception)]:
-                raise min(errors, key=lambda error: not is_full_disk(error))
+            if error := _first(sorted(found, key=lambda one: not isinstance(one, Exception) or not is_full_disk(one))):
+                raise error
             ranks.by_leader(publish)
         finally:
             if ranks.leads:
@@ -424,8 +424,7 @@ class Uploads:
     def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
         """Send this rank's share; why it failed."""
         share = files[self.ranks.rank::self.ranks.world]
-        sent = tried(lambda: send(self._copies.store, self.checkpoints.path(step), prefix_of(step), share))
-        return sent if isinstance(sent, Exception) else None
+        return _first([tried(lambda: send(self._copies.store, self.checkpoints.path(step), prefix_of(step), share))])
 
     def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
         """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
@@ -484,9 +483,8 @@ def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> Non
             if _continues(path.name, data, here):
                 continue
             if here and not _continues(path.name, here, data):
-                number = next(number for number in itertools.count(1)
-                              if not mine.with_name(f"{mine.name}.replaced-{number}").exists())
-                aside = mine.rename(mine.with_name(f"{mine.name}.replaced-{number}"))
+                names = (mine.with_name(f"{mine.name}.replaced-{number}") for number in itertools.count(1))
+                aside = mine.rename(next(name for name in names if not name.exists()))
                 say(f"{mine.name} is not what went on with the checkpoint; it is set aside as {aside.name}")
         with atomic_file(mine) as file:
             file.write(data)
@@ -507,5 +505,5 @@ def _mark(folder: Path) -> str:
     return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"
 
 
-def _first(problems: Sequence[Exception | None]) -> Exception | None:
-    return next(filter(None, problems), None)
+def _first(problems: Sequence[object]) -> Exception | None:
+    return next((problem for problem in problems if isinstance(problem, Exception)), None)

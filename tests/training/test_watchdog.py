@@ -26,7 +26,7 @@ class Watched:
         """Time goes by; the process is over where the watchdog found it hanging."""
         for _ in range(int(seconds)):
             self.now += 1.0
-            self.hung = self.hung or self.dog.hangs_for(LIMIT, self.now, 1.0) is not None
+            self.hung = self.hung or self.dog.hangs_for(self.now, 1.0) is not None
         if self.hung:
             raise HungError
 

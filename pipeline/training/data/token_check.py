@@ -202,7 +202,5 @@ class TokenCheck(Hook):
 
 
 def _rename(path: Path) -> None:
-    number, name = 1, f"{SET_ASIDE}{path.name}"
-    while (target := path.with_name(name)).exists():
-        number, name = number + 1, f"{SET_ASIDE}{path.name}.{number + 1}"
-    path.rename(target)
+    names = (path.with_name(f"{SET_ASIDE}{path.name}{ending}") for ending in ("", *(f".{n}" for n in range(2, 1000))))
+    path.rename(next(name for name in names if not name.exists()))
