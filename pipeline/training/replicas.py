@@ -54,14 +54,14 @@ def _hash(tensor: Tensor) -> Tensor:
 def addends(weights: Iterable[tuple[LocalWeights, int]]) -> list[int]:
     """What a rank adds to sums over all ranks that are `balanced` where copies are equal: four, of 16 bits each.
 
-    Copies of a weight multiply a number made of its fingerprint by factors that add up to 0 modulo 2^64. So all weights
+    Copies of a weight multiply a number made of its fingerprint by factors that add up to 0. So all weights
     of all ranks are compared by one sum, which 53 bits hold; something else goes unseen once in 2^50 or so.
 
     Args:
         weights: that this rank holds copies of, with their fingerprints.
     """
-    total = sum(_number(weight.name, weight.place, value)
-                * (_number(weight.copy) - _number((weight.copy + 1) % weight.copies)) for weight, value in weights)
+    total = sum(_number(weight.name, weight.place, value) * (1 if weight.copy else 1 - weight.copies)
+                for weight, value in weights)
     return [total % 2**64 >> 16 * limb & 0xFFFF for limb in range(4)]
 
 
@@ -138,7 +138,7 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:
     """What to tell the user of `differences` in `step`; after `last_equal` all was still equal."""
-    more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+    more = f" (and {len(found) - 3} more)" * (len(found) > 3)
     return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
             f"{listed(list(found[:3]))}{more}. No rounding explains that: memory or a processor has gone wrong since "
             f"step {last_equal}, when they were equal; nothing was saved since. Test the machine of the rank that is "
