@@ -201,6 +201,7 @@ class Loop:
             self.monitor,
             *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
             Garbage()]
+        self.engine.before_update = self._before_update
         self.work.run.forget_manifests()  # of very many shards they are large
         self.uploads.begin(self.found)
 
@@ -262,13 +263,14 @@ class Loop:
         self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
         self.watchdog.step_begins()
         with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.stepped):
-            for hook in self.hooks:
-                hook.before_step(self)
-            with self.monitor.norms(step) as self.norms:
-                result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets,
-                                          self.rate, self.guards.guards.limits())
+            result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
+                                      self.guards.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
         return result
+
+    def _before_update(self) -> None:
+        for hook in self.hooks:
+            hook.before_update(self)
 
     def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
         """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""
@@ -279,7 +281,7 @@ class Loop:
                                     updates=self.engine.updates, plan_sha256=self.data.plan_at(end))
         record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
         record |= self.batches.fields(self.batch.tokens, padding)
-        record |= self.guards.step_fields(verdict, before.samples, end) | self.norms
+        record |= self.guards.step_fields(verdict, before.samples, end)
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         for hook in self.hooks:
             hook.on_step(self, result, record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,12 @@ from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.training.engines.engine import Engine
-from drover.pipeline.training.engines.norms import layer_norms, measured
+from drover.pipeline.training.engines.norms import StepNorms, layer_norms
 from drover.pipeline.training.guards import json_number
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from drover.pipeline.training.engines.engine import StepResult
     from drover.pipeline.training.loop import Loop
 
 Fp8Layers = dict[str, dict[str, tuple[float | str, float]]]
@@ -55,10 +56,24 @@ class Monitor(Hook):
         self.samples = Samples(loop.work, loop.grid)
         self.fp8 = Fp8Watch(loop.engine, loop.ranks.device) if loop.progress.precision == "fp8" else None
         self._first = True  # no step of this start is done yet
+        self._norms: StepNorms | None = None
 
     def due(self, step: int, every: int | None) -> bool:
         """Whether something done every so many steps is due after step number `step`; always after the last."""
         return every is not None and (step % every == 0 or step == self.train.steps)
+
+    def before_update(self, loop: Loop) -> None:
+        """Begin to measure norms, if `train.norms_every` wants it. In the first step of a start too."""
+        every = self.train.norms_every
+        due = every is not None and (self._first or self.due(loop.progress.step + 1, every))
+        self._norms = StepNorms(loop.engine, loop.ranks.device) if due else None
+
+    def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
+        """Norms by layer as fields of the step's line, and of every parameter in events.jsonl."""
+        if self._norms is not None:
+            norms, self._norms = self._norms.finish(), None
+            self.recorder.event("norms", step=record["step"], parameters=norms)
+            record |= layer_norms(norms)
 
     def after_step(self, loop: Loop) -> None:
         """Look at the model, and write the step's line."""
@@ -78,19 +93,6 @@ class Monitor(Hook):
         if missing := [source for source, bits in found.items() if not math.isfinite(bits)]:
             self.loop.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
         return {"heldout_bpb": {source: bits for source, bits in found.items() if source not in missing}}
-
-    @contextmanager
-    def norms(self, step: int) -> Iterator[dict[str, Any]]:
-        """Measure norms in the step within, if `train.norms_every` wants it: by layer they are there afterwards, as
-        fields of the step's line, and of every parameter in events.jsonl. In the first step of a start too."""
-        every, found = self.train.norms_every, dict[str, Any]()
-        if every is None or not (self._first or self.due(step, every)):
-            yield found
-            return
-        with measured(self.loop.engine, self.loop.ranks.device) as norms:
-            yield found
-        self.recorder.event("norms", step=step, parameters=norms)
-        found |= layer_norms(norms)
 
     def watch_fp8(self, step: int) -> dict[str, Any]:
         """What fp8 does to the values of the layers, as curves, where that is due after `step`; layer by layer it goes

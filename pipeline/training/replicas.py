@@ -89,13 +89,13 @@ class ReplicaCheck(Hook):
         """See Hook."""
         self._last_equal = loop.progress.step
 
-    def before_step(self, loop: Loop) -> None:
-        """Compare in this step if that is due, before the update: ZeRO's update overwrites all copies of a weight, and
-        what was wrong in one with it."""
+    def before_update(self, loop: Loop) -> None:
+        """Compare in this step if that is due: ZeRO's update overwrites all copies of a weight, and what was wrong in
+        one with it."""
         step = loop.progress.step + 1
         self._last_equal = min(self._last_equal, step - 1)  # after a rollback
-        due = self.every is not None and step % self.every == 0
-        loop.engine.before_update = (lambda: self.compare(loop.engine, step)) if due else lambda: None
+        if self.every is not None and step % self.every == 0:
+            self.compare(loop.engine, step)
 
     def on_save(self, loop: Loop) -> None:
         """One of the replicas is what is saved."""

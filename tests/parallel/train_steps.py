@@ -27,7 +27,7 @@ from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.training.engines.build import build_engine
-from drover.pipeline.training.engines.norms import measured
+from drover.pipeline.training.engines.norms import StepNorms
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.precision import DTYPES
@@ -180,12 +180,15 @@ def norms(ranks, **settings):
         step = engine.step
 
         def stepping(*arguments):
-            take, gradients, before = engine.before_update, {}, weights(engine)
-            engine.before_update = lambda: gradients.update(whole(ranks, engine.gradients()) or {})
-            with measured(engine, ranks.device) as values:
-                result = step(*arguments)
+            take, gradients, before, measured = engine.before_update, {}, weights(engine), []
+
+            def look():
+                gradients.update(whole(ranks, engine.gradients()) or {})
+                measured.append(StepNorms(engine, ranks.device))
+            engine.before_update = look
+            result = step(*arguments)
             engine.before_update = take
-            found.append(values)
+            found.append(measured[0].finish())
             after = weights(engine)
             if ranks.leads:
                 computed.append({name: [np.linalg.norm(tensor) for tensor in (
