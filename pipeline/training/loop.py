@@ -11,7 +11,6 @@ from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -445,8 +444,7 @@ class Loop:
         self.stop.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         with ExitStack() as ends:  # from the last one on, each of them, also where a hook's raises
             if error is None:  # after a failure the other ranks are not here to take leave of
                 ends.callback(stop_ranks)

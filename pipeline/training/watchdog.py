@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.tree import Config
@@ -88,8 +87,7 @@ class Watchdog:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
 
     def _allow(self, seconds: float) -> None:
