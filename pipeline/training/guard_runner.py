@@ -51,8 +51,8 @@ class GuardRunner:
         assert result.applied == verdict.applied, "the device and the guards decided differently"
         if verdict.event and self.ranks.leads:  # the others neither say nor log: why should they read?
             documents = documents_of(self.data, verdict.samples)
-            meaning = {"skipped": "the update was skipped", "rollback": "going back to the last checkpoint",
-                       "spike": "logged only"}["skipped" if verdict.skipped else verdict.event]
+            meaning = {"skip": "the update was skipped", "rollback": "going back to the last checkpoint",
+                       "spike": "logged only"}[verdict.event]
             self.say(f"{verdict.text}; {meaning}. Documents: {named(documents)}")
             log(verdict.event, **verdict.details(), documents=[document.record() for document in documents])
         return verdict
