@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.console import first
+from drover.pipeline.errors import UserError
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.engines.engine import Engine, LocalWeights
@@ -138,9 +139,8 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:
     """What to tell the user of `differences` in `step`; after `last_equal` all was still equal."""
-    more = f" (and {len(found) - 3} more)" * (len(found) > 3)
     return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
-            f"{listed(list(found[:3]))}{more}. No rounding explains that: memory or a processor has gone wrong since "
+            f"{first(found)}. No rounding explains that: memory or a processor has gone wrong since "
             f"step {last_equal}, when they were equal; nothing was saved since. Test the machine of the rank that is "
             f"named, or leave it out, and run the same command again: it continues from the last checkpoint.")
 
