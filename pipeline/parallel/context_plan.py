@@ -37,65 +37,26 @@ class RowPlan:
         found: np.ndarray = both[both[:, 2] > both[:, 1]]
         return found
 
-    def work(self) -> list[int]:
-        """Pairs of query and key that each rank computes."""
-        pairs = []
-        for rank in range(len(self.places)):
-            document, begin, end, _ = self.segments(rank).T
-            pairs.append(int(((end - begin) * (begin + end + 1 - 2 * document)).sum()) // 2)
-        return pairs
-
 
 @lru_cache(maxsize=256)
 def plan(lengths: tuple[int, ...], ranks: int) -> RowPlan:
     """The plan of a row whose documents have these lengths, the same wherever it is asked for.
 
-    The chunks of a document are equally long up to one token. Who gets the tokens that are over is chosen such that
-    every rank has as many tokens of the row, and, as far as single tokens can do that, as much work.
+    The chunks of a document are equally long up to one token. The tokens that are over go to the ranks in turn, once
+    around to the heads and once to the tails, and on from there in the next document: every rank has as many tokens of
+    the row, and of the work, of which a tail's token has more, about as much.
 
     Raises ValueError where `ranks` does not divide the row.
     """
     if sum(lengths) % ranks:
         raise ValueError(f"A row of {sum(lengths)} tokens cannot be split evenly over {ranks} ranks.")
-    chunks = 2 * ranks
-    sizes = np.repeat(np.array(lengths, dtype=np.int64)[:, None] // chunks, chunks, axis=1)
-    left = [int((np.array(lengths) % chunks).sum()) // ranks] * ranks  # tokens over that each rank is still to get
-    work = [0] * ranks
-    for row, length in zip(sizes, lengths, strict=True):
-        row += _extra(length % chunks, left, work)
-        _add_work(row, work)
-    begins = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    edges = np.concatenate([begins[:, None], begins[:, None] + np.cumsum(sizes, axis=1)], axis=1)
-    owners = np.minimum(np.arange(chunks), np.arange(chunks)[::-1])
+    length, chunk = np.array(lengths, dtype=np.int64)[:, None], np.arange(2 * ranks)
+    owners = np.minimum(chunk, chunk[::-1])
+    over = length % len(chunk)
+    turn = (owners + ranks * (chunk >= ranks) - (np.cumsum(over)[:, None] - over)) % len(chunk)
+    sizes = length // len(chunk) + (turn < over)
+    begins = np.cumsum(length)[:, None] - length
+    edges = np.concatenate([begins, begins + np.cumsum(sizes, axis=1)], axis=1)
     owner = np.repeat(np.tile(owners, len(lengths)), sizes.ravel())  # of each token
     places = np.argsort(owner, kind="stable").astype(np.int32)  # 256 plans of long rows are held
     return RowPlan(edges, places.reshape(ranks, -1))
-
-
-def _extra(over: int, left: list[int], work: list[int]) -> np.ndarray:
-    """(2 x ranks,) of 0 and 1: which chunks of a document get one of the tokens that are over; taken off `left`.
-
-    Ranks with most left to get come first, so that all get theirs in the end. Of those that get one token, the half
-    that has had less work gets it in the tail, where it sees more; an odd one in the middle, if it has had less than
-    the mean.
-    """
-    ranks = len(left)
-    twice = max(0, over - ranks)  # these get one in the head and one in the tail
-    chosen = sorted(range(ranks), key=lambda rank: (-left[rank], work[rank]))[:over]
-    single = sorted(chosen[twice:], key=lambda rank: work[rank])
-    middle = len(single) // 2
-    if len(single) % 2 and work[single[middle]] * ranks < sum(work):
-        middle += 1
-    tails, heads = {*chosen[:twice], *single[:middle]}, {*chosen[:twice], *single[middle:]}
-    for rank in range(ranks):
-        left[rank] -= (rank in heads) + (rank in tails)
-    return np.array([rank in heads for rank in range(ranks)] + [rank in tails for rank in reversed(range(ranks))],
-                    dtype=np.int64)
-
-
-def _add_work(sizes: np.ndarray, work: list[int]) -> None:
-    """Add a document's pairs of query and key to those of each rank; sizes: of its chunks."""
-    ends = np.cumsum(sizes)
-    pairs = (sizes * (2 * ends - sizes + 1) // 2).tolist()
-    for rank in range(len(work)):
-        work[rank] += pairs[rank] + pairs[-1 - rank]

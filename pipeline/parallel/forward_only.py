@@ -5,19 +5,16 @@ The ranks that hold one copy together must call it equally often, whatever each 
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.parallel.fsdp import fill
+from drover.pipeline.parallel.fsdp import placed, shard_units
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import InitialValues
 
@@ -33,17 +30,8 @@ def sharded(config: ModelConfig, values: InitialValues, grid: Grid, dtype: torch
         model = Llama(config)
     model.backend = attention
     model = model.to(dtype).eval().requires_grad_(False)
-    shard = partial(fully_shard, mesh=grid.mesh["shard"], reshard_after_forward=True)
-    units: list[Any] = [shard(block) for block in model.layers]
-    if not config.tied_embeddings:  # else both matrices are the root's, which holds them for a call
-        units = [shard(model.tok_embeddings), *units]
-        shard([model.norm, model.output])
-        units.append(model.output)
-    for unit, following in pairwise([shard(model), *units]):
-        unit.set_modules_to_forward_prefetch([following])
-    model.to_empty(device=grid.ranks.device)
-    fill(model, values, grid)
-    return model
+    shard_units(model, grid, dtype, dtype, again=True)
+    return placed(model, values, grid)
 
 
 class InStep:

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -24,7 +25,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _of_host() -> int:
-    return _kilobytes(Path("/proc/meminfo"), "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(psutil.virtual_memory().available)
 
 
 def _of_groups() -> Iterator[int]:
@@ -58,17 +59,8 @@ def _cached(folder: Path) -> int:
 
 
 def _of_process() -> Iterator[int]:
-    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+    used = psutil.Process().memory_info()
+    for kind, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, used.data)):
         soft, _ = resource.getrlimit(kind)
-        used = _kilobytes(Path("/proc/self/status"), name)
-        if soft != resource.RLIM_INFINITY and used is not None:
-            yield max(0, soft - used)
-
-
-def _kilobytes(path: Path, name: str) -> int | None:
-    """Bytes that a file of the kernel's says of `name`; None where it says nothing."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+        if soft != resource.RLIM_INFINITY:
+            yield max(0, soft - size)

@@ -63,23 +63,23 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
         options = EXCHANGE_BESIDE_PRODUCTS
     if compiled:
         compile_blocks(model, train, options or None)
-    if not needs_fsdp2(grid, precision):
-        return _placed(model, initial, grid)
-    _shard(model, grid, precision, master, parallel)
-    return _placed(model, initial, grid)
+    if needs_fsdp2(grid, precision):
+        shard_units(model, grid, precision, master, parallel.reshard == "always")
+    return placed(model, initial, grid)
 
 
-def _shard(model: Llama, grid: Grid, precision: torch.dtype, master: torch.dtype, parallel: ParallelConfig) -> None:
+def shard_units(model: Llama, grid: Grid, precision: torch.dtype, master: torch.dtype, again: bool) -> None:
     """Split `model` by FSDP2 into units, whose weights are gathered together and just ahead of their use, and whose
     gradients are reduced together: the embedding, each block, and the last norm with the output matrix. Where the
     embedding is the output matrix, it and the norm are the root's, which holds them for the whole step.
+
+    again: whether weights are let go after the forward pass, and gathered once more for the backward pass.
     """
     # The rotary table reaches the blocks in float32 and must stay so: inputs are not cast.
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=master, cast_forward_inputs=False)
     mesh = grid.weights_mesh
     alone = mesh.size() == 1  # it would divide by 1 in a pass of its own
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    again = parallel.reshard == "always"
     units: list[Any] = [shard(block, reshard_after_forward=again) for block in model.layers]
     if model.part.embeds and not model.config.tied_embeddings:
         embedding: Any = shard(model.tok_embeddings, reshard_after_forward=again)
@@ -89,9 +89,9 @@ def _shard(model: Llama, grid: Grid, precision: torch.dtype, master: torch.dtype
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view")
     if model.part.predicts and not model.config.tied_embeddings:
         # Backward begins with these: let go, they would be gathered again at once.
-        shard([model.norm, model.output], reshard_after_forward=False)
+        shard([model.norm, model.output], reshard_after_forward=not model.training)
         units = [*units, model.output]
-    root: Any = shard(model)
+    root: Any = shard(model, reshard_after_forward=None if model.training else True)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not alone:
             module.set_gradient_divide_factor(1.0)
@@ -111,7 +111,7 @@ def needs_fsdp2(grid: Grid, precision: torch.dtype) -> bool:
     return grid.ranks.world > 1 or precision == torch.bfloat16
 
 
-def _placed(model: Llama, initial: InitialValues | None, grid: Grid) -> Llama:
+def placed(model: Llama, initial: InitialValues | None, grid: Grid) -> Llama:
     """The model on this rank's device, with its initial weights where they are given."""
     with grid.ranks.memory():
         model.to_empty(device=grid.ranks.device)

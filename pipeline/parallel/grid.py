@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,20 +43,29 @@ class LocalShard:
 
 
 class Grid:
-    """All ranks as an array; this rank's place in it."""
+    """All ranks as an array; this rank's place in it.
+
+    Attributes:
+        pipeline, replicate, shard, context, tensor: the lengths of its axes.
+        pipeline_rank, replica, shard_rank, context_rank, tensor_rank: this rank's number in its group along each.
+    """
 
     def __init__(self, ranks: Ranks, parallel: ParallelConfig) -> None:
         self.ranks = ranks
-        found = sizes(parallel, ranks.world)
-        self.pipeline, self.replicate, self.shard, self.context, self.tensor = found
+        self.sizes = sizes(parallel, ranks.world)
+        self.pipeline, self.replicate, self.shard, self.context, self.tensor = self.sizes
+        self.pipeline_rank, self.replica, self.shard_rank, self.context_rank, self.tensor_rank = self.place(ranks.rank)
+
+    def place(self, rank: int) -> list[int]:
+        """A rank's number along each axis."""
+        return [int(number) for number in np.unravel_index(rank, self.sizes)]
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The array as torch knows it, without the axes of length 1; making it is a collective. Its groups are called
         `mesh_` and the axis, or `default_pg` where an axis holds all ranks, in what torch says of a collective that
         nobody joins."""
-        lengths = (self.pipeline, self.replicate, self.shard, self.context, self.tensor)
-        kept = {axis: length for axis, length in zip(AXES, lengths, strict=True) if length > 1 or axis == "shard"}
+        kept = {axis: length for axis, length in zip(AXES, self.sizes, strict=True) if length > 1 or axis == "shard"}
         return self._patient(init_device_mesh(self.ranks.device.type, tuple(kept.values()),
                                               mesh_dim_names=tuple(kept)))
 
@@ -84,7 +94,7 @@ class Grid:
     @property
     def data_rank(self) -> int:
         """The number of this rank's group among them."""
-        return self.ranks.rank // self.sample_ranks % self.data_ranks
+        return self.replica * self.shard + self.shard_rank
 
     @property
     def sample_ranks(self) -> int:
@@ -94,27 +104,7 @@ class Grid:
     @property
     def speaks(self) -> bool:
         """Whether this is the one rank that speaks, where sums over samples are made, for those that see the same."""
-        return self.ranks.rank % self.sample_ranks == 0 and self.pipeline_rank == 0
-
-    @property
-    def tensor_rank(self) -> int:
-        """This rank's number in its tensor group."""
-        return self.ranks.rank % self.tensor
-
-    @property
-    def context_rank(self) -> int:
-        """This rank's number in its context group."""
-        return self.ranks.rank // self.tensor % self.context
-
-    @property
-    def pipeline_rank(self) -> int:
-        """This rank's number in its pipeline group."""
-        return self.ranks.rank // (self.copy_ranks * self.replicate)
-
-    @property
-    def replica(self) -> int:
-        """Which copy of the sharded model, or of its pipeline's part of it, this rank belongs to."""
-        return self.ranks.rank // self.copy_ranks % self.replicate
+        return self.pipeline_rank == self.context_rank == self.tensor_rank == 0
 
     @property
     def weight_shards(self) -> int:
@@ -128,24 +118,15 @@ class Grid:
         return self.weight_shards * self.tensor
 
     @cached_property
-    def copy_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold one copy, or a pipeline rank's part of it, together with this one, None for all; making
-        it is a collective."""
-        if self.replicate == self.pipeline == 1:
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks of all copies that have this one's stages of the pipeline, None for all; making it is a
+        collective."""
+        if self.pipeline == 1:
             return None
-        if self.tensor == 1:
-            return self.weights_mesh.get_group(self.weights_mesh.ndim - 1)
-        if self.weight_shards == 1:
-            return self.mesh["tensor"].get_group()
-        copies = [dist.new_group(list(range(first, first + self.copy_ranks)), timeout=self.ranks.patience,
-                                 group_desc="copy")
-                  for first in range(0, self.ranks.world, self.copy_ranks)]
-        return copies[self.ranks.rank // self.copy_ranks]
-
-    @cached_property
-    def replicate_group(self) -> dist.ProcessGroup:
-        """The ranks that have this one's place in the other copies, and this one."""
-        return self.mesh["replicate"].get_group()
+        size = self.ranks.world // self.pipeline
+        groups = [dist.new_group(list(range(first, first + size)), timeout=self.ranks.patience, group_desc="stage")
+                  for first in range(0, self.ranks.world, size)]
+        return groups[self.pipeline_rank]
 
     def part(self, parameter: torch.Tensor, rank: int | None = None) -> LocalShard:
         """What a rank, by default this one, holds of a parameter that `spread` has placed: first split over the tensor
@@ -155,14 +136,15 @@ class Grid:
         if not isinstance(parameter, DTensor):
             return LocalShard((0,) * len(shape), tuple(shape), rank, self.ranks.world)
         offset, size = [0] * len(shape), shape
-        copy, copies, tensor_rank = rank // self.copy_ranks % self.replicate, self.replicate, rank % self.tensor
+        _, copy, shard_rank, context_rank, tensor_rank = self.place(rank)
+        copies = self.replicate
         if self.tensor > 1:
             placement = parameter.placements[-1]  # FSDP2 puts its own axes before
             if isinstance(placement, Shard):
                 offset[placement.dim], size[placement.dim] = _slice(size[placement.dim], self.tensor, tensor_rank)
             else:
                 copy, copies = copy * self.tensor + tensor_rank, copies * self.tensor
-        start, size[0] = _slice(size[0], self.weight_shards, rank // self.tensor % self.weight_shards)
+        start, size[0] = _slice(size[0], self.weight_shards, shard_rank * self.context + context_rank)
         offset[0] += start
         assert rank != self.ranks.rank or tuple(size) == tuple(own(parameter).shape), (tuple(size), parameter)
         return LocalShard(tuple(offset), tuple(size), copy, copies)

@@ -10,7 +10,6 @@ import errno
 import importlib
 import io
 import json
-import math
 import struct
 from functools import partial
 from pathlib import Path
@@ -76,10 +75,8 @@ def portable(error: Exception, place: object = "") -> Exception:
 def _plain(value: Any, parts: list[bytes]) -> Any:
     """What JSON holds of a value; the rest goes to `parts`."""
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, int, float, str):
         return value
-    if kind is float:
-        return {"!nan": [struct.pack("<d", value).hex()]} if math.isnan(value) else value
     if kind in (list, tuple):
         held = [_plain(one, parts) for one in value]
         return held if kind is list else {"!tuple": held}
@@ -117,8 +114,6 @@ def _value(parts: io.BytesIO, found: dict[str, Any]) -> Any:
             return tuple(given)
         case "dict":
             return dict(given)
-        case "nan":
-            return struct.unpack("<d", bytes.fromhex(*given))[0]
         case "path":
             return Path(*given)
         case "bytes":

@@ -59,7 +59,6 @@ class PipelinedModel(nn.Module):
         self.group = grid.mesh["pipeline"].get_group()
         with torch.device("meta"):
             self.names = [name for name, _ in Llama(self.config).named_parameters()]
-        self._sent: list[tuple[Any, Tensor]] = []
 
     def of_all(self, lists: Iterable[list[str]]) -> list[str]:
         """What all stages say, in their order, of a list for each stage of this rank. A collective of the pipeline."""
@@ -84,8 +83,8 @@ class PipelinedModel(nn.Module):
             assert out is not None
             if stage.part.predicts:
                 found = out
-            else:
-                self._send(number, out)
+            elif (to := self.parallel.stage_rank(number + 1)) != self.grid.pipeline_rank:
+                dist.send(out.contiguous(), group=self.group, group_dst=to)
         wide = torch.promote_types(self.dtype, torch.float32)
         if labels is not None:
             shape = tokens.shape if named.get("reduction") == "none" else ()
@@ -96,7 +95,6 @@ class PipelinedModel(nn.Module):
             found = tokens.new_empty((tokens.shape[0], length, words), dtype=wide)
         found = found.contiguous()
         dist.broadcast(found, group=self.group, group_src=self.parallel.stage_rank(self.parallel.stages - 1))
-        self._settle()
         return found
 
     def _receive(self, number: int, tokens: Tensor, before: Tensor | None) -> Tensor:
@@ -109,19 +107,6 @@ class PipelinedModel(nn.Module):
         hidden = tokens.new_empty((rows, length // self.grid.tensor, self.config.dim), dtype=self.dtype)
         dist.recv(hidden, group=self.group, group_src=source)
         return hidden
-
-    def _send(self, number: int, hidden: Tensor) -> None:
-        to = self.parallel.stage_rank(number + 1)
-        if to == self.grid.pipeline_rank:
-            return
-        self._settle()
-        kept = hidden.contiguous()
-        self._sent.append((dist.isend(kept, group=self.group, group_dst=to), kept))
-
-    def _settle(self) -> None:
-        """Wait until what was sent has arrived; until then its memory must stay."""
-        while self._sent:
-            self._sent.pop()[0].wait()
 
 
 def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, int],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from drover.model.config import ModelConfig
 from drover.pipeline.config.parallel import ParallelConfig
 
@@ -16,17 +18,20 @@ def stage_layers(model: ModelConfig, stages: int) -> list[range]:
     of a layer as it has of a layer's weights, and so does the output matrix: 2.4 layers in Llama 3's 8B, 1.2 in
     70B, 0.7 in 405B. Where it does not come out even, later stages have more: earlier ones hold more activations.
     """
-    ends = _ends(model)
-    cost = [1.0] * stages
-    cost[0] += ends
-    cost[-1] += ends
     counts = [1] * stages
     for _ in range(model.layers - stages):
-        stage = min(range(stages), key=lambda stage: (cost[stage] + 1, -stage))
-        cost[stage] += 1
-        counts[stage] += 1
+        cost = _costs(model, counts)
+        counts[min(range(stages), key=lambda stage: (cost[stage], -stage))] += 1
     firsts = [sum(counts[:stage]) for stage in range(stages)]
     return [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+
+
+def _costs(model: ModelConfig, counts: Sequence[int], embedding: bool = True) -> list[float]:
+    """What stages of so many layers hold, in layers; without `embedding`, what they compute."""
+    cost = [float(count) for count in counts]
+    cost[0] += _ends(model) * embedding
+    cost[-1] += _ends(model)
+    return cost
 
 
 def _ends(model: ModelConfig) -> float:
@@ -49,8 +54,7 @@ def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> 
         return 0.0
     if parallel.pp_schedule == "zbv":
         return None
-    cost = [float(len(numbers)) for numbers in stage_layers(model, parallel.stages)]
-    cost[-1] += _ends(model)
+    cost = _costs(model, [len(layers) for layers in stage_layers(model, parallel.stages)], embedding=False)
     busiest = max(sum(cost[stage] for stage in parallel.stages_of(rank)) for rank in range(parallel.pp))
     return (parallel.pp - 1) * max(cost) / (micro_batches * busiest)
 
@@ -59,9 +63,6 @@ def largest_share(model: ModelConfig, parallel: ParallelConfig) -> float:
     """The part of the network's weights that the fullest rank of a pipeline holds; 1 without one."""
     if parallel.pp == 1:
         return 1.0
-    ends, layers = _ends(model), stage_layers(model, parallel.stages)
-    cost = [float(len(numbers)) for numbers in layers]
-    cost[0] += ends
-    cost[-1] += ends
+    cost = _costs(model, [len(layers) for layers in stage_layers(model, parallel.stages)])
     held = [sum(cost[stage] for stage in parallel.stages_of(rank)) for rank in range(parallel.pp)]
-    return max(held) / (model.layers + (1 if model.tied_embeddings else 2) * ends)
+    return max(held) / (model.layers + (1 if model.tied_embeddings else 2) * _ends(model))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
+from unittest import mock
 
 import torch
 
 from drover.model.attention.backend import Where
-from drover.model.attention.choosing import load
+from drover.model.attention.choosing import choose, load
 from drover.model.attention.varlen import Varlen
 from drover.pipeline.errors import UserError
 
@@ -28,27 +30,25 @@ NAME = f"{FlashKernel.__module__}:{FlashKernel.__name__}"
 
 
 def on_gpus(name: str, where: Where) -> tuple[str, str]:
-    """What stands for `train.attention` in a rehearsal of GPUs, and what to say of it; as
-    drover.model.attention.choosing decides on a GPU that is new enough (compute capability 8.0).
+    """What stands for `train.attention` in a rehearsal of GPUs (of compute capability 8.0), and what to say of it.
 
     Raises:
         UserError: it could not run there either.
     """
-    lack = _varlen_lacks(where)
-    if name == "by_document" and where.compiled:
-        raise UserError("train.attention is by_document, which cannot be compiled. Take auto, or train.compile=false.")
-    if name == "varlen" and lack:
-        raise UserError(f"train.attention is varlen, which {lack}. Take auto.")
-    if name in ("auto", "varlen") and not lack:
-        return NAME, ""
-    if name == "auto" and not where.compiled:
-        return "by_document", f"varlen {lack}: attention is by_document"
-    if name in ("auto", "flex") and where.dtype != torch.float64 and not where.segmented:
-        return NAME, "flex is rehearsed as varlen: both keep the output and its log-sum-exp"
-    if ":" in name and (missing := _missing_here(name, where)):
-        best = "sdpa" if lack else "varlen"
-        return "sdpa" if lack else NAME, f"attention {name} {missing} here: it is rehearsed as {best}"
-    return ("sdpa", f"varlen {lack}, nor does flex run: attention is sdpa") if name == "auto" else (name, "")
+    missing = _missing_here(name, where) if ":" in name else ""
+    if ":" in name and not missing:
+        return name, ""
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
+        try:
+            choice = choose("auto" if missing else name, replace(where, device=torch.device("cuda")))
+        except ValueError as error:
+            raise UserError(f"train.attention cannot be had on GPUs: {error}") from error
+    chosen, note = choice.backend.name, choice.fallback
+    if missing:
+        note = f"attention {name} {missing} here: it is rehearsed as {chosen}"
+    elif chosen == "flex":
+        note = "flex is rehearsed as varlen: both keep the output and its log-sum-exp"
+    return NAME if chosen in ("varlen", "flex") else chosen, note
 
 
 def _missing_here(name: str, where: Where) -> str:
@@ -58,10 +58,3 @@ def _missing_here(name: str, where: Where) -> str:
         return load(name).refusal(where)
     except ValueError:
         return ""
-
-
-def _varlen_lacks(where: Where) -> str:
-    if where.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16, not {str(where.dtype).removeprefix('torch.')}"
-    fits = where.head_dim % 8 == 0 and where.head_dim <= 256
-    return "" if fits else f"needs heads of a multiple of 8 up to 256, not {where.head_dim}"

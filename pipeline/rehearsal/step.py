@@ -143,7 +143,7 @@ def _name_state(engine: Engine, watch: Watch) -> None:
     with torch.no_grad():
         for name, parameter in engine.model.named_parameters():
             watch.memory.name(own(parameter.detach()), "weights")
-            for state in engine.optimizer.state(name).values():  # type: ignore[attr-defined]
+            for state in engine.optimizer.state(name).values():
                 watch.memory.name(state, "moments")
 
 

@@ -151,7 +151,9 @@ class AsyncSaver:
                 stall_s += 0.0 if self.config.background else now - started
                 self.event("checkpoint", step=progress.step, path=self.checkpoints.path(progress.step).name,
                            stall_s=round(stall_s, 4), seconds=round(now - began, 3))
-                return
+                # The save is done on all ranks: a rank that tried again now would do so alone.
+                self.saved(progress.step)
+                return self.prune()
 
     def _attempt(self, state: Pieces, progress: TrainingProgress) -> None:
         """Write to a temporary folder, index, publish; all ranks succeed or none."""
@@ -166,14 +168,6 @@ class AsyncSaver:
             if problem is not None:
                 shutil.rmtree(temporary, ignore_errors=True)  # no half checkpoint is left behind
         raised(channel.same(problem))
-        # The save is done on all ranks. A rank for which it failed now would try again alone, and hear of the next save
-        # what the others say of this one: nothing from here on may raise.
-        problem = tried(lambda: self.saved(progress.step))
-        if problem is not None:
-            self.event("checkpoint_copy_failed", step=progress.step, error=str(problem))
-            self.say(f"warning: the checkpoint after step {progress.step} is saved, but cannot be copied ({problem}); "
-                     f"training goes on")
-        self.prune()
 
     def prune(self) -> None:
         """Remove what is no longer kept, on rank 0. A failure is logged, and the next save tries again."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from drover.pipeline.records.checkpoints import (
 )
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one training run. needed: of which steps somebody still needs one; it is not removed."""
 
-    def __init__(self, folder: Path, ranks: Ranks, say: Callable[[str], None],
-                 needed: Callable[[int], bool] = lambda step: False) -> None:
-        self.folder, self.ranks, self.say, self.needed = folder, ranks, say, needed
+    folder: Path
+    ranks: Ranks
+    say: Callable[[str], None]
+    needed: Callable[[int], bool] = lambda step: False
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after `step` optimizer steps."""
@@ -71,11 +74,11 @@ class Checkpoints:
             UserError: there are finished checkpoints, and every one is damaged.
         """
         damaged = 0
-        for path in self.ranks.same(self._finished() if self.ranks.leads else None):
+        for path in self.ranks.by_leader(self._finished):
             if path.suffix == ".damaged":
                 damaged += 1
                 continue
-            marker = self.ranks.same(whole_marker(path) if self.ranks.leads else None)
+            marker = self.ranks.by_leader(partial(whole_marker, path))
             problems = self.damage(path, marker["files"]) if marker else [f"{MARKER} is torn"]
             if marker and not problems:
                 return path, TrainingProgress(**marker["progress"])
@@ -84,8 +87,9 @@ class Checkpoints:
             damaged += 1
             if self.ranks.leads:
                 # Otherwise it would count as one of the newest when old ones are pruned.
-                shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
-                path.rename(path.with_name(f"{path.name}.damaged"))
+                aside = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
         if damaged:
             raise UserError(f"Every finished checkpoint in {self.folder} is damaged (see above). Put sound files back "
                             f"(and take .damaged off the folder's name), or start training again with --force.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from drover.pipeline.config.guarding import GuardConfig
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.data.exclusion import Range
 from drover.pipeline.data.provenance import documents_of, named
@@ -24,23 +23,25 @@ class GuardRunner:
     """The guards of one attempt at training. Every method is called on all ranks alike.
 
     Attributes:
+        batch_sequences: of the steps that are judged.
         guards: what judges the steps.
         excluded: sample numbers that rollbacks have left out.
         rollbacks: all of the run.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, config: GuardConfig, batch_sequences: int,
-                 say: Callable[[str], None]) -> None:
-        self.folder, self.ranks, self.data, self.config = work.folder, ranks, data, config
-        self.batch_sequences, self.say = batch_sequences, say
+    def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Callable[[str], None]) -> None:
+        self.folder, self.ranks, self.data, self.config = work.folder, ranks, data, work.config.train.guards
+        self.say, self.batch_sequences = say, 0
+        self._read()
+
+    def _read(self) -> None:
+        self.rollbacks = self.ranks.by_leader(lambda: read_rollbacks(self.folder))
+        self.excluded = excluded_by(self.rollbacks, self.data.order.links)
+        self.data.leave_out(self.excluded)
 
     def begin(self, progress: TrainingProgress) -> None:
         """Go on from `progress`: after a start, and after each rollback."""
-        self.rollbacks = self.ranks.same(read_rollbacks(self.folder) if self.ranks.leads else None)
-        self.excluded = excluded_by(self.rollbacks, self.data.order.links)
-        self.data.leave_out(self.excluded)
-        self.guards = Guards(self.config, progress.guards or None, len(self.rollbacks),
-                             describe=self._described)
+        self.guards = Guards(self.config, progress.guards or None, len(self.rollbacks), describe=self._described)
 
     def judge(self, step: int, result: StepResult, progress: TrainingProgress, can_roll_back: bool,
               log: Log) -> Verdict:
@@ -50,8 +51,8 @@ class GuardRunner:
         assert result.applied == verdict.applied, "the device and the guards decided differently"
         if verdict.event and self.ranks.leads:  # the others neither say nor log: why should they read?
             documents = documents_of(self.data, verdict.samples)
-            meaning = {"skipped": "the update was skipped", "rollback": "going back to the last checkpoint",
-                       "spike": "logged only"}["skipped" if verdict.skipped else verdict.event]
+            meaning = {"skip": "the update was skipped", "rollback": "going back to the last checkpoint",
+                       "spike": "logged only"}[verdict.event]
             self.say(f"{verdict.text}; {meaning}. Documents: {named(documents)}")
             log(verdict.event, **verdict.details(), documents=[document.record() for document in documents])
         return verdict
@@ -67,7 +68,7 @@ class GuardRunner:
         if self.ranks.leads:
             plan = self.data.plan_at(verdict.samples[-1][1])
             add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, plan, verdict.text))
-        self.ranks.barrier()
+        self._read()
 
     def step_fields(self, verdict: Verdict, before: int, after: int) -> dict[str, Any]:
         """What a step's line in the log says of skipping and leaving out; empty where all went well."""

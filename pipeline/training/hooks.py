@@ -32,8 +32,9 @@ class Hook:
     def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:
         """The sums of `votes`, the same on every rank."""
 
-    def before_step(self, loop: Loop) -> None:
-        """The forward passes of the next step begin."""
+    def before_update(self, loop: Loop) -> None:
+        """The backward passes of the next step are done, and its gradients summed (`Engine.gradients`, `held`); guards
+        may still leave its update out."""
 
     def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
         """A step was done and is not undone; nothing of it is saved yet. `record` is its line of metrics.jsonl."""

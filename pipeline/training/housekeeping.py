@@ -1,17 +1,15 @@
-"""Small hooks: when to save, when to collect garbage, and the comparison of token shards."""
+"""Small hooks: when to save, and when to collect garbage."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drover.pipeline.training.data.token_check import TokenCheck
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from drover.pipeline.training.engines.engine import StepResult
     from drover.pipeline.training.loop import Loop
 
 EVERY, ALL_EVERY = 50, 1000
@@ -37,38 +35,6 @@ class Saving(Hook):
         if failed:
             loop.saver.wait()  # raises, on every rank
         loop.save_asked |= bool(late)
-
-
-class TokenChecking(Hook):
-    """Compares the token shards that steps use, in background, and stops where one is damaged."""
-
-    def __init__(self, tokens: TokenCheck) -> None:
-        self.tokens = tokens
-
-    def votes(self, loop: Loop) -> Sequence[float]:
-        """See Hook."""
-        self.tokens.use(loop.progress.step + 1,
-                        loop.guards.excluded.take(loop.progress.samples, loop.batch.sequences).ranges)
-        return self.tokens.votes()
-
-    def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:
-        """See Hook."""
-        damaged, checked = sums
-        if damaged:
-            loop.watchdog.pause()
-        self.tokens.judge(damaged, checked, loop.settle_damaged)
-
-    def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
-        """See Hook."""
-        record["shards_checked"] = self.tokens.checked
-
-    def on_save(self, loop: Loop) -> None:
-        """See Hook."""
-        self.tokens.before_save(loop.progress, loop.settle_damaged, leaving=loop.stop.stop is not None)
-
-    def on_end(self, loop: Loop) -> None:
-        """See Hook."""
-        self.tokens.close()
 
 
 class Garbage(Hook):

@@ -9,8 +9,8 @@ import shlex
 import time
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import write_places
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.records.pending_evaluations import PendingEvaluations
-from drover.pipeline.records.rollbacks import ROLLBACKS, excluded_by, no_longer_left_out, read_rollbacks
+from drover.pipeline.records.rollbacks import ROLLBACKS, no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.data.opening import refuse_beyond
@@ -48,7 +48,7 @@ from drover.pipeline.training.engines.engine import StepResult
 from drover.pipeline.training.guard_runner import GuardRunner
 from drover.pipeline.training.guards import Verdict
 from drover.pipeline.training.hooks import Hook
-from drover.pipeline.training.housekeeping import Garbage, Saving, TokenChecking
+from drover.pipeline.training.housekeeping import Garbage, Saving
 from drover.pipeline.training.initial_weights import initial_values
 from drover.pipeline.training.monitor import Monitor
 from drover.pipeline.training.optimizers.schedule import planned_rate
@@ -78,7 +78,7 @@ class Loop:
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         self.events = deque[tuple[str, dict[str, Any]]]()
-        self.started = self.stepped = self.save_asked = False
+        self.stepped = self.save_asked = False
         try:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
@@ -95,6 +95,7 @@ class Loop:
         if self.config.train.deterministic:
             make_deterministic()
         self.ranks = start_ranks(longest_wait(self.config), self.work.store)
+        self.paused = partial(self.watchdog.paused, self.ranks.barrier)
         agreement = RankAgreement.gather(self.ranks, self.work)
         self.nodes = agreement.nodes
         self.say(str(agreement))
@@ -114,7 +115,7 @@ class Loop:
         self.batch = self.batch_of_phase[0]
 
     def _open_data(self) -> None:
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             self.batches = StepBatches(self.work, self.grid, self.plan, self.batch_of_phase, self.say)
         self.data = self.batches.data
         vocabulary_size = int(self.work.input("tokenizer")[1].counts["vocab_size"])
@@ -126,7 +127,7 @@ class Loop:
         self.checkpoints = Checkpoints(self.work.folder / CHECKPOINTS, self.ranks, self.say,
                                        needed=lambda step: pending(step) or self.tokens.needs(step)
                                        or self.uploads.needs(step) or step in self.config.convert.average)
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.event)
             self.found = self.uploads.newest_valid()
         self.has_checkpoint = self.found is not None
@@ -134,13 +135,12 @@ class Loop:
     def _check_plan(self) -> None:
         """See that the checkpoint may be continued along the plan that is asked for now."""
         found, self.plan_changes = self.found, list[str]()
-        if self.plan.declared:
-            rollbacks, links = self.ranks.by_leader(lambda: read_rollbacks(self.work.folder)), self.data.order.links
-            if found:
-                self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
-                self.plan_changes += no_longer_left_out(rollbacks, links) if self.plan_changes else []
-            with self.watchdog.paused(self.ranks.barrier):  # what epochs have left may have to be packed
-                self.data.leave_out(excluded_by(rollbacks, links))
+        if self.plan.declared and found:
+            self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
+        with self.paused():  # what epochs have left may have to be packed
+            self.guards = GuardRunner(self.work, self.ranks, self.data, self.say)
+        if self.plan_changes:
+            self.plan_changes += no_longer_left_out(self.guards.rollbacks, self.data.order.links)
         plan = self.data.plan_at(found[1].samples if found else 0)
         self.progress = continued(*found, plan, bool(self.work.drift)) if found else TrainingProgress(plan_sha256=plan)
         if found:
@@ -151,9 +151,7 @@ class Loop:
             for text in self.plan_changes:
                 self.say(f"plan changed: {text}")
         refuse_beyond(self.config.train, self.data, self.say)
-        self.tokens = TokenCheck(self.work, self.batches.table, self.data, self.ranks, self.progress, self.say,
-                                 lambda name, **details: self.recorder.event(name, **details),
-                                 stored=self.batches.stored is not None)
+        self.tokens = TokenCheck(self)
 
     def _build_engine(self) -> None:
         train = self.config.train
@@ -170,12 +168,11 @@ class Loop:
                                        initial)
         if compiles(train, self.ranks.device, self.config.parallel):
             self.watchdog.step_s = COMPILED_STEP_S
-        self.guards = GuardRunner(self.work, self.ranks, self.data, train.guards, self.batch.sequences, self.say)
 
     def _prepare_saving(self) -> None:
         self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
                                 self.event, self.uploads.saved)
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             if self.found:
                 load(self.found[0], self.engine, self.ranks, self.progress.updates)
             self.saver.prepare(self.engine.state_shards())
@@ -184,9 +181,8 @@ class Loop:
         precision = DTYPES[self.progress.precision]
         # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
         self.recorder = Recorder(self.work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
-        with self.watchdog.paused(self.ranks.barrier):
-            self.monitor = Monitor(self.work, self.grid, self.engine, self.recorder, self.watchdog, self.say,
-                                   self.progress.precision, self.batches.table, self.batches.opener)
+        with self.paused():
+            self.monitor = Monitor(self)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
                      *kernel_lines(self.config, self.engine, self.ranks.device, precision),
                      *fp8_lines(self.decided, self.model_config, self.grid.tensor, self.ranks.device)]:
@@ -197,13 +193,14 @@ class Loop:
         self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
         self.hooks: list[Hook] = [
             Saving(train.checkpoint.every_minutes),
-            TokenChecking(self.tokens),
+            self.tokens,
             self.stop,
             ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
             *(settings.open(self) for settings in HOOKS.made(train.hooks)),
             self.monitor,
             *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
             Garbage()]
+        self.engine.before_update = self._before_update
         self.work.run.forget_manifests()  # of very many shards they are large
         self.uploads.begin(self.found)
 
@@ -239,9 +236,7 @@ class Loop:
     def _start(self) -> None:
         self.monitor.catch_up(self.progress)
         self.recorder.begin(self.progress, **self._start_facts())
-        self.started = True  # what comes before the record of a start would be the start before's
-        if self.plan.declared and self.progress.step == self.phase.first_step:
-            self._note_phase()
+        self.log_events()
         if self.plan_changes:
             self.recorder.plan_changed(self.progress.step, self.plan_changes)
         for hook in self.hooks:
@@ -267,13 +262,14 @@ class Loop:
         self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
         self.watchdog.step_begins()
         with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.stepped):
-            for hook in self.hooks:
-                hook.before_step(self)
-            with self.monitor.norms(step) as self.norms:
-                result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets,
-                                          self.rate, self.guards.guards.limits())
+            result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
+                                      self.guards.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
         return result
+
+    def _before_update(self) -> None:
+        for hook in self.hooks:
+            hook.before_update(self)
 
     def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
         """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""
@@ -284,7 +280,7 @@ class Loop:
                                     updates=self.engine.updates, plan_sha256=self.data.plan_at(end))
         record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
         record |= self.batches.fields(self.batch.tokens, padding)
-        record |= self.guards.step_fields(verdict, before.samples, end) | self.norms
+        record |= self.guards.step_fields(verdict, before.samples, end)
         record |= {"phase": self.phase.number + 1} if self.plan.declared else {}
         for hook in self.hooks:
             hook.on_step(self, result, record)
@@ -300,7 +296,7 @@ class Loop:
 
     def _save(self) -> None:
         """Begin to save a checkpoint."""
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             for hook in self.hooks:
                 hook.on_save(self)
             self.progress = dataclasses.replace(self.progress, guards=self.guards.guards.state())
@@ -309,17 +305,16 @@ class Loop:
 
     def _end_step(self) -> None:
         """All that belongs to a step is done; the next one begins."""
-        self.log_events()
         entered = self.unfinished and self.progress.step == self.phase.end_step
         if entered:
             self._enter_phase()
+        self.log_events()
         self.step_began = time.perf_counter()
         self.watchdog.pulse(first=entered)  # its shapes are new
 
     def _begin(self) -> None:
         """Go on from `self.progress`: at the start, and after a rollback."""
-        with self.watchdog.paused(self.ranks.barrier):
-            self.guards.begin(self.progress)
+        self.guards.begin(self.progress)
         self._enter_phase()
         self.batches.begin(self.progress, self.guards.excluded)
         self.step_began = time.perf_counter()
@@ -335,11 +330,7 @@ class Loop:
         if self.plan.declared and self.progress.step == self.phase.first_step:
             self.guards.guards.forget()
             self.say(f"{self.phase}; batch {self.batch}")
-            if self.started:
-                self._note_phase()
-
-    def _note_phase(self) -> None:
-        self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
+            self.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
     def _roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good.
@@ -347,7 +338,7 @@ class Loop:
         Raises:
             UserError: there is none any more.
         """
-        with self.watchdog.paused(self.ranks.barrier):
+        with self.paused():
             self.saver.wait()
             self.batches.pause()
             found = self.checkpoints.newest_valid()
@@ -385,7 +376,7 @@ class Loop:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
         ending = self._settle()
-        checked = self.tokens.finish(self.settle_damaged)
+        self.tokens.finish()
         self.uploads.finish(self.progress.step)
         self.log_events()
         self.saver.prune()  # until now the one that this start went on from may have been needed
@@ -396,7 +387,7 @@ class Loop:
         self.recorder.event("finish", step=self.progress.step, **ending)
         self.recorder.close()
         if self.ranks.leads:
-            self._commit(found[0], checked)
+            self._commit(found[0])
         self.ranks.barrier()
 
     def _settle(self) -> dict[str, Any]:
@@ -413,7 +404,7 @@ class Loop:
         self.saver.settle()
         self.uploads.withdraw(self.tokens.sound_to)
 
-    def _commit(self, checkpoint: Path, shards_checked: int) -> None:
+    def _commit(self, checkpoint: Path) -> None:
         """Write the manifest. For one rank."""
         folder, name, progress = self.work.folder, f"{CHECKPOINTS}/{checkpoint.name}", self.progress
         # What was logged beyond the last step, before this training was made shorter, is of no model that there is.
@@ -430,7 +421,7 @@ class Loop:
             "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
             **self._consumed(metrics), "plan_sha256": self.data.order.plan_sha256, "ranks": self.ranks.world,
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
-            **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": shards_checked,
+            **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": self.tokens.checked,
             "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
             "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
@@ -453,8 +444,7 @@ class Loop:
         self.stop.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         with ExitStack() as ends:  # from the last one on, each of them, also where a hook's raises
             if error is None:  # after a failure the other ranks are not here to take leave of
                 ends.callback(stop_ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,12 @@ from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.training.engines.engine import Engine
-from drover.pipeline.training.engines.norms import layer_norms, measured
+from drover.pipeline.training.engines.norms import StepNorms, layer_norms
 from drover.pipeline.training.guards import json_number
 from drover.pipeline.training.hooks import Hook
-from drover.pipeline.training.recorder import Recorder
-from drover.pipeline.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from drover.pipeline.training.engines.engine import StepResult
     from drover.pipeline.training.loop import Loop
 
 Fp8Layers = dict[str, dict[str, tuple[float | str, float]]]
@@ -49,99 +48,87 @@ FACTORS = ("input", "weight", "gradient")
 
 
 class Monitor(Hook):
-    """What one attempt at training shows of its model. Every method is called on all ranks alike.
+    """What one attempt at training shows of its model. Every method is called on all ranks alike."""
 
-    precision: of the arithmetic, of which fp8 is looked at. table: the encode stage's shards. opener: what reads them,
-    where they are not files.
-    """
-
-    def __init__(self, work: Work, grid: Grid, engine: Engine, recorder: Recorder, watchdog: Watchdog,
-                 say: Callable[[str], None], precision: str, table: ShardTable, opener: Opener | None = None) -> None:
-        self.work, self.ranks, self.engine, self.recorder = work, grid.ranks, engine, recorder
-        self.watchdog, self.say = watchdog, say
-        self.validation, self.samples = Validation(work, grid, table, opener), Samples(work, grid)
-        self.fp8 = Fp8Watch(engine, grid.ranks.device) if precision == "fp8" else None
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.train, self.recorder = loop, loop.config.train, loop.recorder
+        self.validation = Validation(loop.work, loop.grid, loop.batches.table, loop.batches.opener)
+        self.samples = Samples(loop.work, loop.grid)
+        self.fp8 = Fp8Watch(loop.engine, loop.ranks.device) if loop.progress.precision == "fp8" else None
         self._first = True  # no step of this start is done yet
+        self._norms: StepNorms | None = None
 
     def due(self, step: int, every: int | None) -> bool:
         """Whether something done every so many steps is due after step number `step`; always after the last."""
-        return every is not None and (step % every == 0 or step == self.work.config.train.steps)
+        return every is not None and (step % every == 0 or step == self.train.steps)
+
+    def before_update(self, loop: Loop) -> None:
+        """Begin to measure norms, if `train.norms_every` wants it. In the first step of a start too."""
+        every = self.train.norms_every
+        due = every is not None and (self._first or self.due(loop.progress.step + 1, every))
+        self._norms = StepNorms(loop.engine, loop.ranks.device) if due else None
+
+    def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
+        """Norms by layer as fields of the step's line, and of every parameter in events.jsonl."""
+        if self._norms is not None:
+            norms, self._norms = self._norms.finish(), None
+            self.recorder.event("norms", step=record["step"], parameters=norms)
+            record |= layer_norms(norms)
 
     def after_step(self, loop: Loop) -> None:
         """Look at the model, and write the step's line."""
         step = loop.progress.step
-        self.log(loop.progress, self.validate(step) | self.watch_fp8(step, *loop.current))
+        self.log(loop.progress, self.validate(step) | self.watch_fp8(step))
         self.draw_samples(step)
         self._first = False
 
     def validate(self, step: int) -> dict[str, Any]:
         """Held-out bits per byte of each source as fields of the step's line, where that is due; NaN is said and left
         out."""
-        if not self.due(step, self.work.config.train.heldout_every):
+        if not self.due(step, self.train.heldout_every):
             return {}
         with self.recorder.looking():
-            found = self.validation.measure(self.engine, partial(self.watchdog.pulse, first=self.validation.first))
-        finite = {source: bits for source, bits in found.items() if math.isfinite(bits)}
-        if missing := [source for source in found if source not in finite]:
-            self.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
-        return {"heldout_bpb": finite}
+            found = self.validation.measure(self.loop.engine,
+                                            partial(self.loop.watchdog.pulse, first=self.validation.first))
+        if missing := [source for source, bits in found.items() if not math.isfinite(bits)]:
+            self.loop.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
+        return {"heldout_bpb": {source: bits for source, bits in found.items() if source not in missing}}
 
-    @contextmanager
-    def norms(self, step: int) -> Iterator[dict[str, Any]]:
-        """Measure norms in the step within, if `train.norms_every` wants it: by layer they are there afterwards, as
-        fields of the step's line, and of every parameter in events.jsonl. In the first step of a start too."""
-        every, found = self.work.config.train.norms_every, dict[str, Any]()
-        if every is None or not (self._first or self.due(step, every)):
-            yield found
-            return
-        with measured(self.engine, self.ranks.device) as norms:
-            yield found
-        self.recorder.event("norms", step=step, parameters=norms)
-        found |= layer_norms(norms)
-
-    def watch_fp8(self, step: int, batch: Batch, targets: int) -> dict[str, Any]:
+    def watch_fp8(self, step: int) -> dict[str, Any]:
         """What fp8 does to the values of the layers, as curves, where that is due after `step`; layer by layer it goes
-        into events.jsonl. In the first step of a start too: what it needs of memory shows at once.
-
-        batch, targets: of the step, see `Fp8Watch.measure`.
-        """
-        if self.fp8 is None or not (self._first or self.due(step, self.work.config.train.fp8_watch_every)):
+        into events.jsonl. In the first step of a start too: what it needs of memory shows at once."""
+        if self.fp8 is None or not (self._first or self.due(step, self.train.fp8_watch_every)):
             return {}
-        self.watchdog.pulse()
+        self.loop.watchdog.pulse()
         with self.recorder.looking():
-            layers = self.fp8.measure(batch, targets)
+            layers = self.fp8.measure(*self.loop.current)
         self.recorder.event("fp8", step=step, layers=layers)
         return fp8_curves(layers)
 
     def log(self, progress: TrainingProgress, seen: dict[str, Any]) -> None:
         """The line of the last step, where that is due, with what was seen of the model after it."""
         record = progress.record or {}
-        due = seen or "weight_norms" in record or self.due(progress.step, self.work.config.train.log_every)
-        if due and self.recorder.log is not None:
-            self.recorder.log.step(record | seen)
+        if seen or "weight_norms" in record or self.due(progress.step, self.train.log_every):
+            self.recorder.tell("step", record | seen)
 
     def draw_samples(self, step: int) -> None:
         """Draw texts where that is due after `step`."""
-        if not self.due(step, self.work.config.train.sample_every):
+        if not self.due(step, self.train.sample_every):
             return
         try:
             with self.recorder.looking():
-                texts = self.samples.draw(self.engine, self.watchdog.pulse)
+                texts = self.samples.draw(self.loop.engine, self.loop.watchdog.pulse)
             for prompt, text in texts:
-                if self.recorder.log is not None:
-                    self.recorder.log.sample(step, prompt, text)
+                self.recorder.tell("sample", step, prompt, text)
         except FloatingPointError as error:  # the guards deal with it: the next loss is NaN too
-            self.say(f"no sample texts after step {step}: {error}")
+            self.loop.say(f"no sample texts after step {step}: {error}")
 
     def catch_up(self, progress: TrainingProgress) -> None:
         """After a kill between a checkpoint and its step's line in the log: look, and write that line, now."""
-        if progress.record is None:
-            return
-        logged = None
-        if self.ranks.leads:
-            metrics = read_metrics(self.work.folder / "metrics.jsonl")
-            logged = bool(metrics) and metrics[-1]["step"] >= progress.step
-        if not self.ranks.same(logged):
+        def logged() -> bool:
+            metrics = read_metrics(self.loop.work.folder / "metrics.jsonl")
+            return bool(metrics) and metrics[-1]["step"] >= progress.step
+        if progress.record is not None and not self.loop.ranks.by_leader(logged):
             self.log(progress, self.validate(progress.step))
             self.draw_samples(progress.step)
 

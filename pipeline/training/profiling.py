@@ -40,8 +40,15 @@ class Profiling(Hook):
         self._profile: profile | None = None
 
     def on_start(self, loop: Loop) -> None:
-        """See Hook."""
-        self._begin_if_due(loop)
+        """The profiler waits until one step before the first, where there is one, which pays for its setting up."""
+        self._first, early = loop.progress.step + self.start, min(1, self.start - 1)
+        if loop.ranks.rank not in self.config.ranks:
+            return
+        gpu = loop.ranks.device.type == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], schedule=schedule(
+            skip_first=self.start - 1 - early, wait=0, warmup=early, active=self.config.steps), acc_events=True)
+        self._profile.start()
+        self._record_allocations(loop)
 
     def after_step(self, loop: Loop) -> None:
         """After the last step that is profiled, all ranks wait until it is written, and rank 0 tells what took most on
@@ -50,7 +57,7 @@ class Profiling(Hook):
         if self._done < self.last:
             if self._profile is not None:
                 self._profile.step()
-            self._begin_if_due(loop)
+                self._record_allocations(loop)
         elif self._done == self.last:
             with loop.watchdog.paused(loop.ranks.barrier):
                 try:
@@ -69,17 +76,9 @@ class Profiling(Hook):
             with suppress(RuntimeError):
                 self._profile.stop()
 
-    def _begin_if_due(self, loop: Loop) -> None:
-        """Start one step early, where there is one: the first step under the profiler pays for its setting up."""
-        if self._done != max(0, self.start - 2) or loop.ranks.rank not in self.config.ranks:
-            return
-        early = min(1, self.start - 1)
-        gpu, self._first = loop.ranks.device.type == "cuda", loop.progress.step + early + 1
-        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu],
-                                schedule=schedule(wait=0, warmup=early, active=self.config.steps), acc_events=True)
-        self._profile.start()
-        if gpu:
-            # With torch's C++ frames, finding their names takes minutes.
+    def _record_allocations(self, loop: Loop) -> None:
+        """On a GPU, from one step before the first on. With torch's C++ frames, finding their names takes minutes."""
+        if loop.ranks.device.type == "cuda" and self._done == max(0, self.start - 2):
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")
 
     def _write(self, loop: Loop) -> dict[str, float]:

@@ -13,9 +13,9 @@ from drover.pipeline.console import duration
 class ProgressLine:
     """`step 120/800 loss 3.112 lr 2.9e-03 tok/s 11,200 ETA 1 m 12 s`: live on a terminal, now and then elsewhere."""
 
-    def __init__(self, steps: int, say: Callable[[str], None], plain_every_s: float = 10.0) -> None:
+    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
         self.steps, self._say, self._live = steps, say, sys.stdout.isatty()
-        self._every_s = 0.2 if self._live else plain_every_s
+        self._every_s = 0.2 if self._live else 10.0
         self._shown = 0.0
 
     def show(self, record: dict[str, Any], remaining_s: float) -> None:

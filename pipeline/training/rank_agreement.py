@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 
 import torch
 
@@ -13,7 +13,7 @@ from drover.pipeline.config.loading import config_hash
 from drover.pipeline.console import first, spelled
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
@@ -24,11 +24,8 @@ SHOWN_NODES = 4
 
 @dataclass(frozen=True)
 class Member:
-    """One rank as it describes itself. world: the number of ranks that the launcher meant to start, if it said so.
-
-    code: a hash of what it runs; of a node, only its first rank looks at the files: others say which folder they are
-    in, and have the code of the first rank of their node that is in the same.
-    """
+    """One rank as it describes itself. code: a hash of what it runs. world: the number of ranks that the launcher meant
+    to start, if it said so."""
 
     node: str
     device: str | None
@@ -39,7 +36,6 @@ class Member:
     config: str
     chain: str
     world: int | None
-    folder: str = ""
 
 
 MUST_AGREE = {"torch": "torch", "python": "Python", "nccl": "NCCL", "code": "code", "config": "configuration",
@@ -62,8 +58,7 @@ class RankAgreement:
         """
         # As plain values: ranks that run other code may know other fields, and must be told so, not fail.
         told = ranks.gather(asdict(_describe_this(ranks, work)))
-        found = cls(with_code([Member(**{name.name: one.get(name.name, "") for name in fields(Member)})
-                               for one in told]))
+        found = cls(tuple(Member(**{name.name: one.get(name.name, "") for name in fields(Member)}) for one in told))
         if problem := found.problem():
             raise UserError(problem)
         return found
@@ -120,26 +115,19 @@ def _places(values: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def with_code(members: Sequence[Member]) -> tuple[Member, ...]:
-    """The members, each with the hash of the code in its folder; where nobody of its node looked, with the folder."""
-    known = {(member.node, member.folder): member.code for member in reversed(members) if member.code}
-    return tuple(replace(member, code=member.code or known.get((member.node, member.folder), f"in {member.folder}"))
-                 for member in members)
-
-
 def node_name() -> str:
     """What this machine is called: by Slurm, where that may name it otherwise than it does itself."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def _describe_this(ranks: Ranks, work: Work) -> Member:
-    meant, hashes = os.environ.get("DROVER_RANKS"), os.environ.get("LOCAL_RANK", "0") == "0"
+    meant = os.environ.get("DROVER_RANKS")
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else ""
     return Member(node=node_name(), device=ranks.device_name, torch=str(torch.__version__),
                   python=platform.python_version(), nccl=nccl,
-                  code=sha256_json(code_hashes(STAGES[work.name], work.config)) if hashes else "",
+                  code=sha256_json(code_hashes(STAGES[work.name], work.config)),
                   config=sha256_json([config_hash(work.config), work.asked]), chain=os.environ.get("DROVER_CHAIN", ""),
-                  world=int(meant) if meant else None, folder=str(REPOSITORY))
+                  world=int(meant) if meant else None)
 
 
 def _count(number: int, word: str) -> str:

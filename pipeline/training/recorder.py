@@ -98,6 +98,11 @@ class Recorder:
         """The share of the time since the first start that went into steps that count."""
         return round(min(1.0, self._trained / max(self._trained, now - self._first_start)), 4)
 
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Write to the log, on rank 0: see `TrainingLog.tell`."""
+        if self.log is not None:
+            self.log.tell(method, *arguments)
+
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Count the time within as spent on looking at the model."""
@@ -107,8 +112,7 @@ class Recorder:
 
     def event(self, event: str, **details: Any) -> None:
         """Something that happened."""
-        if self.log is not None:
-            self.log.event(event, **details)
+        self.tell("event", event, details)
 
     def plan_changed(self, step: int, changes: list[str]) -> None:
         """From now on, after `step` steps, training goes along another plan."""

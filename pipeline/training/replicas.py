@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.console import first
+from drover.pipeline.errors import UserError
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.engines.engine import Engine, LocalWeights
@@ -54,14 +55,14 @@ def _hash(tensor: Tensor) -> Tensor:
 def addends(weights: Iterable[tuple[LocalWeights, int]]) -> list[int]:
     """What a rank adds to sums over all ranks that are `balanced` where copies are equal: four, of 16 bits each.
 
-    Copies of a weight multiply a number made of its fingerprint by factors that add up to 0 modulo 2^64. So all weights
+    Copies of a weight multiply a number made of its fingerprint by factors that add up to 0. So all weights
     of all ranks are compared by one sum, which 53 bits hold; something else goes unseen once in 2^50 or so.
 
     Args:
         weights: that this rank holds copies of, with their fingerprints.
     """
-    total = sum(_number(weight.name, weight.place, value)
-                * (_number(weight.copy) - _number((weight.copy + 1) % weight.copies)) for weight, value in weights)
+    total = sum(_number(weight.name, weight.place, value) * (1 if weight.copy else 1 - weight.copies)
+                for weight, value in weights)
     return [total % 2**64 >> 16 * limb & 0xFFFF for limb in range(4)]
 
 
@@ -89,13 +90,13 @@ class ReplicaCheck(Hook):
         """See Hook."""
         self._last_equal = loop.progress.step
 
-    def before_step(self, loop: Loop) -> None:
-        """Compare in this step if that is due, before the update: ZeRO's update overwrites all copies of a weight, and
-        what was wrong in one with it."""
+    def before_update(self, loop: Loop) -> None:
+        """Compare in this step if that is due: ZeRO's update overwrites all copies of a weight, and what was wrong in
+        one with it."""
         step = loop.progress.step + 1
         self._last_equal = min(self._last_equal, step - 1)  # after a rollback
-        due = self.every is not None and step % self.every == 0
-        loop.engine.before_update = (lambda: self.compare(loop.engine, step)) if due else lambda: None
+        if self.every is not None and step % self.every == 0:
+            self.compare(loop.engine, step)
 
     def on_save(self, loop: Loop) -> None:
         """One of the replicas is what is saved."""
@@ -138,9 +139,8 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:
     """What to tell the user of `differences` in `step`; after `last_equal` all was still equal."""
-    more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
     return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
-            f"{listed(list(found[:3]))}{more}. No rounding explains that: memory or a processor has gone wrong since "
+            f"{first(found)}. No rounding explains that: memory or a processor has gone wrong since "
             f"step {last_equal}, when they were equal; nothing was saved since. Test the machine of the rank that is "
             f"named, or leave it out, and run the same command again: it continues from the last checkpoint.")
 

@@ -94,8 +94,6 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
             yield begun, f"train.phases[{old.number}] {'has begun and is gone' if begun else f'is gone ({old})'}"
             continue
         yield from ((begun, text) for text in _differences(old, new))
-        if begun and new.first_step != old.first_step:
-            yield True, f"{new.name} began after step {old.first_step}, and would begin after {new.first_step}"
         reached = min(step, old.end_step)
         if begun and reached > new.end_step:
             yield True, (f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "

@@ -56,8 +56,6 @@ from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
 OWNER = "copying.json"
 """In the train folder: `Owner`."""
-FETCHED = "records.tmp"
-"""In the train folder: what goes with a checkpoint, while it is fetched."""
 LOGS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
 """Files that only grow: of one that is being written to, whole lines are taken. The first two have lines of steps."""
 OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
@@ -179,7 +177,7 @@ class Uploads:
         self._stop()
         try:
             with self._final:
-                self._refuse_lost()
+                self._refuse(stopped=False)
                 self._remove([step for step in self._copies.found().whole if step > after])
         except UserError as error:
             self.say(f"Their copies in {self.url} could not be removed ({error}); the next start does it, if it finds "
@@ -320,8 +318,8 @@ class Uploads:
 
     def _fetch(self, step: int) -> None:
         """Fetch a checkpoint; every rank takes a share of the files. UserError and OSError, the same on every rank."""
-        final, store, prefix = self.checkpoints.path(step), self._copies.store, prefix_of(step)
-        temporary, records = final.with_name(f"{final.name}.tmp"), self.work.folder / FETCHED
+        final, store, ranks = self.checkpoints.path(step), self._copies.store, self.ranks
+        temporary = final.with_name(f"{final.name}.tmp")
 
         def ready() -> list[dict[str, Any]]:
             files = self._copies.read(step)
@@ -330,40 +328,34 @@ class Uploads:
                 raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
                                 f"free where {self.work.folder} is: the disk is too full to fetch it. Free some space, "
                                 f"and run the same command again.")
-            shutil.rmtree(records, ignore_errors=True)
-            (records / RECORDS).mkdir(parents=True)
             self.checkpoints.make_room(temporary)
             self.say(f"fetching {final.name} from {store.url} "
                      f"({needed / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
-        def fetch_share(files: Sequence[dict[str, Any]]) -> None:
-            apart = [record for record in files if record["path"] == MARKER or record["path"].startswith(RECORDS)]
-            tensors = [record for record in files if record not in apart]
-            fetch(store, prefix, temporary, tensors[self.ranks.rank::self.ranks.world])
-            if self.ranks.leads:
-                fetch(store, prefix, records, apart)
-
         def publish() -> None:
-            take_records(records / RECORDS, self.work.folder, self.say)
+            records = temporary / RECORDS
+            if records.is_dir():
+                take_records(records, self.work.folder, self.say)
+                shutil.rmtree(records)
             self.checkpoints.place(temporary, step)
-            with atomic_file(final / MARKER) as file:
-                file.write((records / MARKER).read_bytes())
 
         try:
-            files = self.ranks.by_leader(ready)
-            found = self.ranks.gather(tried(lambda: fetch_share(files), temporary))
-            if errors := [error for error in found if error is not None]:
-                raise min(errors, key=lambda error: not is_full_disk(error))
-            self.ranks.by_leader(publish)
+            files = ranks.by_leader(ready)
+            found = ranks.gather(tried(lambda: fetch(store, prefix_of(step), temporary, files[ranks.rank::ranks.world]),
+                                       temporary))
+            if error := _first(sorted(found, key=lambda one: not isinstance(one, Exception) or not is_full_disk(one))):
+                raise error
+            ranks.by_leader(publish)
         finally:
-            if self.ranks.leads:
-                for folder in (temporary, records):
-                    shutil.rmtree(folder, ignore_errors=True)
+            if ranks.leads:
+                shutil.rmtree(temporary, ignore_errors=True)
 
-    def _refuse_lost(self) -> None:
-        """UserError if the store is another process's by now. Called before anything that others may see is changed: a
-        process that stood still for long hears of it here first."""
+    def _refuse(self, stopped: bool = True) -> None:
+        """UserError if the store is another process's by now, or (stopped) copying was stopped. Called before anything
+        that others may see is changed: a process that stood still for long hears of it here first."""
+        if stopped and self._stopped:
+            raise UserError(self._lost() or "copying was stopped.")
         if self._lock is not None and not self._lock.held():
             raise UserError(self._lost())
 
@@ -371,11 +363,6 @@ class Uploads:
         if self._lock is None or not self._lock.lost:
             return ""
         return f"{self._lock.lost}, and this run copies nothing there any more."
-
-    def _refuse_stopped(self) -> None:
-        if self._stopped:
-            raise UserError(self._lost() or "copying was stopped.")
-        self._refuse_lost()
 
     def _follow(self, _: tuple[int, float]) -> None:
         """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
@@ -428,7 +415,7 @@ class Uploads:
         one by one, would be neither the old nor the new."""
         files: list[dict[str, Any]] = read_marker(self.checkpoints.path(step))["files"]
         with self._final:
-            self._refuse_stopped()
+            self._refuse()
             if self.uploaded == step:
                 self.uploaded = -1
             self._copies.reopen(step)
@@ -437,28 +424,26 @@ class Uploads:
     def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
         """Send this rank's share; why it failed."""
         share = files[self.ranks.rank::self.ranks.world]
-        sent = tried(lambda: send(self._copies.store, self.checkpoints.path(step), prefix_of(step), share))
-        return sent if isinstance(sent, Exception) else None
+        return _first([tried(lambda: send(self._copies.store, self.checkpoints.path(step), prefix_of(step), share))])
 
     def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
         """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
         store, prefix, folder = self._copies.store, prefix_of(step), self.checkpoints.path(step)
-        self._refuse_lost()  # sending took long
-        marker = output_record(folder, folder / MARKER)
-        send(store, folder, prefix, [marker])
-        records = train_records(self.work.folder, step)
-        self._refuse_lost()
-        for name, data in records.items():
+        self._refuse()  # sending took long
+        all_files = [*files, output_record(folder, folder / MARKER)]
+        send(store, folder, prefix, all_files[-1:])
+        for name, data in train_records(self.work.folder, step).items():
+            self._refuse()
             store.put(f"{prefix}{RECORDS}{name}", data)
-        all_files = [*files, marker, *({"path": f"{RECORDS}{name}", "bytes": len(data),
-                                        "sha256": hashlib.sha256(data).hexdigest()} for name, data in records.items())]
+            all_files.append({"path": f"{RECORDS}{name}", "bytes": len(data),
+                              "sha256": hashlib.sha256(data).hexdigest()})
         with self._final:
-            self._refuse_stopped()
+            self._refuse()
             self._copies.finish(step, all_files)
         self._bytes = sum(record["bytes"] for record in all_files)
 
     def _prune(self) -> None:
-        self._refuse_lost()
+        self._refuse()
         self._copies.prune(self.config.keep, self.config.permanent_every)
 
 
@@ -498,9 +483,8 @@ def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> Non
             if _continues(path.name, data, here):
                 continue
             if here and not _continues(path.name, here, data):
-                number = next(number for number in itertools.count(1)
-                              if not mine.with_name(f"{mine.name}.replaced-{number}").exists())
-                aside = mine.rename(mine.with_name(f"{mine.name}.replaced-{number}"))
+                names = (mine.with_name(f"{mine.name}.replaced-{number}") for number in itertools.count(1))
+                aside = mine.rename(next(name for name in names if not name.exists()))
                 say(f"{mine.name} is not what went on with the checkpoint; it is set aside as {aside.name}")
         with atomic_file(mine) as file:
             file.write(data)
@@ -521,5 +505,5 @@ def _mark(folder: Path) -> str:
     return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"
 
 
-def _first(problems: Sequence[Exception | None]) -> Exception | None:
-    return next(filter(None, problems), None)
+def _first(problems: Sequence[object]) -> Exception | None:
+    return next((problem for problem in problems if isinstance(problem, Exception)), None)

@@ -6,6 +6,7 @@ It waits a while before it ends, so that the other ranks write too: the first to
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import shutil
 import statistics
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.tree import Config
@@ -65,12 +65,13 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, rank: int, limit_s: float | None, ranks: int = 1) -> None:
-        self.folder, self.rank, self.step, self._limit_s, self._ranks = folder, rank, 0, limit_s, ranks
+        self.folder, self.rank, self.step, self._ranks = folder, rank, 0, ranks
+        self._limit_s = math.inf if limit_s is None else limit_s
         self._steps: deque[float] = deque(maxlen=101)
-        self._pulses, self._over = 0, threading.Event()
-        self._paused = self._first = self._in_step = False
-        self.step_s = STEP_S
-        self._silent, self._seen, self._looked = 0.0, 0, 0.0
+        self._over, self.step_s = threading.Event(), STEP_S
+        self._silent, self._looked = 0.0, 0.0
+        self.pulse()
+        self._seen = self._allowed
 
     @classmethod
     def of(cls, work: Work) -> Watchdog:
@@ -82,21 +83,26 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self.rank == 0:
             _set_aside(self.folder)
-        if self._limit_s is not None:
-            threading.Thread(target=self._watch, args=(self._limit_s,), daemon=True, name="watchdog").start()
+        if self._limit_s < math.inf:
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
+
+    def _allow(self, seconds: float) -> None:
+        """A sign of life; so many seconds of silence from now on are no hang. A new object each time, which the thread
+        tells from the one before."""
+        self._allowed = [max(seconds, SLOWEST * statistics.median(self._steps or [0.0]))]
 
     def pulse(self, *, first: bool = False) -> None:
         """A sign of life; ends a pause. first: what comes now is done for the first time, so it may have to compile."""
-        self._pulses, self._paused, self._first, self._in_step = self._pulses + 1, False, first, False
+        self._first = FIRST if first or not self._steps else 1
+        self._allow(self._first * self._limit_s)
 
     def step_begins(self) -> None:
         """All ranks have their batch: until the next pulse they only compute and exchange."""
-        self._pulses, self._in_step = self._pulses + 1, True
+        self._allow(self._first * self._limit_s if self._first > 1 else min(self._limit_s, self.step_s))
 
     def finished(self, step: int, seconds: float) -> None:
         """Step number `step` is done, in so many seconds."""
@@ -106,7 +112,7 @@ class Watchdog:
 
     def pause(self) -> None:
         """What comes now may take as long as it takes, or has a limit of its own; until the next pulse."""
-        self._paused = True
+        self._allow(math.inf)
 
     @contextmanager
     def paused(self, meet: Callable[[], None]) -> Iterator[None]:
@@ -117,28 +123,20 @@ class Watchdog:
         meet()
         self.pulse()
 
-    def _allowed(self, limit_s: float) -> float:
-        """Seconds of silence that are no hang."""
-        if self._first or not self._steps:
-            return FIRST * limit_s
-        shortest = min(limit_s, self.step_s) if self._in_step else limit_s
-        return max(shortest, SLOWEST * statistics.median(list(self._steps)))
-
-    def hangs_for(self, limit_s: float, now: float, interval: float) -> float | None:
+    def hangs_for(self, now: float, interval: float) -> float | None:
         """Seconds of silence, where they are a hang; to be asked every `interval` seconds.
 
         now: seconds on any clock. Of a longer time since the last call only a part counts: then nobody could look.
         """
-        passed, self._looked = min(now - self._looked, 3 * interval), now
-        alive = self._paused or self._pulses != self._seen
-        self._silent, self._seen = 0.0 if alive else self._silent + passed, self._pulses
-        return self._silent if self._silent > self._allowed(limit_s) else None
+        passed, self._looked, allowed = min(now - self._looked, 3 * interval), now, self._allowed
+        self._silent, self._seen = self._silent + passed if allowed is self._seen else 0.0, allowed
+        return self._silent if self._silent > allowed[0] else None
 
-    def _watch(self, limit_s: float) -> None:
-        interval = min(1.0, limit_s / 10)
+    def _watch(self) -> None:
+        interval = min(1.0, self._limit_s / 10)
         self._looked = time.monotonic()
         while not self._over.wait(interval):
-            silent = self.hangs_for(limit_s, time.monotonic(), interval)
+            silent = self.hangs_for(time.monotonic(), interval)
             if silent is not None and not self._over.is_set():
                 self._end(silent)
 

@@ -11,7 +11,7 @@ from drover.pipeline.config.section import identity
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.training.optimizers.schedule import learning_rate, planned_rate
+from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.resume import plan_changes
 from tests.config.files import refusal, write
 
@@ -126,7 +126,7 @@ def test_without_words_about_it_the_learning_rate_is_that_of_the_whole_run():
     phases = plan([{"until": "10k"}, {"until": "40k", "batch_tokens": 2048, "sequence_length": 128}], **train)
     whole = TrainConfig(steps=phases.steps, **train)
     assert [planned_rate(step, phases) for step in range(phases.steps)] == \
-        [learning_rate(step, whole) for step in range(phases.steps)]
+        [planned_rate(step, PhasePlan.of(whole)) for step in range(phases.steps)]
 
 
 def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
@@ -135,7 +135,7 @@ def test_a_phase_that_speaks_of_its_rate_begins_a_curve():
                   lr=0.01, warmup_steps=2, min_lr_share=0.5)
     rates = [planned_rate(step, phases) for step in range(phases.steps)]
     own = TrainConfig(steps=20, lr=0.01, warmup_steps=2, min_lr_share=0.5)
-    assert rates[:20] == [learning_rate(step, own) for step in range(20)] and rates[19] == 0.005
+    assert rates[:20] == [planned_rate(step, PhasePlan.of(own)) for step in range(20)] and rates[19] == 0.005
     assert rates[20] == 0.005 and rates[29] == 0 and rates[24] == pytest.approx(0.005 * 5 / 9)
     assert rates[30:34] == [0.0005, 0.001, 0.0015, 0.002] and set(rates[34:40]) == {0.002}
     assert rates[40] == 0.002 and rates[49] == pytest.approx(0.001) and rates[40:] == sorted(rates[40:], reverse=True)

@@ -112,9 +112,10 @@ def collectives_of_a_step(ranks, parallel, folder):
     from drover.pipeline.parallel.grid import Grid
     from drover.pipeline.parallel.initial_values import drawn
     from drover.pipeline.records.checkpoints import TrainingProgress
+    from drover.pipeline.training.data.token_check import TokenCheck
     from drover.pipeline.training.engines.build import build_engine
     from drover.pipeline.training.guards import StepLimits
-    from drover.pipeline.training.housekeeping import Saving, TokenChecking
+    from drover.pipeline.training.housekeeping import Saving
     from drover.pipeline.training.loop import Loop
     from drover.pipeline.training.precision import DTYPES
     from drover.pipeline.training.replicas import ReplicaCheck
@@ -125,9 +126,10 @@ def collectives_of_a_step(ranks, parallel, folder):
                                      train=TrainConfig(precision="fp32", compile=False))
     session.ranks, session.grid = ranks, Grid(ranks, config.parallel)
     session.saver = SimpleNamespace(failed=False, last_save=0.0, settle=lambda: None)
-    session.tokens = SimpleNamespace(votes=lambda: (0.0, 1.0), judge=lambda *given: None, use=lambda *given: None)
+    tokens = TokenCheck.__new__(TokenCheck)
+    tokens._checks = SimpleNamespace(use=lambda *given: None, damage=None, checked=1.0)
     session.progress, session.batch = TrainingProgress(), SimpleNamespace(sequences=4)
-    session.hooks = [Saving(None), TokenChecking(session.tokens), StopAgreement(ranks, Path(folder), None, 0.0)]
+    session.hooks = [Saving(None), tokens, StopAgreement(ranks, Path(folder), None, 0.0)]
     engine = build_engine(config, config.model, session.grid, DTYPES["fp32"], 2, drawn(config.model, 0))
     replicas = ReplicaCheck(ranks, [str(rank) for rank in range(ranks.world)], 1)
     session.guards = SimpleNamespace(excluded=Excluded())

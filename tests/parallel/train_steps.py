@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.parallel import ParallelConfig
+from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import pack
@@ -26,9 +27,9 @@ from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.training.engines.build import build_engine
-from drover.pipeline.training.engines.norms import measured
+from drover.pipeline.training.engines.norms import StepNorms
 from drover.pipeline.training.guards import StepLimits
-from drover.pipeline.training.optimizers.schedule import learning_rate
+from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.precision import DTYPES
 from tests.model.agreement import operators
 from tests.model.varlen_on_cpu import CALLS as KERNEL_CALLS
@@ -86,7 +87,7 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
         take = partial(lambda: gradients.append(whole(ranks, engine.gradients())))
         engine.before_update = take if step in (first, steps - 1) else lambda: None
         result = engine.step(batch.split(config.train.micro_batch), accumulation, pack(every).targets,
-                             learning_rate(step, config.train), StepLimits())
+                             planned_rate(step, PhasePlan.of(config.train)), StepLimits())
         results.append([result.loss, result.grad_norm])
     return {"results": results, "initial": digest(initial), "gradients": gradients}
 
@@ -179,12 +180,15 @@ def norms(ranks, **settings):
         step = engine.step
 
         def stepping(*arguments):
-            take, gradients, before = engine.before_update, {}, weights(engine)
-            engine.before_update = lambda: gradients.update(whole(ranks, engine.gradients()) or {})
-            with measured(engine, ranks.device) as values:
-                result = step(*arguments)
+            take, gradients, before, measured = engine.before_update, {}, weights(engine), []
+
+            def look():
+                gradients.update(whole(ranks, engine.gradients()) or {})
+                measured.append(StepNorms(engine, ranks.device))
+            engine.before_update = look
+            result = step(*arguments)
             engine.before_update = take
-            found.append(values)
+            found.append(measured[0].finish())
             after = weights(engine)
             if ranks.leads:
                 computed.append({name: [np.linalg.norm(tensor) for tensor in (

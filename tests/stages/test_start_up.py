@@ -14,7 +14,6 @@ from drover.pipeline.contract.telling import Channel, Ended, asked
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.errors import UserError
 from drover.pipeline.training.data.opening import refuse_cut_shards
-from drover.pipeline.training.rank_agreement import Member, RankAgreement, with_code
 from tests.stages.training import run_train
 
 WATCHING = '''
@@ -143,17 +142,6 @@ def test_who_is_alone_or_reads_for_itself_needs_no_channel(monkeypatch):
 def test_command_lines_that_differ_are_told_apart():
     assert asked({"config": "a", "overrides": ["x=1"]}) == asked({"overrides": ["x=1"], "config": "a"})
     assert asked({"config": "a", "overrides": ["x=1"]}) != asked({"config": "a", "overrides": ["x=2"]})
-
-
-def test_the_first_rank_of_a_node_hashes_the_code_for_those_in_the_same_folder():
-    def problem(*members):
-        return RankAgreement(with_code([
-            Member(node=node, device=None, torch="2", python="3", nccl="", code=code, config="c", chain="", world=None,
-                   folder=folder) for node, code, folder in members])).problem()
-    here, there = [("n0", "x", "/a"), ("n0", "", "/a")], [("n1", "x", "/a"), ("n1", "", "/a")]
-    assert not problem(*here, *there)
-    assert "code x on ranks 0-1 (node n0), y on ranks 2-3 (node n1)" in problem(*here, ("n1", "y", "/a"), there[1])
-    assert "code x on rank 0 (node n0), in /b on rank 1 (node n0)" in problem(here[0], ("n0", "", "/b"))
 
 
 def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):

@@ -1,6 +1,5 @@
 """The order of what the training loop does: nothing that may fail comes between an update and its checkpoint."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -36,14 +35,14 @@ def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not
     """A shorter limit from where all ranks have their batch to where the step is judged."""
     loop, calls = Loop.__new__(Loop), MagicMock()
     loop.watchdog, loop.engine, loop.guards, loop.batch = calls.watchdog, calls.engine, calls.guards, calls.batch
-    loop.monitor, loop.plan = SimpleNamespace(norms=lambda step: nullcontext({})), MagicMock()
+    loop.plan = MagicMock()
     loop.hooks, loop.ranks, loop.stepped = [calls.hook], calls.ranks, stepped
     loop.as_rehearsed, loop.progress = "--config c.yaml", SimpleNamespace(step=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
         assert loop._update(MagicMock(), 7) is calls.engine.step.return_value
         asked = [name for name, *_ in calls.mock_calls]
-        assert asked.index("watchdog.step_begins") < asked.index("hook.before_step") < asked.index("engine.step") \
+        assert asked.index("watchdog.step_begins") < asked.index("engine.step") \
             < asked.index("watchdog.pulse")
         loop.progress.step = 3
         calls.engine.step.side_effect = torch.OutOfMemoryError("too much")

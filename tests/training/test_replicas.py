@@ -51,7 +51,7 @@ def test_a_majority_names_the_replicas_that_differ(held, told):
 
 def test_the_explanation_says_since_when_and_what_to_do():
     text = explain([f"w{number}: x" for number in range(5)], step=400, last_equal=200)
-    assert "in step 400" in text and "since step 200" in text and "(and 2 more)" in text and "w3" not in text
+    assert "in step 400" in text and "since step 200" in text and "w2: x and 2 more." in text and "w3" not in text
 
 
 def sums_of(ranks):

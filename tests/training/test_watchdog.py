@@ -10,7 +10,6 @@ from drover.model.generate import generate
 from drover.model.llama import Llama
 from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.config.tree import Config
 from drover.pipeline.training.monitor import Monitor
 from drover.pipeline.training.watchdog import STEP_S, Watchdog
 
@@ -27,7 +26,7 @@ class Watched:
         """Time goes by; the process is over where the watchdog found it hanging."""
         for _ in range(int(seconds)):
             self.now += 1.0
-            self.hung = self.hung or self.dog.hangs_for(LIMIT, self.now, 1.0) is not None
+            self.hung = self.hung or self.dog.hangs_for(self.now, 1.0) is not None
         if self.hung:
             raise HungError
 
@@ -108,23 +107,21 @@ def monitor(watched, draw=None, barrier=None):
     """As much of a monitor as draws texts and pauses the watchdog, on one rank; `barrier` is where it waits for
     others."""
     made = Monitor.__new__(Monitor)
-    made.watchdog, made.ranks, made.engine = watched.dog, Mock(barrier=barrier), None
-    made.samples = SimpleNamespace(draw=draw)
-    made.work = SimpleNamespace(config=Config(train=TrainConfig(sample_every=10)))
-    made.say, made.recorder = Mock(), MagicMock()
+    made.loop = Mock(watchdog=watched.dog, ranks=Mock(barrier=barrier))
+    made.samples, made.train, made.recorder = SimpleNamespace(draw=draw), TrainConfig(sample_every=10), MagicMock()
     return made
 
 
 def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(watched):
     made = monitor(watched, Mock(side_effect=FloatingPointError("the model's scores are NaN")))
     made.draw_samples(10)
-    made.say.assert_called_once_with("no sample texts after step 10: the model's scores are NaN")
+    made.loop.say.assert_called_once_with("no sample texts after step 10: the model's scores are NaN")
 
 
 def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(watched):
     """Loading, comparing, copying: all ranks are through before any is watched again."""
     made = monitor(watched, barrier=lambda: watched.passes(4 * LIMIT))
-    with made.watchdog.paused(made.ranks.barrier):
+    with made.loop.watchdog.paused(made.loop.ranks.barrier):
         watched.passes(4 * LIMIT)
     with pytest.raises(HungError):
         watched.passes(2 * LIMIT)

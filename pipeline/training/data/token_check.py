@@ -11,25 +11,23 @@ set aside, and the next start goes on from the one before. Up to which step trai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.input_check import committed
-from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.data.exclusion import Range
-from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.sampling.packing import forget
 from drover.pipeline.data.sampling.shard_checks import Damage, ShardChecks
-from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import read_sealed, write_sealed
-from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, named_after_steps, step_of
+from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, step_of
 from drover.pipeline.records.pending_evaluations import evaluation_folder
+from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from drover.pipeline.parallel.ranks import Ranks
+    from drover.pipeline.training.engines.engine import StepResult
+    from drover.pipeline.training.loop import Loop
 
 REST = 3.0
 """Seconds of rest for each of work: a quarter of a core at most, and of what a disk gives to one reader."""
@@ -47,39 +45,34 @@ Sound = tuple[int, int]
 """A step and the samples used until then."""
 
 
-class TokenCheck:
+class TokenCheck(Hook):
     """This rank's part of it. Every method but `needs` is called on all ranks alike.
 
-    table: the encode stage's shards. began: where this start of training goes on. event: logs one by its name. stored:
-    they are read from an object store: what is fetched whole is compared as it comes, and nothing here.
+    Shards that are read from an object store are not compared here: what is fetched whole is compared as it comes.
 
     Attributes:
         checked: shards that all ranks together have compared in this start, as far as this one knows.
     """
 
-    def __init__(self, work: Work, table: ShardTable, data: TrainingData, ranks: Ranks, began: TrainingProgress,
-                 say: Callable[[str], None], event: Callable[..., None], *, stored: bool = False) -> None:
-        self.work, self.ranks, self.began, self.say, self._event = work, ranks, began.step, say, event
-        self.checked = 0
-        folder, manifest = work.input("encode")
-        self._of, self._over, self._packings = manifest.digest, False, data.packings
-        self._saved = began.step, began.samples
-        self._sound: Sound = ranks.same(self._read(self._saved) if ranks.leads else None)
-        self._checks, how = None, work.config.train.shard_checks
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.work, self.ranks, table = loop, loop.work, loop.ranks, loop.batches.table
+        self.checked, self._over, self._marked = 0, False, 0
+        folder, manifest = self.work.input("encode")
+        self._of = manifest.digest
+        self._saved = self._began = loop.progress.step, loop.progress.samples
+        self._sound: Sound = self.ranks.by_leader(self._read)
+        self._checks, how = None, self.work.config.train.shard_checks
         if how is False:
-            say("token shards are not compared with what encode committed: train.shard_checks is false")
-            return
-        if stored:
+            loop.say("token shards are not compared with what encode committed: train.shard_checks is false")
+        if how is False or loop.batches.stored is not None:
             return
         heldout = [row for row in range(len(table)) if how == "all" or table.kinds[table.kind[row]][0] != "train"]
         self._checks = ShardChecks(table, lambda row: committed(folder, [table.record(row)], "encode")[0],
-                                   data.shard_rows, ranks.rank, ranks.world, heldout, REST)
-        self._marked = 0
-        if self._sound < self._saved:  # what a start before this one used, and ended before it was compared
-            self._checks.use(self._sound[0] + 1, began.step, [(self._sound[1], began.samples)])
-            self._marked = self._checks.look_again(began.step)
-        if ranks.leads:
-            self._note()
+                                   loop.data.shard_rows, self.ranks.rank, self.ranks.world, heldout, REST)
+        if self._sound < self._began:  # what a start before this one used, and ended before it was compared
+            self._checks.use(self._sound[0] + 1, self._began[0], [(self._sound[1], self._began[1])])
+            self._marked = self._checks.look_again(self._began[0])
+        self._note(self._sound)
 
     @property
     def sound_to(self) -> int:
@@ -88,80 +81,79 @@ class TokenCheck:
 
     def needs(self, step: int) -> bool:
         """Whether the checkpoint after `step` may be what training has to go back to."""
-        return self._checks is not None and not self._over and step == self._sound[0]
+        return self._checks is not None and not self._over and step == self.sound_to
 
-    def use(self, step: int, samples: Sequence[Range]) -> None:
-        """Step number `step` reads these samples."""
-        if self._checks is not None:
-            self._checks.use(step, step, samples)
+    def votes(self, loop: Loop) -> Sequence[float]:
+        """The next step uses its shards; whether this rank found damage, and how much it has compared."""
+        if self._checks is None:
+            return ()
+        step = loop.progress.step + 1
+        self._checks.use(step, step, loop.guards.excluded.take(loop.progress.samples, loop.batch.sequences).ranges)
+        return self._seen()
 
-    def votes(self) -> tuple[float, float]:
-        """What this rank adds to the sum that all make: whether it found damage, and how much it has compared."""
-        return (0.0, 0.0) if self._checks is None else (float(self._checks.damage is not None), self._checks.checked)
-
-    def judge(self, damaged: float, checked: float, settle: Callable[[], None]) -> None:
-        """By the sums of `votes`; `settle` lets a save in flight end.
-
-        Raises:
-            UserError: a shard is damaged; the same on every rank.
-        """
+    def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:
+        """UserError, the same on every rank, if a shard is damaged."""
+        damaged, checked = sums
         self.checked = round(checked)
-        if damaged and self._checks is not None:
-            found = [one for one in self.ranks.gather(self._checks.damage) if one is not None]
-            settle()
-            if self.ranks.leads:
-                for packing in self._packings:
-                    forget(packing)
-            raise UserError("\n".join([*(one.text for one in found), *self.ranks.same(
-                self._go_back(found) if self.ranks.leads else None)]))
+        if not damaged or self._checks is None:
+            return
+        loop.watchdog.pause()
+        found = [one for one in self.ranks.gather(self._checks.damage) if one is not None]
+        loop.settle_damaged()
+        if self.ranks.leads:
+            for packing in loop.data.packings:
+                forget(packing)
+        raise UserError("\n".join([*(one.text for one in found), *self.ranks.by_leader(lambda: self._go_back(found))]))
 
-    def before_save(self, progress: TrainingProgress, settle: Callable[[], None], *, leaving: bool) -> None:
-        """See that all is compared that was used before the last checkpoint, and before this start.
+    def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
+        """See Hook."""
+        record["shards_checked"] = self.checked
 
-        leaving: training has been asked to stop, and may not have the time: then the next start sees to it.
+    def on_save(self, loop: Loop) -> None:
+        """See that all is compared that was used before the last checkpoint, and before this start. Training that was
+        asked to stop may not have the time: then the next start sees to it.
 
         Raises:
             UserError: a shard is damaged, or none can be read; the same on every rank.
         """
         if self._checks is None:
             return
-        if self._wait(self._marked, settle, patient=not leaving):
-            self._sound = self._saved
-            if self.ranks.leads:
-                self._note()
+        if self._wait(self._marked, patient=loop.stop.stop is None):
+            self._note(self._saved)
         else:
-            self.say("saving before all shards that it is made of are compared; the next start compares them first")
-        self._saved = progress.step, progress.samples
-        self._marked = self._checks.look_again(progress.step)
+            loop.say("saving before all shards that it is made of are compared; the next start compares them first")
+        self._saved = loop.progress.step, loop.progress.samples
+        self._marked = self._checks.look_again(self._saved[0])
 
-    def finish(self, settle: Callable[[], None]) -> int:
-        """Wait for the rest; how many shards were compared. UserError as for `before_save`."""
+    def finish(self) -> None:
+        """Wait for the rest. UserError as for `on_save`."""
         if self._checks is not None:
-            self._wait(None, settle, patient=True)
-            self._over, self._sound = True, self._saved
-            if self.ranks.leads:
-                self._note()
-        return self.checked
+            self._wait(None, patient=True)
+            self._over = True
+            self._note(self._saved)
 
-    def close(self) -> None:
+    def on_end(self, loop: Loop) -> None:
         """Look no further."""
         if self._checks is not None:
             self._checks.close()
 
-    def _wait(self, given: int | None, settle: Callable[[], None], *, patient: bool) -> bool:
+    def _seen(self) -> tuple[float, float]:
+        assert self._checks is not None
+        return float(self._checks.damage is not None), self._checks.checked
+
+    def _wait(self, given: int | None, *, patient: bool) -> bool:
         """Until all ranks have compared what was given up to then, or, not `patient`, only to see whether they have."""
         assert self._checks is not None
         moved, seen = time.monotonic(), -1.0
         while True:
             done = self._checks.wait(given, LOOK_S if patient else 0.0)
-            ready, read, damaged, checked = self.ranks.sum(done, self._checks.seen, *self.votes())
-            self.judge(damaged, checked, settle)
+            ready, read, *sums = self.ranks.sum(done, self._checks.seen, *self._seen())
+            self.on_votes(self.loop, sums)
             if not patient or round(ready) == self.ranks.world:
                 return round(ready) == self.ranks.world
             if read > seen:
                 moved, seen = time.monotonic(), read
-            # The clock of one rank decides for all.
-            if self.ranks.same(time.monotonic() - moved > PATIENCE_S if self.ranks.leads else None):
+            if self.ranks.same(time.monotonic() - moved > PATIENCE_S):  # the clock of one rank decides for all
                 raise UserError(f"No token shard could be compared with what encode committed for {PATIENCE_S:.0f} s, "
                                 f"so no checkpoint is written. Look at the disk that the run's encode stage is on; the "
                                 f"same command then goes on. train.shard_checks=false does without.")
@@ -176,7 +168,7 @@ class TokenCheck:
         complete = [path for path in named_after_steps(folder) if (path / MARKER).is_file()]
         before = [step_of(path) for path in complete if step_of(path) < min(steps)]
         # Without one before it, the one that this start went on from is better than none.
-        last = max(before, default=0 if min(steps) > self.began or not self.began else self.began)
+        last = max(before, default=0 if min(steps) > self._began[0] else self._began[0])
         for path in named_after_steps(folder):
             step = step_of(path)
             if step > last:
@@ -184,32 +176,31 @@ class TokenCheck:
                 aside.append(path.name)
                 with suppress(OSError):  # most often there is none
                     _rename(evaluation_folder(self.work.run.folder, step))
-        self._event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
+        self.loop.event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
         told = [f"Checkpoints that may be made of it are set aside as {folder}/{SET_ASIDE}*: {', '.join(aside)}. "
                 f"Training will go on from step {last}."] if aside else []
         if last >= min(steps):
             told.append(f"The checkpoint of step {last} was saved before all shards that it is made of were compared: "
-                        f"training is sound for certain up to step {self._sound[0]} only. Should that matter, start "
+                        f"training is sound for certain up to step {self.sound_to} only. Should that matter, start "
                         f"again with --force.")
         return told
 
-    def _read(self, began: Sound) -> Sound:
+    def _read(self) -> Sound:
         """Up to where training is sound for certain."""
         try:
             record = read_sealed(self.work.folder / COMPARED)
             if record["encode"] != self._of:
-                return began  # those shards are not there any more; what was accepted then is in the manifest's drift
-            return min(began, (int(record["sound_to"]), int(record["samples"])))
+                return self._began  # those shards are not there any more; the manifest's drift has what was accepted
+            return min(self._began, (int(record["sound_to"]), int(record["samples"])))
         except (OSError, ValueError, KeyError, TypeError):
             return 0, 0
 
-    def _note(self) -> None:
-        write_sealed(self.work.folder / COMPARED, {"encode": self._of, "sound_to": self._sound[0],
-                                                   "samples": self._sound[1]})
+    def _note(self, sound: Sound) -> None:
+        self._sound = sound
+        if self.ranks.leads:
+            write_sealed(self.work.folder / COMPARED, {"encode": self._of, "sound_to": sound[0], "samples": sound[1]})
 
 
 def _rename(path: Path) -> None:
-    number, name = 1, f"{SET_ASIDE}{path.name}"
-    while (target := path.with_name(name)).exists():
-        number, name = number + 1, f"{SET_ASIDE}{path.name}.{number + 1}"
-    path.rename(target)
+    names = (path.with_name(f"{SET_ASIDE}{path.name}{ending}") for ending in ("", *(f".{n}" for n in range(2, 1000))))
+    path.rename(next(name for name in names if not name.exists()))

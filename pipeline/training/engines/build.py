@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,36 +42,29 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
     if grid.context > 1:
         from drover.pipeline.parallel.context_parallel import ContextParallel
         backend = ContextParallel(backend, grid.mesh["context"])
+    engine: Engine
     if parallel.engine == "deepspeed":
         from drover.pipeline.training.engines.zero import ZeroEngine
-        engine: Engine = ZeroEngine(model, initial, grid.ranks, precision, train, parallel, accumulation, backend,
-                                    lambda placed: build_elementwise(placed, config, grid, model.tied_embeddings))
+        engine = ZeroEngine(model, initial, grid.ranks, precision, config, accumulation, backend,
+                            lambda placed: build_elementwise(placed, config, grid, model.tied_embeddings))
     else:
         from drover.pipeline.parallel.fsdp import parallelize
-        place = partial(parallelize, model, initial, grid, precision, train, parallel, backend)
-        engine = _pipelined(config, model, grid, precision, place) if grid.pipeline > 1 else \
-            _whole(config, model, grid, place())
+        from drover.pipeline.training.engines.fsdp import FsdpEngine
+        place: Any = partial(parallelize, model, initial, grid, precision, train, parallel, backend)
+        kind = FsdpEngine
+        if grid.pipeline > 1:
+            from drover.model.llama import Part
+            from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
+            from drover.pipeline.training.engines.pipelined import PipelineEngine
+            layers, numbers = stage_layers(model, parallel.stages), parallel.stages_of(grid.pipeline_rank)
+            placed: Any = PipelinedModel([place(Part(layers[number], model.layers)) for number in numbers], grid,
+                                         parallel, precision)
+            kind = PipelineEngine
+        else:
+            placed = place()
+        engine = kind(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid, config)
     # Under context parallelism a sequence that is one document is told to the model as such (context_parallel.part_of).
     engine.across_documents, engine.attention = train.across_documents and grid.context == 1, attention
     engine.flash = flash
     engine.windowed = model.sliding_window is not None
     return engine
-
-
-def _whole(config: Config, model: ModelConfig, grid: Grid, placed: Any) -> Engine:
-    from drover.pipeline.training.engines.fsdp import FsdpEngine
-    return FsdpEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
-                      config.train.clip_norm, keep_weights=config.parallel.reshard == "never",
-                      reduce_last=config.parallel.reduce == "last")
-
-
-def _pipelined(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype,
-               place: Callable[[Any], Any]) -> Engine:
-    from drover.model.llama import Part
-    from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
-    from drover.pipeline.training.engines.pipelined import PipelineEngine
-    layers = stage_layers(model, config.parallel.stages)
-    stages = [place(Part(layers[stage], model.layers)) for stage in config.parallel.stages_of(grid.pipeline_rank)]
-    placed = PipelinedModel(stages, grid, config.parallel, precision)
-    return PipelineEngine(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid,
-                          config.train.clip_norm)

@@ -7,7 +7,7 @@ the optimizer, which happens only if loss and norm are within the step's limits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class Engine(ABC):
     """
 
     model: Any
+    optimizer: Optimizer
     updates: int = 0
     across_documents: bool = False
     windowed: bool = False
@@ -111,13 +112,20 @@ class Engine(ABC):
             kind, _, name = key.partition(".")
             yield from ((name, kind, shard.tensor) for shard in shards)
 
-    @abstractmethod
     def load(self, reader: CheckpointReader, updates: int) -> None:
         """Take weights and the optimizer's states from a checkpoint that any engine on any number of ranks has written.
 
         Raises:
             UserError: it was trained by another optimizer.
         """
+        stored, self.updates = set(reader.names()), updates
+        wanted = [f"{state}.{name}" for name, _ in self.model.named_parameters()
+                  for state in self.optimizer.state_names(name)]
+        if missing := [tensor for tensor in wanted if tensor not in stored]:
+            raise UserError(f"The checkpoint {reader.folder} does not hold {missing[0]}, nor {len(missing) - 1} more "
+                            f"of {len(wanted)} states that train.optimizer has: another optimizer has trained it, "
+                            f"whose states are of no use to this one. Take that optimizer again (with --accept-drift, "
+                            f"since this one was asked for meanwhile), or begin anew with --force or name=<another>.")
 
     @abstractmethod
     def replicated_weights(self) -> Iterator[LocalWeights]:
@@ -178,17 +186,6 @@ def _documents(batch: Batch, across: bool, windowed: bool) -> dict[str, Any]:
     if windowed:  # plain causal attention knows no window: a row is one document to the backend
         return {"documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
     return {}
-
-
-def refuse_other_optimizer(reader: CheckpointReader, optimizer: Optimizer, names: Iterable[str]) -> None:
-    """UserError if a checkpoint does not hold the states that `optimizer` has of the parameters `names`."""
-    stored = set(reader.names())
-    wanted = [f"{state}.{name}" for name in names for state in optimizer.state_names(name)]
-    if missing := [tensor for tensor in wanted if tensor not in stored]:
-        raise UserError(f"The checkpoint {reader.folder} does not hold {missing[0]}, nor {len(missing) - 1} more of "
-                        f"{len(wanted)} states that train.optimizer has: another optimizer has trained it, whose "
-                        f"states are of no use to this one. Take that optimizer again (with --accept-drift, since "
-                        f"this one was asked for meanwhile), or begin anew with --force or name=<another>.")
 
 
 def without_gradient(names: Sequence[str], counts: Sequence[int], attending: bool) -> str:

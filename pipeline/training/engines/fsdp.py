@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from drover.model.llama import Llama
+from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from drover.pipeline.parallel.grid import Grid, own
-from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
-from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
+from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.optimizers.base import Optimizer
 
@@ -29,13 +28,11 @@ class FsdpEngine(Engine):
     reduce_last: whether gradients meet after the last micro-batch only.
     """
 
-    def __init__(self, model: Llama | PipelinedModel, optimizer: Optimizer, grid: Grid, clip_norm: float,
-                 keep_weights: bool = False, reduce_last: bool = False) -> None:
-        self.model: Any = model  # with the methods that fully_shard adds
+    def __init__(self, model: Any, optimizer: Optimizer, grid: Grid, config: Config) -> None:
+        self.model = model  # with the methods that fully_shard adds
         self.sharded = isinstance(model, FSDPModule)  # a single process may need nothing of FSDP2
-        self.optimizer = optimizer
-        self.grid, self.clip_norm, self.keep_weights, self.reduce_last = grid, clip_norm, keep_weights, reduce_last
-        self.updates = 0
+        self.optimizer, self.grid, self.clip_norm = optimizer, grid, config.train.clip_norm
+        self.keep_weights, self.reduce_last = config.parallel.reshard == "never", config.parallel.reduce == "last"
         # While FSDP2 computes with gathered weights, `named_parameters` gives these.
         self.weights = dict(model.named_parameters())
         self.parts = {name: grid.part(weight) for name, weight in self.weights.items()}
@@ -123,8 +120,7 @@ class FsdpEngine(Engine):
     @torch.no_grad()
     def load(self, reader: CheckpointReader, updates: int) -> None:
         """See Engine."""
-        refuse_other_optimizer(reader, self.optimizer, self.parts)
-        self.updates = updates
+        super().load(reader, updates)
         self.optimizer.resume(updates)
         for name, kind, tensor in self._state():
             tensor.copy_(reader.read(f"{kind}.{name}", self.parts[name].offset, self.parts[name].size))

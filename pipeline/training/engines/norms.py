@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -19,53 +17,44 @@ Norms = dict[str, tuple[float | str, ...]]
 """By parameter or layer, of each of KINDS; what is no number as text."""
 
 
-@contextmanager
-def measured(engine: Engine, device: torch.device) -> Iterator[Norms]:
-    """Measure the engine's step within. The norms of every parameter of the whole model are there afterwards, on all
-    ranks: of its gradient before clipping, of its weight and of its update after it, as masters hold them.
-
-    Every rank calls it alike, after `before_update` was set, which is called too. One sum over ranks of three numbers
-    a parameter. While the update is made, this rank's part of the weights is in memory twice.
-    """
-    found: Norms = {}
-    names = parameter_names(engine.model)
-    rows = {name: row for row, name in enumerate(names)}
-    sums = torch.zeros(len(names), len(KINDS), dtype=torch.float64, device=device)
-    before: list[Tensor] = []
-    called = engine.before_update
-
-    def weights() -> dict[str, list[Tensor]]:
-        """This rank's part; each element of the whole is on one rank."""
-        return {name.removeprefix("model."): [piece.tensor for piece in pieces]
-                for name, pieces in engine.state_shards().items() if name.startswith("model.")}
-
-    def add(kind: str, tensors: dict[str, list[Tensor]]) -> None:
-        flat = [(rows[name], tensor) for name, pieces in tensors.items() for tensor in pieces if tensor.numel()]
-        if flat:
-            squares = torch.stack(torch._foreach_norm([tensor for _, tensor in flat])).double().square()
-            sums[:, KINDS.index(kind)].index_add_(0, torch.tensor([row for row, _ in flat], device=device), squares)
+class StepNorms:
+    """The norms of every parameter of the whole model in one step: of its gradient before clipping, of its weight and
+    of its update after it, as masters hold them. Made between the step's last backward pass and its update, on every
+    rank alike. Until `finish`, this rank's part of the weights is in memory twice."""
 
     @torch.no_grad()
-    def look() -> None:
-        called()
-        own, gradients = weights(), engine.gradients()
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine, self.device = engine, device
+        self.names = parameter_names(engine.model)
+        self._rows = {name: row for row, name in enumerate(self.names)}
+        self._sums = torch.zeros(len(KINDS), len(self.names), dtype=torch.float64, device=device)
+        own, gradients = self._weights(), engine.gradients()
         # Ranks that hold copies all give the gradient; the one that gives the weight counts.
-        add("gradient", {name: [piece.tensor for piece in gradients.get(name, ())] for name in own})
-        before.extend(tensor.clone() for pieces in own.values() for tensor in pieces)
+        self._add("gradient", [(row, piece.tensor) for row in dict(own)
+                               for piece in gradients.get(self.names[row], ())])
+        self._before = [tensor.clone() for _, tensor in own]
 
-    engine.before_update = look
-    try:
-        yield found
-    finally:
-        engine.before_update = called
-    with torch.no_grad():
-        after = weights()
-        add("weight", after)
-        kept = iter(before)
-        add("update", {name: [next(kept).sub_(now) for now in pieces] for name, pieces in after.items()})
-    dist.all_reduce(sums)
-    found |= {name: tuple(json_number(float(f"{value:.6g}")) for value in norms)
-              for name, norms in zip(names, sums.sqrt().tolist(), strict=True)}
+    @torch.no_grad()
+    def finish(self) -> Norms:
+        """The norms, on all ranks; after the update. One sum over ranks of three numbers a parameter."""
+        after = self._weights()
+        self._add("weight", after)
+        self._add("update", [(row, old.sub_(now)) for (row, now), old in zip(after, self._before, strict=True)])
+        dist.all_reduce(self._sums)
+        return {name: tuple(json_number(float(f"{value:.6g}")) for value in norms)
+                for name, norms in zip(self.names, self._sums.T.sqrt().tolist(), strict=True)}
+
+    def _weights(self) -> list[tuple[int, Tensor]]:
+        """This rank's part, with the row of each piece; each element of the whole is on one rank."""
+        return [(self._rows[key.removeprefix("model.")], piece.tensor)
+                for key, pieces in self.engine.state_shards().items() if key.startswith("model.")
+                for piece in pieces if piece.tensor.numel()]
+
+    def _add(self, kind: str, pieces: list[tuple[int, Tensor]]) -> None:
+        if pieces:
+            places, tensors = zip(*pieces, strict=True)
+            self._sums[KINDS.index(kind)].index_add_(0, torch.tensor(places, device=self.device),
+                                                     torch.stack(torch._foreach_norm(tensors)).double().square())
 
 
 def layer_norms(norms: Norms) -> dict[str, dict[str, float | str]]:

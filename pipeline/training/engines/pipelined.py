@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, make_schedule
@@ -26,9 +27,8 @@ class PipelineEngine(FsdpEngine):
 
     model: PipelinedModel
 
-    def __init__(self, model: PipelinedModel, optimizer: Optimizer, grid: Grid, clip_norm: float) -> None:
-        super().__init__(model, optimizer, grid, clip_norm)
-        self.model = model
+    def __init__(self, model: PipelinedModel, optimizer: Optimizer, grid: Grid, config: Config) -> None:
+        super().__init__(model, optimizer, grid, config)
         self.schedule: Any = None
         self.count, self.targets = 0, 0
         self.shape = (0, 0)

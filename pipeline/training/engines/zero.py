@@ -6,9 +6,8 @@ is therefore a range of its elements; as pieces of a checkpoint these are at mos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +16,19 @@ from torch import Tensor
 from drover.model.attention.backend import Backend
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.formats.shard_index import rectangles
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.parallel.zero import spread_by_zero
-from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult, refuse_other_optimizer
+from drover.pipeline.training.engines.engine import Engine, LocalWeights, StepResult
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.optimizers.base import ElementwiseOptimizer
 
-Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""(name, offset, size) -> that rectangle."""
+Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
+"""(kind, name, offset, size) -> that rectangle."""
 
 
 def guard(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> torch.optim.Optimizer:
@@ -63,23 +61,26 @@ class ZeroEngine(Engine):
     initial: None leaves the weights undefined, for a checkpoint to fill in. make_optimizer: of a model.
     """
 
-    def __init__(self, config: ModelConfig, initial: InitialValues | None, ranks: Ranks, precision: torch.dtype,
-                 train: TrainConfig, parallel: ParallelConfig, accumulation: int, attention: Backend,
+    optimizer: ElementwiseOptimizer
+
+    def __init__(self, model: ModelConfig, initial: InitialValues | None, ranks: Ranks, precision: torch.dtype,
+                 config: Config, accumulation: int, attention: Backend,
                  make_optimizer: Callable[[Llama], ElementwiseOptimizer]) -> None:
-        self.ranks, self.stage, self.updates = ranks, parallel.zero_stage, 0
+        self.ranks, self.stage = ranks, config.parallel.zero_stage
         self.limits = StepLimits()
 
         def guarded(model: Llama) -> torch.optim.Optimizer:
             self.optimizer = make_optimizer(model)
             return guard(self.optimizer.torch, lambda: self._norm() <= self.limits.grad_norm)
 
-        self.zero: Any = spread_by_zero(config, ranks, precision, train, parallel, accumulation, attention, guarded)
+        self.zero: Any = spread_by_zero(model, ranks, precision, config.train, config.parallel, accumulation, attention,
+                                        guarded)
         self.model: Any = self.zero.module
         self.names = dict(self.model.named_parameters())
         self.shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
                        for name, parameter in self.names.items()}
         if initial is not None:
-            self._take({"model": lambda name, offset, size: initial(name, self.shapes[name], offset, size)})
+            self._fill(["model"], lambda _, name, offset, size: initial(name, self.shapes[name], offset, size))
 
     def step(self, micro_batches: Iterator[Batch], count: int, targets: int, lr: float,
              limits: StepLimits) -> StepResult:
@@ -131,41 +132,38 @@ class ZeroEngine(Engine):
         found: dict[str, list[TensorShard]] = {}
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
-            for kind, flat in {"model": fragment.master, **self.optimizer.state_of(fragment.master)}.items():
+            for kind, flat in self._flat(fragment).items():
                 owned = flat.detach().narrow(0, fragment.at, fragment.count)
                 found[f"{kind}.{name}"] = _cut(owned, shape, fragment)
         return found
 
     def load(self, reader: CheckpointReader, updates: int) -> None:
         """See Engine."""
-        refuse_other_optimizer(reader, self.optimizer, self.names)
-        self.updates = updates
-
-        def read(kind: str, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-            return reader.read(f"{kind}.{name}", offset, size)
-
-        self._take({kind: partial(read, kind) for kind in ("model", *self.optimizer.names)})
+        super().load(reader, updates)
+        self._fill(["model", *self.optimizer.names],
+                   lambda kind, name, offset, size: reader.read(f"{kind}.{name}", offset, size))
         for parameter in self.names.values():
             self.optimizer.resume_at(self._fragment(parameter).master, updates)
 
     @torch.no_grad()
-    def _take(self, sources: dict[str, Read]) -> None:
-        """Fill masters, states and the weights that are computed with from `sources`, by kind."""
+    def _fill(self, kinds: Sequence[str], read: Read) -> None:
+        """Fill masters, states and the weights that are computed with, of these kinds."""
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
-            states = self.optimizer.state_of(fragment.master)
-            for kind, read in sources.items():
-                flat = fragment.master if kind == "model" else states[kind]
-                at = fragment.at
-                for offset, size in rectangles(shape, fragment.start, fragment.start + fragment.count):
-                    values = read(name, offset, size).flatten()
-                    flat.data[at:at + len(values)].copy_(values)
-                    at += len(values)
+            flat = self._flat(fragment)
+            for kind in kinds:
+                owned = flat[kind].data.narrow(0, fragment.at, fragment.count)
+                for piece in _cut(owned, shape, fragment):
+                    piece.tensor.copy_(read(kind, name, piece.offset, tuple(piece.tensor.shape)))
             if self.stage == 3:
                 own = fragment.master.data.narrow(0, fragment.at, fragment.count)
                 parameter.ds_tensor.data[:fragment.count].copy_(own)
             if self.stage < 3 or parameter.numel():  # also in stage 3, small weights stay whole on every rank at times
-                parameter.data.copy_(sources["model"](name, (0,) * len(shape), shape))
+                parameter.data.copy_(read("model", name, (0,) * len(shape), shape))
+
+    def _flat(self, fragment: Fragment) -> dict[str, Tensor]:
+        """The flat master of a fragment and its states, by kind."""
+        return {"model": fragment.master, **self.optimizer.state_of(fragment.master)}
 
     def _fragment(self, parameter: Any) -> Fragment:
         if self.stage == 3:

@@ -356,20 +356,12 @@ class TrainingLog:
         self._sinks = [BackgroundSink(sink.kind, lambda sink=sink: SINKS.made([sink])[0].open(about))  # type: ignore[misc]
                        for sink in sinks]
 
-    def step(self, record: dict[str, Any]) -> None:
-        """One training step."""
-        self._lines.step(record)
-        self._tell("step", record)
-
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        """One sample text."""
-        self._lines.sample(step, prompt, text)
-        self._tell("sample", step, prompt, text)
-
-    def event(self, kind: str, **details: Any) -> None:
-        """Something that happened: start, resume, checkpoint, stop."""
-        self._lines.event(kind, details)
-        self._tell("event", kind, details)
+    def tell(self, method: str, *arguments: Any) -> None:
+        """A step, a sample or an event: the method of `Sink`, and what it is given."""
+        getattr(self._lines, method)(*arguments)
+        for sink in self._sinks:
+            sink.tell(method, *arguments)
+        self._look()
 
     def close(self) -> None:
         """Write everything out; sinks that take too long are left behind."""
@@ -378,11 +370,6 @@ class TrainingLog:
             sink.close(until)
         self._look()
         self._lines.close()
-
-    def _tell(self, method: str, *arguments: Any) -> None:
-        for sink in self._sinks:
-            sink.tell(method, *arguments)
-        self._look()
 
     def _look(self) -> None:
         """Take leave of sinks that have failed."""

@@ -4,13 +4,14 @@ import math
 
 import pytest
 
+from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.training.optimizers.schedule import learning_rate
+from drover.pipeline.training.optimizers.schedule import planned_rate
 
 
 def rates(**settings):
-    train = TrainConfig(**settings)
-    return [learning_rate(step, train) for step in range(train.steps)]
+    plan = PhasePlan.of(TrainConfig(**settings))
+    return [planned_rate(step, plan) for step in range(plan.steps)]
 
 
 def test_warmup_is_linear_and_reaches_the_peak():

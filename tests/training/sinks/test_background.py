@@ -57,9 +57,9 @@ def log(tmp_path):
 def test_everything_is_told_in_order_and_before_the_end(log):
     log_ = log(first=(first := told()), second=(second := told()))
     for step in range(50):
-        log_.step({"step": step})
-    log_.sample(3, "a", "b")
-    log_.event("finish", step=50)
+        log_.tell("step", {"step": step})
+    log_.tell("sample", 3, "a", "b")
+    log_.tell("event", "finish", {"step": 50})
     log_.close()
     assert first.mock_calls == second.mock_calls
     opened, *steps, sample, event, closed = first.mock_calls
@@ -73,9 +73,9 @@ def test_everything_is_told_in_order_and_before_the_end(log):
 def test_one_that_fails_is_switched_off_and_said_once(log, fails):
     log_ = log(bad=told(fails), good=(good := told()))
     for step in range(1, 20):
-        log_.step({"step": step})
-        log_.sample(step, "a", "b")
-        log_.event("checkpoint", step=step)
+        log_.tell("step", {"step": step})
+        log_.tell("sample", step, "a", "b")
+        log_.tell("event", "checkpoint", {"step": step})
     log_.close()
     assert log.said == ["warning: the log sink bad is switched off: SystemExit: no more of that. Training goes on; "
                         "metrics.jsonl has everything"]
@@ -88,7 +88,7 @@ def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
     gate = threading.Event()
     log_ = log(slow=(slow := told(gate=gate)))
     for step in range(100):
-        log_.step({"step": step})
+        log_.tell("step", {"step": step})
     log_.close()
     assert log.steps() == list(range(100)) and not slow.step.called and len(log.events()) == 1
     assert "it had not taken in everything when training ended" in "".join(log.said)
