@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from drover.launch.slurm.submit.options import option_problems
 from drover.pipeline.config.checks import place_problems, problems, rank_problems
 from drover.pipeline.config.launching import minutes
 from drover.pipeline.config.loading import refusal
-from drover.pipeline.config.outside import absent_attention, absent_torchao
+from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked, unwritable
 from drover.pipeline.config.shapes import export_problem
@@ -25,12 +24,10 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.console import readable
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.data.filters.base import unusable as unusable_filters
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.errors import UserError, listed
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from drover.pipeline.stores.store import Store, preflight
-from drover.pipeline.training.sinks.base import unusable
 
 _AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS",
           "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE")
@@ -58,16 +55,13 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
         found.append(obstacle)
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
-    if "shard" in running:
-        found += unusable_filters(config.shard.filters)
+    for stage in running:
+        found += absent_packages(config, stage)
     if "convert" in running and (problem := export_problem(config.model)):
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     if "train" in running:
-        found += [*rank_problems(config, running["train"].ranks), *unusable(config.train.log_to),
-                  *HOOKS.problems(config.train.hooks), *absent_attention(config), *absent_torchao(config)]
-        if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-            found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
-                         "it, or take parallel.engine=fsdp2.")
+        found += [*rank_problems(config, running["train"].ranks), *HOOKS.problems(config.train.hooks),
+                  *absent_attention(config)]
     if found:
         raise refusal(found, path)
 
@@ -242,8 +236,9 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping
     _refuse_all("What is to be copied to an object store has no place", found)
 
 
-def refuse_wrong_packages() -> None:
-    """Refuse packages of other versions than Drover asks for, or absent ones: jobs would fail hours later.
+def refuse_wrong_packages(extras: Collection[str]) -> None:
+    """Refuse packages of other versions than Drover and these of its extras ask for, or absent ones: jobs would fail
+    hours later.
 
     Raises:
         UserError: naming all of them, and the command that mends it.
@@ -256,7 +251,7 @@ def refuse_wrong_packages() -> None:
     except metadata.PackageNotFoundError:
         return  # not installed but run from a checkout; what is missing shows at import
     for requirement in wanted:
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             versions = [one.version for one in metadata.distributions(name=requirement.name)][:1]
             if not versions:
                 found.append(f"{requirement.name} is not installed")
@@ -264,7 +259,7 @@ def refuse_wrong_packages() -> None:
                 found.append(f"{requirement.name} is {versions[0]}, but {requirement.specifier} is needed")
     if found:
         raise UserError(f"The Python environment does not fit:\n{listed(found)}\n"
-                        f"`pip install --editable .` in the checkout mends it.")
+                        f"`pip install --editable '.[{','.join(sorted(extras))}]'` in the checkout mends it.")
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.evaluation.comparing import Candidate, Conditions, Measuring, deliverable, differences, rows
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.files import sha256_file, write_json, write_text
@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _compared(options: argparse.Namespace) -> None:
     candidates, conditions = _candidates(options), _conditions(options)
+    require("a comparison", "lm_eval")
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
     ranks = start_ranks()

@@ -22,7 +22,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.evaluation.tasks import write_absolute
 
 INCLUDE = "--include_path"
@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _hand_over() -> None:
+    require("this command", "lm_eval")
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
 
