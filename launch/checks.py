@@ -80,16 +80,42 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     submits.
     """
     found = credential_problems(run.config, environment)  # the configuration is written into the run folder
+    running = [job for job in jobs if job.to_run]
     if options.cluster == "slurm":
-        running = [job for job in jobs if job.to_run]
         found += cluster_problems(run.config, running, environment, [] if showing else Scheduler().node_kinds())
-        if not showing and disk.needed > disk.free:
-            parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
-            found.append(f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free "
-                         f"where {run.folder} goes: free some, set runs_dir, or keep fewer checkpoints "
-                         f"(train.checkpoint.keep).")
+    if run.config.launch.check_fit:
+        elsewhere = showing and options.cluster == "slurm"
+        found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
     _refuse_all("This cannot be started", found)
     refuse_unsound(run, jobs, options, showing=showing)
+
+
+def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
+    """That training's state alone is more than a rank's memory, as far as that is known."""
+    train = next((job for job in jobs if job.key == "train"), None)
+    state = state_bytes_per_rank(config, train.ranks) if train is not None else None
+    if train is None or state is None:
+        return
+    site, here = config.launch.limits.gpu_memory_gb, options.machine
+    if options.cluster == "slurm":
+        memory, has = (site or 0) * 1e9, f"a GPU here has {site:g} GB (launch.limits)" if site else ""
+        advice = "take more nodes, a smaller parallel.dp_replicate, or parallel.engine=deepspeed with offload"
+    else:
+        memory = here.memory if here.gpus else here.memory / train.ranks
+        has = f"{'a GPU here has' if here.gpus else 'of the free memory here it gets'} {readable(memory)}"
+        advice = "take a smaller model (python -m drover.tools.presets lists shapes), or a machine with more"
+    if memory and state > memory:
+        yield (f"weights, gradients and moments alone take {readable(state)} a rank, but {has}: {advice}; "
+               f"launch.check_fit=false starts it all the same.")
+
+
+def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
+    """That the run may write more than is free."""
+    if disk.needed > disk.free:
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
+        yield (f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free where "
+               f"{run.folder} goes: free some, set runs_dir, or keep fewer checkpoints (train.checkpoint.keep); "
+               f"launch.check_fit=false starts it all the same.")
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
@@ -175,11 +201,6 @@ def cluster_problems(config: Config, jobs: list[Job], environment: Mapping[str, 
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
             yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before "
                    f"its end (launch.signal_s): nothing would be left to train in.")
-        state = state_bytes_per_rank(config, job.ranks) if job.key == "train" and site.gpu_memory_gb else None
-        if state is not None and state > (site.gpu_memory_gb or 0) * 1e9:
-            yield (f"weights, gradients and moments alone take {readable(state)} a rank, but a GPU here has "
-                   f"{site.gpu_memory_gb:g} GB (launch.limits): take more nodes, a smaller parallel.dp_replicate, or "
-                   f"parallel.engine=deepspeed with offload.")
     count = sum(len(job.elements) or 1 for job in jobs)
     if site.jobs is not None and count > site.jobs:
         yield f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits)."

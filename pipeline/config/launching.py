@@ -117,7 +117,7 @@ class SiteLimits(Section):
     jobs: int | None = Field(None, gt=0)
     """Jobs of one user in the queue."""
     gpu_memory_gb: float | None = Field(None, gt=0)
-    """Memory of one GPU in GB: weights, gradients and moments of a rank must fit."""
+    """Memory of one GPU in GB: weights, gradients and moments of a rank must fit (`check_fit`)."""
 
 
 class LaunchConfig(Section):
@@ -189,6 +189,9 @@ class LaunchConfig(Section):
     """A rank slower than the group's median by more than this makes its node a bad one."""
     limits: SiteLimits = Field({}, validate_default=True)
     """What the site allows."""
+    check_fit: bool = True
+    """Refuse, before anything starts, training whose weights, gradients and moments alone are more than the memory, and
+    a run that may write more than is free on the disk. false: start it all the same."""
     shard: ArrayResources = Field({}, validate_default=True)
     """Jobs of shard."""
     tokenizer: Resources = Field({}, validate_default=True)

@@ -44,7 +44,7 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool)
 
     Raises:
         UserError: the weights of `train.init_from` are not there, damaged, or of another shape or tokenizer; the same
-            on every rank.
+            on every rank. Later, on ranks that read them, for NaN and infinite values.
     """
     if begun:
         yield None
@@ -76,14 +76,17 @@ def _keep_settings(work: Work, path: Path | None) -> None:
 
 
 def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
-    """Initial values from `weights`; rows that they lack, of a vocabulary that has grown, from `otherwise`."""
+    """Initial values from `weights`; rows that they lack, of a vocabulary that has grown, from `otherwise`.
+
+    Raises UserError, when read, for NaN and infinite values.
+    """
     def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
         rows = min(size[0], max(0, weights.shapes[name][0] - offset[0]))
         if rows and rows == size[0]:
-            return weights.read(name, offset, size)
+            return weights.finite(name, offset, size)
         value = otherwise(name, shape, offset, size).clone()
         if rows:
-            value[:rows] = weights.read(name, offset, (rows, *size[1:]))
+            value[:rows] = weights.finite(name, offset, (rows, *size[1:]))
         return value
     return values
 
