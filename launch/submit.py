@@ -224,13 +224,10 @@ def _control(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     from drover.pipeline.config.explaining import explain
     from drover.pipeline.config.loading import load_config
-    from drover.pipeline.config.tree import Config
 
     key, overridden, _ = options.explain.partition("=")  # `--explain train.lr=5`: the override was meant as one
     overrides = [*[options.explain] * bool(overridden), *_overrides(options)]
-    if options.config is None and overrides:
-        raise UserError(f"The override {overrides[0]} is laid over a file, but none is given. Add --config FILE.")
-    print(explain(Config() if options.config is None else load_config(options.config, overrides, check=False), key))
+    print(explain(load_config(options.config or _usual_config(), overrides, check=False), key))
     return 0
 
 

@@ -21,6 +21,8 @@ from drover.pipeline.config.tree import Config
 
 UINT16_IDS = 65536
 SPECIAL_IDS = 256
+MOST_NAME = 100
+"""Bytes of a source's name, of which names of files are made."""
 TRAINED = ("sentencepiece", "bpe")
 
 
@@ -314,6 +316,8 @@ def _sources(config: Config) -> Iterator[str]:
                 for name, count in Counter(names).items() if count > 1)
     yield from (f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': it becomes a file "
                 f"name." for name in names if not name.replace("_", "").replace("-", "").isalnum())
+    yield from (f"the source name '{name[:20]}...' in shard.sources has {len(name.encode())} bytes: names of files are "
+                f"made of it, so take at most {MOST_NAME}." for name in names if len(name.encode()) > MOST_NAME)
 
 
 def _filters(config: Config) -> Iterator[str]:

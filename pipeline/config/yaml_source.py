@@ -23,6 +23,10 @@ MERGE = "tag:yaml.org,2002:merge"
 """What YAML calls the key `<<`."""
 
 
+PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
+"""What YAML calls the values that a configuration is made of."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, except that 1e-3 is a number and 'on', 'yes', 12:30 are not."""
 
@@ -105,7 +109,8 @@ class Values:
         try:
             value = load_bounded(text, _Loader, f"The override {dotted}")
         except (yaml.YAMLError, ValueError) as error:
-            raise UserError(f"The override {dotted}={text} is not valid YAML: {error}. Quote the value.") from None
+            raise UserError(f"The override {dotted}={text} is not valid YAML: {_said(error, 'it')}. Quote the value."
+                            ) from None
         node: Any = self.tree
         for depth, key in enumerate(keys[:-1]):
             if isinstance(node, dict):
@@ -144,7 +149,7 @@ def read_yaml(path: Path, named_by: str = "") -> Values:
         if node is not None:
             values.tree = _Reader(loader, path, values.places).value(_bounded(node, str(path)), ())
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
+        raise UserError(f"{path} is not valid YAML: {_said(error, str(path))}") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deeply to be read.") from None
     if not isinstance(values.tree, dict):
@@ -162,12 +167,17 @@ def load_bounded(text: str | bytes, kind: Any, where: str) -> Any:
         raise UserError(f"{where} is nested too deeply to be read.") from None
 
 
+def _said(error: Exception, name: str) -> str:
+    """What PyYAML says of a text, which it does not know the name of."""
+    return str(error).replace('"<unicode string>"', name)
+
+
 def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
     """The content of a task's YAML file by a loader of PyYAML. UserError, with the advice, where it is no task."""
     try:
         return dict(typed(load_bounded(path.read_text(encoding="utf-8"), kind, str(path)), TaskSettings))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else _said(error, str(path))
         raise UserError(f"The task {path} cannot be read: {why}.{advice}") from None
 
 
@@ -221,6 +231,9 @@ class _Reader:
         self.places[at] = self._line(node)
         self._open.append(node)
         try:
+            if node.tag not in PLAIN:
+                raise UserError(f"{self._line(node)}: the tag {node.tag} makes something else than a plain value of "
+                                f"'{'.'.join(map(str, at))}'. Write the value without a tag.")
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, at)
             if isinstance(node, yaml.SequenceNode):

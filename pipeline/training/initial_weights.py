@@ -7,7 +7,6 @@ extended, and a larger vocabulary, whose new rows start as in a new model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.errors import UserError, listed
+from drover.pipeline.files import read_json
 from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks
@@ -158,7 +158,7 @@ def tokenizer_of(path: Path) -> Path | None:
 def _known(path: Path) -> dict[str, Any]:
     """Tokens by id, and the merges, of a tokenizer.json. UserError if it is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         vocabulary = content["model"]["vocab"]
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else \
             ((piece[0], index) for index, piece in enumerate(vocabulary))

@@ -145,13 +145,13 @@ def test_no_configuration(launcher, monkeypatch):
     assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
 
 
-def test_explain_works_without_a_configuration(launcher):
+def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher):
     def explain(*arguments):
         return launcher.call("--explain", *arguments).stdout
-    assert "default: 0.003   now: 0.003" in explain("train.lr")
+    assert "config    " in (said := explain("train.lr")) and "default: 0.003   now: 0.01" in said
     assert "default: 0.003   now: 0.5" in explain("train.lr", "--config", "config.yaml", "train.lr=0.5")
     assert "default: 0.003   now: 0.5" in explain("train.lr=0.5", "--config", "config.yaml")
-    assert "is laid over a file, but none is given" in launcher.call("--explain", "train.lr=0.5").stderr
+    assert "default: 0.003   now: 0.5" in explain("train.lr=0.5")
     assert explain("train").count("type:") < explain().count("type:")
 
 
@@ -178,7 +178,7 @@ def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launch
     large = ("--stage", "train", "--cluster", "local", "model.preset=llama3.1_405b", "model.vocab_size=128256", *more)
     told = launcher.refused(*large)
     assert re.search(r"moments alone take [\d.]+ TB a rank, but of the free memory here it gets", told)
-    assert re.search(r"the run may write [\d.]+ TB \(up to 4 checkpoints .*are free where", told)
+    assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free where", told)
     assert "launch.check_fit=false starts it all the same" in told and not launcher.run.exists()
     if more:
         assert "-m drover.pipeline.train" in launcher.accepted(*large, "launch.check_fit=false")

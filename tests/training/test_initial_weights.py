@@ -121,9 +121,10 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is
     same, torn = tokenizer(tmp_path / "same"), tmp_path / "torn"
     torn.mkdir()
     assert "no tokenizer.json there" in refuse_other_tokenizer(torn, same)
-    (torn / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be compared"):
-        refuse_other_tokenizer(torn, same)
+    for text in ("{", "[" * 5000):
+        (torn / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match="cannot be compared"):
+            refuse_other_tokenizer(torn, same)
 
 
 def test_a_checkpoint_of_a_run_has_the_runs_tokenizer(tmp_path):
