@@ -31,6 +31,7 @@ from drover.pipeline.contract.preparation import report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
 from drover.pipeline.contract.state import now
+from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.parallel.free_memory import free_on_host
 
 WORDS = Path("logs") / "local.log"
@@ -73,7 +74,7 @@ def find_machine() -> Machine:
         gpus, memory = visible_gpus({}), 0
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         gpus = min(gpus, visible_gpus(os.environ))
-    return Machine(len(os.sched_getaffinity(0)), gpus, memory if gpus else free_on_host())
+    return Machine(usable_cores(), gpus, memory if gpus else free_on_host())
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
