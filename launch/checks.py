@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from drover.launch.slurm.submit.options import option_problems
 from drover.pipeline.config.checks import place_problems, problems, rank_problems
 from drover.pipeline.config.launching import minutes
 from drover.pipeline.config.loading import refusal
-from drover.pipeline.config.outside import absent_attention, absent_torchao
+from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
 from drover.pipeline.config.shapes import export_problem
@@ -25,12 +24,10 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.console import readable, say
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.data.filters.base import unusable as unusable_filters
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.errors import UserError, listed
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from drover.pipeline.stores.store import Store, preflight
-from drover.pipeline.training.sinks.base import unusable
 
 _AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS",
           "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE")
@@ -58,16 +55,13 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
         found.append(obstacle)
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
-    if "shard" in running:
-        found += unusable_filters(config.shard.filters)
+    for stage in running:
+        found += absent_packages(config, stage)
     if "convert" in running and (problem := export_problem(config.model)):
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     if "train" in running:
-        found += [*rank_problems(config, running["train"].ranks), *unusable(config.train.log_to),
-                  *HOOKS.problems(config.train.hooks), *absent_attention(config), *absent_torchao(config)]
-        if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-            found.append("parallel.engine is 'deepspeed', but the package deepspeed is not installed here; install "
-                         "it, or take parallel.engine=fsdp2.")
+        found += [*rank_problems(config, running["train"].ranks), *HOOKS.problems(config.train.hooks),
+                  *absent_attention(config)]
     if found:
         raise refusal(found, path)
 
@@ -86,16 +80,42 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     submits.
     """
     found = credential_problems(run.config, environment)  # the configuration is written into the run folder
+    running = [job for job in jobs if job.to_run]
     if options.cluster == "slurm":
-        running = [job for job in jobs if job.to_run]
         found += cluster_problems(run.config, running, environment, [] if showing else Scheduler().node_kinds())
-        if not showing and disk.needed > disk.free:
-            parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
-            found.append(f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free "
-                         f"where {run.folder} goes: free some, set runs_dir, or keep fewer checkpoints "
-                         f"(train.checkpoint.keep).")
+    if run.config.launch.check_fit:
+        elsewhere = showing and options.cluster == "slurm"
+        found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
     _refuse_all("This cannot be started", found)
     refuse_unsound(run, jobs, options, showing=showing)
+
+
+def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
+    """That training's state alone is more than a rank's memory, as far as that is known."""
+    train = next((job for job in jobs if job.key == "train"), None)
+    state = state_bytes_per_rank(config, train.ranks) if train is not None else None
+    if train is None or state is None:
+        return
+    site, here = config.launch.limits.gpu_memory_gb, options.machine
+    if options.cluster == "slurm":
+        memory, has = (site or 0) * 1e9, f"a GPU here has {site:g} GB (launch.limits)" if site else ""
+        advice = "take more nodes, a smaller parallel.dp_replicate, or parallel.engine=deepspeed with offload"
+    else:
+        memory = here.memory if here.gpus else here.memory / train.ranks
+        has = f"{'a GPU here has' if here.gpus else 'of the free memory here it gets'} {readable(memory)}"
+        advice = "take a smaller model (python -m drover.tools.presets lists shapes), or a machine with more"
+    if memory and state > memory:
+        yield (f"weights, gradients and moments alone take {readable(state)} a rank, but {has}: {advice}; "
+               f"launch.check_fit=false starts it all the same.")
+
+
+def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
+    """That the run may write more than is free."""
+    if disk.needed > disk.free:
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
+        yield (f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free where "
+               f"{run.folder} goes: free some, set runs_dir, or keep fewer checkpoints (train.checkpoint.keep); "
+               f"launch.check_fit=false starts it all the same.")
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
@@ -181,11 +201,6 @@ def cluster_problems(config: Config, jobs: list[Job], environment: Mapping[str, 
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
             yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before "
                    f"its end (launch.signal_s): nothing would be left to train in.")
-        state = state_bytes_per_rank(config, job.ranks) if job.key == "train" and site.gpu_memory_gb else None
-        if state is not None and state > (site.gpu_memory_gb or 0) * 1e9:
-            yield (f"weights, gradients and moments alone take {readable(state)} a rank, but a GPU here has "
-                   f"{site.gpu_memory_gb:g} GB (launch.limits): take more nodes, a smaller parallel.dp_replicate, or "
-                   f"parallel.engine=deepspeed with offload.")
     count = sum(len(job.elements) or 1 for job in jobs)
     if site.jobs is not None and count > site.jobs:
         yield f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits)."
@@ -242,8 +257,9 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping
     _refuse_all("What is to be copied to an object store has no place", found)
 
 
-def refuse_wrong_packages() -> None:
-    """Refuse packages of other versions than Drover asks for, or absent ones: jobs would fail hours later.
+def refuse_wrong_packages(extras: Collection[str]) -> None:
+    """Refuse packages of other versions than Drover and these of its extras ask for, or absent ones: jobs would fail
+    hours later.
 
     Raises:
         UserError: naming all of them, and the command that mends it.
@@ -256,7 +272,7 @@ def refuse_wrong_packages() -> None:
     except metadata.PackageNotFoundError:
         return  # not installed but run from a checkout; what is missing shows at import
     for requirement in wanted:
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             versions = [one.version for one in metadata.distributions(name=requirement.name)][:1]
             if not versions:
                 found.append(f"{requirement.name} is not installed")
@@ -264,7 +280,7 @@ def refuse_wrong_packages() -> None:
                 found.append(f"{requirement.name} is {versions[0]}, but {requirement.specifier} is needed")
     if found:
         raise UserError(f"The Python environment does not fit:\n{listed(found)}\n"
-                        f"`pip install --editable .` in the checkout mends it.")
+                        f"`pip install --editable '.[{','.join(sorted(extras))}]'` in the checkout mends it.")
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:

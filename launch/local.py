@@ -30,6 +30,8 @@ from drover.pipeline.contract.preparation import report_done
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES
 from drover.pipeline.contract.state import now
+from drover.pipeline.contract.threads import usable_cores
+from drover.pipeline.parallel.free_memory import free_on_host
 
 WORDS = Path("logs") / "local.log"
 """In a run folder: what the launcher said of all stages and starts on this box."""
@@ -63,15 +65,17 @@ class LocalHost(Host):
 
 
 def find_machine() -> Machine:
-    """Cores that this process may use and GPUs that it can see, without importing torch."""
+    """Cores that this process may use, GPUs that it can see, and memory, without importing torch."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-        gpus = sum(line.startswith("GPU ") for line in listing.splitlines())
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        gpus = len(listing)
+        memory = min((int(mib) << 20 if mib.strip().isdigit() else 0 for mib in listing), default=0)
     except (OSError, subprocess.SubprocessError):
-        gpus = visible_gpus({})
+        gpus, memory = visible_gpus({}), 0
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         gpus = min(gpus, visible_gpus(os.environ))
-    return Machine(len(os.sched_getaffinity(0)), gpus)
+    return Machine(usable_cores(), gpus, memory if gpus else free_on_host())
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:

@@ -22,10 +22,12 @@ Kind = Literal["job", "array", "finalise", "link", "evaluation"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What this box has: cores this process may use, GPUs it can see."""
+    """What this box has: cores this process may use, GPUs it can see; bytes of memory of one GPU, or where there is
+    none, those that are free for all ranks together (0: not known)."""
 
     cores: int
     gpus: int = 0
+    memory: int = 0
 
 
 @dataclass(frozen=True)

@@ -201,14 +201,10 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from drover.pipeline.config.explaining import explain
-    from drover.pipeline.config.loading import load_config
-    from drover.pipeline.config.tree import Config
 
     key, overridden, _ = options.explain.partition("=")  # `--explain train.lr=5`: the override was meant as one
-    overrides = [*[options.explain] * bool(overridden), *_overrides(options)]
-    if options.config is None and overrides:
-        raise UserError(f"The override {overrides[0]} is laid over a file, but none is given. Add --config FILE.")
-    print(explain(Config() if options.config is None else load_config(options.config, overrides, check=False), key))
+    options.overrides = [*[options.explain] * bool(overridden), *options.overrides]
+    print(explain(_config(options), key))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The one exception that a user is meant to read."""
+"""What a user is meant to read: the one exception that he can mend, and what is said of packages that are absent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+EXTRAS = {"lm_eval": "eval", "deepspeed": "deepspeed", "submitit": "slurm", "datasets": "hub",
+          "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "rensa": "clean", "ftfy": "clean",
+          "fasttext": "clean", "fastokens": "fast", "obstore": "objects", "uvicorn": "serve", "starlette": "serve",
+          "torchao": "fp8"}
+"""The extra of pyproject.toml that brings a module which only some runs need."""
+CHECKOUT = (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
+"""Whether this is a checkout, where pip is to install Drover's own requirements and no package of its name."""
 
 
 class UserError(Exception):
@@ -112,3 +121,25 @@ def all_problems(problems: Sequence[str], heading: str, shown: int = 10) -> str:
         return problems[0]
     more = f"\n... and {len(problems) - shown:,} more" if len(problems) > shown else ""
     return f"{heading}:\n{listed(problems[:shown])}{more}"
+
+
+def install(module: str) -> str:
+    """The command that installs a module."""
+    extra = EXTRAS.get(module)
+    if extra is None:
+        return f"`pip install {module}`"
+    return f"`pip install --editable '.[{extra}]'` in the checkout" if CHECKOUT else f"`pip install 'drover[{extra}]'`"
+
+
+def absent(wanted: str, module: str, instead: str = "") -> list[str]:
+    """That `wanted` needs a module which is not installed, as a sentence; nothing where it is."""
+    if find_spec(module) is not None:
+        return []
+    return [f"{wanted} needs the package {module}, which is not installed here: {install(module)} installs it."
+            f"{instead and f' Or {instead}.'}"]
+
+
+def require(wanted: str, module: str, instead: str = "") -> None:
+    """UserError where a module that is needed is not installed."""
+    for problem in absent(wanted, module, instead):
+        raise UserError(problem)

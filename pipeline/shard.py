@@ -26,7 +26,7 @@ from drover.pipeline.config.kinds import outside_sources
 from drover.pipeline.contract.units import Unit
 from drover.pipeline.data.data_card import keeps_examples, source_card
 from drover.pipeline.data.documents import Rejection
-from drover.pipeline.data.filters.base import libraries, unusable
+from drover.pipeline.data.filters.base import libraries
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
 from drover.pipeline.data.readers import absent_columns
@@ -97,10 +97,8 @@ def _warn_of_unpinned(work: Work) -> None:
 
 
 def _filters(work: Work) -> dict[str, Any]:
-    """What a unit's payload says of filters; nothing where there are none. Refuses those that cannot be had."""
+    """What a unit's payload says of filters; nothing where there are none."""
     config = work.config.shard
-    if problems := unusable(config.filters):
-        raise UserError(listed(problems))
     code = {module: (path, sha256_file(path)) for module, path in outside_sources(config.filters).items()}
     for module, (path, digest) in code.items():
         work.say(f"filters of the module {module} are not Drover's: {path}, sha256 {digest[:12]}")

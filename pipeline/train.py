@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from drover.pipeline.contract.preparation import is_leader
-
 if TYPE_CHECKING:
     from drover.pipeline.contract.stage_work import Work
 
@@ -24,11 +22,8 @@ if TYPE_CHECKING:
 def train(work: Work) -> None:
     """Train to the configured number of steps and commit, or save and leave when asked to stop."""
     from drover.pipeline.training.loop import Loop
-    from drover.pipeline.training.sinks.base import refuse_unusable
     from drover.pipeline.training.watchdog import Watchdog
 
-    if is_leader():  # it alone has sinks
-        refuse_unusable(work.config.train.log_to)
     with Watchdog.of(work) as watchdog, Loop(work, watchdog) as loop:
         loop.run()
 

@@ -24,7 +24,7 @@ from drover.pipeline.console import aligned, markdown
 from drover.pipeline.contract.command_line import Parser, Program, find_model, find_run, refuse_low
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.evaluation.comparing import Candidate, Conditions, differences, measured, rows
 from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
@@ -53,6 +53,7 @@ def work(options: argparse.Namespace) -> None:
     """Measure, compare and print."""
     go_offline()  # before anything imports the libraries that look for it
     candidates, conditions = _candidates(options), _conditions(options)
+    require("a comparison", "lm_eval")
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 
     ranks = start_ranks()

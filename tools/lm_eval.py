@@ -23,7 +23,7 @@ from pathlib import Path
 
 from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.contract.command_line import complain
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.evaluation.tasks import find_tasks, write_absolute, write_groups
 
 INCLUDE = "--include_path"
@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _hand_over() -> None:
+    require("this command", "lm_eval")
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
 

@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 from drover.pipeline.contract.orphans import end_with_parent
+from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.errors import UserError
 
 AHEAD = 2
@@ -51,4 +52,4 @@ def processes_asked(asked: int | None) -> int:
     """How many processes to take: as asked, or one for each core that this process may use, eight at most."""
     if asked is not None and asked < 1:
         raise UserError(f"--processes counts from 1; asked: {asked}.")
-    return asked or min(8, len(os.sched_getaffinity(0)))
+    return asked or min(8, usable_cores())

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drover.pipeline.contract.command_line import Parser, Program
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
 from drover.pipeline.records.weight_files import weights_folder
@@ -52,13 +52,11 @@ def serve(options: argparse.Namespace) -> None:
     key = _key(options.api_key)
     with _listening(options.host, options.port) as listening:
         weights_folder(options.model)  # refuses what is not there, before the server and torch are imported
-        try:
-            import uvicorn
+        for package in ("uvicorn", "starlette"):
+            require("the server", package)
+        import uvicorn
 
-            from drover.tools.serving.app import LOCAL, Server
-        except ImportError as error:
-            raise UserError(f"drover.tools.serve needs the package {error.name}, which is not installed: "
-                            f"pip install -e '.[serve]'") from None
+        from drover.tools.serving.app import LOCAL, Server
         from drover.tools.serving.asked import Reader
         from drover.tools.serving.worker import Worker
 

@@ -27,6 +27,8 @@ from drover.pipeline.config.tree import Config
 
 UINT16_IDS = 65536
 SPECIAL_IDS = 256
+MOST_NAME = 100
+"""Bytes of a source's name, of which names of files are made."""
 TRAINED = ("sentencepiece", "bpe")
 Rules = Iterator[tuple[Any, str]]
 """Pairs: whether it is wrong (by its truth), and the sentence."""
@@ -237,6 +239,8 @@ def _listed(config: Config) -> Iterator[str]:
                     for name, count in counts.items() if count > 1)
     yield from (f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': it becomes a file "
                 f"name." for name in sources if not name.replace("_", "").replace("-", "").isalnum())
+    yield from (f"the source name '{name[:20]}...' in shard.sources has {len(name.encode())} bytes: names of files are "
+                f"made of it, so take at most {MOST_NAME}." for name in sources if len(name.encode()) > MOST_NAME)
     yield from (f"a filter of shard.filters is named '{name}', which counts other documents; give it another `name`."
                 for name in filters if name in ("duplicate", "empty"))
     limits = train.max_epochs if isinstance(train.max_epochs, dict) else dict.fromkeys(sources, train.max_epochs)

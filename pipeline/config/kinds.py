@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar, cast
 
 from pydantic import ConfigDict, PydanticUserError, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -28,6 +28,10 @@ _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 class Kind(Section):
     """What one item of a list of kinds is made of. Further settings are fields of the class that the kind names."""
+
+    needs: ClassVar[str] = ""
+    """A module without which it cannot work, where Drover does not need that anyway: its absence is refused before
+    anything starts."""
 
     kind: str
     """A name of what ships, or `my_module:MyClass`."""

@@ -104,7 +104,7 @@ class SiteLimits(Section):
     jobs: PositiveInt | None = None
     """Jobs of one user in the queue."""
     gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU in GB: weights, gradients and moments of a rank must fit."""
+    """Memory of one GPU in GB: weights, gradients and moments of a rank must fit (`check_fit`)."""
 
 
 class LaunchConfig(Resources):
@@ -168,6 +168,9 @@ class LaunchConfig(Resources):
     nodes, half an hour in all. A rank four times slower than the median makes its node a bad one."""
     limits: SiteLimits = Field({}, validate_default=True)
     """What the site allows."""
+    check_fit: bool = True
+    """Refuse, before anything starts, training whose weights, gradients and moments alone are more than the memory, and
+    a run that may write more than is free on the disk. false: start it all the same."""
     shard: ArrayResources = Field({}, validate_default=True)
     """Jobs of shard."""
     tokenizer: Resources = Field({}, validate_default=True)

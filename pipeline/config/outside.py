@@ -1,17 +1,17 @@
-"""Modules from outside of Drover that a configuration needs for training: which files they are, and whether they are
-there at all. Nothing is imported for that, but for the table that names an optimizer."""
+"""Modules from outside of Drover that a configuration needs: which files those of training are, and whether they and
+the packages of extras are there at all. Nothing is imported for that, but for the table that names an optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from drover.pipeline.config.kinds import source_of
 from drover.pipeline.config.optimizers import optimizer_kind
+from drover.pipeline.config.shipped import FILTERS, SINKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, absent
 
 OURS = "drover."
 
@@ -34,8 +34,37 @@ def absent_attention(config: Config) -> Iterator[str]:
                f"`plugins`, put it beside one that is named there, or install it.")
 
 
-def absent_torchao(config: Config) -> Iterator[str]:
-    """That the package which `train.precision` fp8 needs is not there, as a sentence."""
-    if config.train.precision == "fp8" and find_spec("torchao") is None:
-        yield ("train.precision is fp8, but the package torchao is not installed here: `pip install --editable "
-               "'.[fp8]'` in the checkout installs it. Or take train.precision=bf16.")
+def needed_modules(config: Config, stage: str) -> Iterator[tuple[str, str, str]]:
+    """What of a configuration needs a module that not every run needs, which one, and what would do without it.
+
+    Raises:
+        UserError: filters or sinks cannot be had, or have wrong settings.
+    """
+    shard, train = config.shard, config.train
+    if stage == "shard":
+        for source in shard.sources:
+            if source.kind == "hf":
+                yield f"the source {source.name} (kind hf)", "datasets", "take its files by kind files"
+        for own in FILTERS.made(shard.filters):
+            if own.needs:
+                yield f"the filter {own.kind}", own.needs, f"take {own.kind} out of shard.filters"
+        if shard.near_duplicates is not None:
+            yield "shard.near_duplicates", "rensa", "set shard.near_duplicates to null"
+    if stage == "train":
+        for sink in SINKS.made(train.log_to):
+            if sink.needs:
+                yield f"train.log_to {sink.kind}", sink.needs, f"take {sink.kind} out of train.log_to"
+        if config.parallel.engine == "deepspeed":
+            yield "parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2"
+        if train.precision == "fp8":
+            yield "train.precision fp8", "torchao", "take train.precision=bf16"
+    if stage == "evaluate" and config.evaluate.tasks:
+        yield "evaluate.tasks", "lm_eval", "set evaluate.tasks=[]"
+
+
+def absent_packages(config: Config, stage: str) -> list[str]:
+    """The packages that a stage needs and that are not installed, filters and sinks that cannot be had: sentences."""
+    try:
+        return [problem for needed in needed_modules(config, stage) for problem in absent(*needed)]
+    except UserError as error:
+        return [str(error)]

@@ -24,6 +24,10 @@ _OURS = {"bool": ("tTfF", r"true|false|True|False"), "int": ("-+0123456789", r"[
 """Types that are read otherwise than PyYAML does: the first characters of a value, and its form."""
 
 
+PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
+"""What YAML calls the values that a configuration is made of."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, except that 1e-3 is a number, that 'on', 'yes' and 12:30 are not, and that no key
     is written twice."""
@@ -172,6 +176,9 @@ def read_yaml(path: Path, named_by: str = "") -> Written:
 def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
     """The value of a text, in which nothing is shared. place: of a node, as messages name it."""
     def value(node: yaml.Node) -> Any:
+        if node.tag not in PLAIN:
+            raise UserError(f"{place(node)}: the tag {node.tag} makes something else than a plain value. Write the "
+                            f"value without a tag.")
         if isinstance(node, yaml.SequenceNode):
             return [value(item) for item in node.value]
         if not isinstance(node, yaml.MappingNode):
@@ -184,13 +191,17 @@ def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
 
     try:
         loader = _Loader(text)
-        loader.name = where
         node = _bounded(loader.get_single_node(), where)
         return None if node is None else value(node)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{where} is not valid YAML: {error}") from None
+        raise UserError(f"{where} is not valid YAML: {_said(error, where)}") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply to be read.") from None
+
+
+def _said(error: Exception, name: str) -> str:
+    """What PyYAML says of a text, which it does not know the name of."""
+    return str(error).replace('"<unicode string>"', name)
 
 
 def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
@@ -200,7 +211,7 @@ def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
         node = _bounded(loader.get_single_node(), str(path))
         return dict(typed(node and loader.construct_document(node), TaskSettings))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else _said(error, str(path))
         raise UserError(f"The task {path} cannot be read: {why}.{advice}") from None
 
 

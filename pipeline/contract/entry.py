@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import NoReturn
 
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.console import say
 from drover.pipeline.contract.command_line import INTERRUPTED, Parser, complain
@@ -29,7 +30,7 @@ from drover.pipeline.contract.state import STATE, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.telling import Channel, Ended, asked
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.errors import UserError, is_full_disk, listed
 
 SILENCE_S = 3.0
 """How long a rank other than 0 keeps its error to itself."""
@@ -190,6 +191,8 @@ def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Na
         # A part looks no further without a manifest: one of them, which starts the stage, hashes the files for all.
         done = (not forced(run, name, options) and (part is None or run.manifest(name) is not None)
                 and run.state(name).kind == "done")
+        if not done and (problems := absent_packages(run.config, name)):
+            raise UserError(listed(problems))
     except UserError as error:
         if writes_state:
             _note_refusal(run, name, str(error))

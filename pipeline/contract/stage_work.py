@@ -30,6 +30,7 @@ from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT,
 from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
 from drover.pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
+from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.errors import UnusableInputError, UserError
@@ -288,7 +289,7 @@ def processes(config: Config) -> int:
     """Workers to use on this machine; in a Slurm job, on its part of the node."""
     # Where Slurm binds no process, affinity is the whole node.
     allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
-    return config.launch.processes or min(len(os.sched_getaffinity(0)), allotted or sys.maxsize)
+    return config.launch.processes or min(usable_cores(), allotted or sys.maxsize)
 
 
 def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]], part: Part | None = None,

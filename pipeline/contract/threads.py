@@ -1,7 +1,11 @@
-"""Many files looked at by threads: they wait for the file system, most of all for one behind a network."""
+"""How much may be done at once: the cores of this process, and threads that look at many files.
+
+These wait for the file system, most of all for one behind a network.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
@@ -12,6 +16,12 @@ AT_ONCE = 512
 """Items that a thread is given at a time, and fewer than which take none."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; all of the machine's where the system, as macOS, knows no such limit."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

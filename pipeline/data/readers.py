@@ -175,7 +175,7 @@ def _line_records(file: Input, source: FilesSource, limit: Limit) -> Records:
             try:
                 yield place, json.loads(text)
             except (ValueError, RecursionError) as error:
-                yield Unreadable(place, f"the line is not JSON: {error}")
+                yield Unreadable(place, f"the line is not JSON: {_said(error)}")
 
 
 def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
@@ -199,10 +199,14 @@ def _json_records(file: Input, source: FilesSource, limit: Limit) -> Records:
                     yield limit.exceeded(number, lost=True)
                     return
                 except (ValueError, RecursionError) as error:
-                    yield Unreadable(number, f"not JSON from here on: {error}", lost=True)
+                    yield Unreadable(number, f"not JSON from here on: {_said(error)}", lost=True)
                     return
         if wrong or within == "array":
             yield Unreadable(number + 1, wrong or "the file ends inside an array", lost=True)
+
+
+def _said(error: ValueError | RecursionError) -> str:
+    return "it is nested too deeply to be read" if isinstance(error, RecursionError) else str(error)
 
 
 class TooLongError(Exception):

@@ -62,6 +62,20 @@ class Weights(ABC):
         """
         return self._read(name, *rectangle_in(self.shapes[name], offset, shape))
 
+    def finite(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
+        """As `read`. UserError also for values that are NaN or infinite: training and arithmetic would only spread
+        them."""
+        found = self.read(name, offset, shape)
+        if not bool(found.isfinite().all()):
+            count = int((~found.isfinite()).sum())
+            raise UserError(f"{self.stored_name(name)} in {self.path} has {count:,} values that are NaN or infinite. "
+                            f"Fetch or make these weights again, or take others.")
+        return found
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a parameter."""
+        return name
+
     def _fit(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]],
              passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
         """Close, and raise UserError, unless the files hold what is expected: no more, no less, each of its shape.
@@ -77,6 +91,8 @@ class Weights(ABC):
                    if name not in expected and name not in passed_over), *wrong,
                  *(f"{name} is {list(found[name])}; by {stated} it is {list(shape)}" for name, shape in
                    expected.items() if found.get(name, shape) != shape)]
+        wrong = wrong or [f"{self.stored_name(name)} holds whole numbers ({dtype}): quantised weights are not read"
+                          for name in self.names() if not (dtype := self.dtype(name)).is_floating_point]
         if wrong:
             self.close()
             more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -98,13 +114,14 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def reader(weights: Weights, dtype: torch.dtype, done: Callable[[], None] = lambda: None) -> Read:
     """Reads rectangles in another type: what is rounded is the user's wish. `done` is called after each.
 
-    Raises UserError, when read, for values that float16 cannot hold: they would become infinite in silence.
+    Raises UserError, when read, for NaN and infinite values, and for those that float16 cannot hold: they would become
+    infinite in silence.
     """
     def read(name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
-        found = weights.read(name, offset, shape)
+        found = weights.finite(name, offset, shape)
         converted = found.to(dtype)
-        if dtype == torch.float16 and bool((converted.isinf() & ~found.isinf()).any()):
-            raise UserError(f"{name} in {weights.path} has values beyond the largest of fp16, "
+        if dtype == torch.float16 and bool(converted.isinf().any()):
+            raise UserError(f"{weights.stored_name(name)} in {weights.path} has values beyond the largest of fp16, "
                             f"{torch.finfo(dtype).max:,.0f}. Take --dtype bf16 or fp32.")
         done()
         return converted

@@ -10,12 +10,12 @@ The keys are those of llama-models' ModelArgs. Three things that a network is ma
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from drover.model.config import ModelConfig, RopeScaling
 from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json
 
 PARAMS = "params.json"
 PARTS = (1, 2, 4, 8, 16)
@@ -37,11 +37,11 @@ def read_params(folder: Path) -> dict[str, Any]:
     """
     path = folder / PARAMS
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         params = content.get("model", content)
         found = [key for key in _CHANGES_ARITHMETIC if params.get(key)]
         absent = [key for key in ("dim", "n_layers", "n_heads") if key not in params]
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as Meta's parameters ({error}).") from None
     if found:
         raise UserError(f"{path} has {found[0]} = {params[found[0]]!r}: that network computes something else than the "

@@ -147,6 +147,9 @@ class HuggingFaceWeights(Weights):
                   [f"{name} is not {width} zeros: that network computes something else" for name in sorted(
                       zeros & names) if self.stored_shape(name) != (width,) or self.stored(name).any()])
 
+    def stored_name(self, name: str) -> str:
+        return their_name(name)
+
     def dtype(self, name: str) -> torch.dtype:
         theirs = their_name(name)
         return self._where[theirs].layouts[theirs].dtype

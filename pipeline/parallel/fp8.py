@@ -19,11 +19,10 @@ from torch import nn
 
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.config.outside import absent_torchao
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.console import quiet_imports
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.parallel.compiling import compiles
 
 MULTIPLE = 16
@@ -142,8 +141,7 @@ def refuse_without_fp8(config: Config, device: torch.device) -> None:
     train = config.train
     if train.precision != "fp8":
         return
-    for problem in absent_torchao(config):
-        raise UserError(problem)
+    require("train.precision fp8", "torchao", "take train.precision=bf16")
     if device.type != "cuda":
         return
     name, back = torch.cuda.get_device_name(device), "Take train.precision=bf16."

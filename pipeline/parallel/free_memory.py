@@ -6,9 +6,12 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _OF_GROUP = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -19,9 +22,14 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this rank could still allocate on its device. Ranks on one host's CPUs share what it has, or what the
     job's control group allows, evenly; a limit of the process (`ulimit -v`, `ulimit -d`) is its own."""
     if device.type == "cuda":
+        import torch
         return int(torch.cuda.mem_get_info(device)[0])
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min([_of_host() // ranks_here, *(left // ranks_here for left in _of_groups()), *_of_process()])
+    return min([free_on_host() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), *_of_process()])
+
+
+def free_on_host() -> int:
+    """Bytes that all processes together could still allocate of the host's memory."""
+    return min([_of_host(), *_of_groups()])
 
 
 def _of_host() -> int:

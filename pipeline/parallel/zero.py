@@ -17,7 +17,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
 from drover.pipeline.parallel.compiling import compile_blocks, compiles
 from drover.pipeline.parallel.ranks import Ranks
@@ -44,15 +44,16 @@ def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.d
 
 
 def import_deepspeed(on_gpu: bool) -> Any:
-    """The library, told what it runs on; UserError where it is not installed."""
+    """The library, told what it runs on; UserError where it is not installed or cannot be imported."""
+    require("parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2")
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")  # a process started alone
     try:
         import deepspeed
     except ImportError as error:
-        raise UserError(f"parallel.engine is 'deepspeed', but the package cannot be imported ({error}). Install "
-                        f"deepspeed, or take parallel.engine=fsdp2.") from error
+        raise UserError(f"parallel.engine is 'deepspeed', but the package cannot be imported ({error}). Mend its "
+                        f"installation, or take parallel.engine=fsdp2.") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not on_gpu:
         # It would build this with a C++ compiler at the first start, only for collectives of inference.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from drover.pipeline.config.checks import rank_problems, vocabulary_size
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.errors import NotRehearsedError, UserError, listed
 from drover.pipeline.rehearsal.report import Rehearsal
 
@@ -42,7 +42,7 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
         with ProcessPoolExecutor(1, mp_context=context) as pool:  # max_tasks_per_child is suspected of hangs
             return pool.submit(_rehearse, config, ranks, rank, gpu, all_micro_batches).result()
 
-    with ThreadPoolExecutor(min(len(numbers), len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(len(numbers), usable_cores())) as threads:
         try:
             return list(threads.map(in_a_process, numbers))
         except BrokenProcessPool as error:

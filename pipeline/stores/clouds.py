@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.console import say
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
 
 RETRIES = 8
@@ -216,11 +216,9 @@ def client(root: str) -> Any:
 @lru_cache(maxsize=32)
 def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[int, int], ...], process: int,
             limits: tuple[float, ...]) -> Any:
-    try:
-        import obstore.store
-    except ImportError:
-        raise UserError(f"{root}: objects are read with the package obstore, which is not installed. Install it: "
-                        f"pip install --editable '.[objects]'") from None
+    require(root, "obstore")
+    import obstore.store
+
     if root.startswith("memory:"):
         return obstore.store.MemoryStore()
     retries, first, longest, retry_s, request_s = limits

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from drover.pipeline.data.text_shards import read_shard
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, install
 from drover.pipeline.tokenization.base import Tokenizer
 from drover.pipeline.tokenization.fast import KINDS, NAME, EncoderError, FastEncoder, installed_version
 from drover.pipeline.tokenization.kinds import load_tokenizer
@@ -67,7 +67,7 @@ def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, 
     if kind not in KINDS:
         problem = f"{NAME} knows no vocabularies of tokenizer.kind {kind}"
     elif version is None:
-        problem = f"{NAME} is several times faster, and not installed (pip install --editable '.[fast]')"
+        problem = f"{NAME} is several times faster, and not installed ({install(NAME)} installs it)"
     elif wanted != "reference":
         found = counts.get(COUNT, {})
         if found.get("versions") != _versions(kind):

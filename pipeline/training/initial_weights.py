@@ -7,7 +7,6 @@ extended, and a larger vocabulary, whose new rows start as in a new model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.errors import UserError, listed
+from drover.pipeline.files import read_json
 from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks
@@ -44,7 +44,7 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool)
 
     Raises:
         UserError: the weights of `train.init_from` are not there, damaged, or of another shape or tokenizer; the same
-            on every rank.
+            on every rank. Later, on ranks that read them, for NaN and infinite values.
     """
     if begun:
         yield None
@@ -76,14 +76,17 @@ def _keep_settings(work: Work, path: Path | None) -> None:
 
 
 def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
-    """Initial values from `weights`; rows that they lack, of a vocabulary that has grown, from `otherwise`."""
+    """Initial values from `weights`; rows that they lack, of a vocabulary that has grown, from `otherwise`.
+
+    Raises UserError, when read, for NaN and infinite values.
+    """
     def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
         rows = min(size[0], max(0, weights.shapes[name][0] - offset[0]))
         if rows and rows == size[0]:
-            return weights.read(name, offset, size)
+            return weights.finite(name, offset, size)
         value = otherwise(name, shape, offset, size).clone()
         if rows:
-            value[:rows] = weights.read(name, offset, (rows, *size[1:]))
+            value[:rows] = weights.finite(name, offset, (rows, *size[1:]))
         return value
     return values
 
@@ -155,7 +158,7 @@ def tokenizer_of(path: Path) -> Path | None:
 def _known(path: Path) -> dict[str, Any]:
     """Tokens by id, and the merges, of a tokenizer.json. UserError if it is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         vocabulary = content["model"]["vocab"]
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else \
             ((piece[0], index) for index, piece in enumerate(vocabulary))

@@ -375,6 +375,9 @@ class Loop:
         if self.progress.step > self.config.train.steps:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
+        if self.guards.guards.skipped_total >= self.progress.step:
+            raise UserError(f"All {self.progress.step} updates were skipped, so nothing was learned. The reasons are "
+                            f"in {self.work.folder / 'events.jsonl'}. Mend the cause, and start again with --force.")
         ending = self._settle()
         self.tokens.finish()
         self.uploads.finish(self.progress.step)

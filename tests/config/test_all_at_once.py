@@ -140,6 +140,8 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
     ("shard.sources=[{kind: files, name: a, paths: ['ftp://x/a.txt']}]", "Sources are also read from s3://, gs://"),
     ("shard.sources=[{kind: files, name: a, paths: ['memory://x/a.txt']}]", "Sources are also read from s3://, gs://"),
     ("shard.sources=[{kind: files, name: a, paths: ['s3:///a.txt']}]", "names no bucket"),
+    (f"shard.sources=[{{kind: files, name: {'a' * 230}, paths: [a]}}]", "has 230 bytes: names of files are made of it"),
+    ("shard.sources=[{kind: files, name: a/b, paths: [a]}]", "must be letters, digits, '_' or '-'"),
     ("shard.sources=[{kind: files, name: a, paths: ['s3://key:secret@b/a.txt']}]",
      "source a: an address holds a name or password before @"),
     ("shard.filters=[{kind: language, path: 's3://b/lid.bin', languages: [en]}]",

@@ -1,21 +1,16 @@
 """What cannot be spread is refused with the numbers, before anything starts."""
 
-import importlib.util
-from types import SimpleNamespace
 
 import pytest
 
-from drover.launch.checks import configuration_problems
 from drover.model.attention import BACKENDS
 from drover.model.config import ModelConfig
-from drover.pipeline.config import outside
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.data import TokenizerConfig
 from drover.pipeline.config.evaluation import ConvertConfig
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
 
 MODEL = ModelConfig(dim=64, layers=4, heads=4, kv_heads=2, context_length=256)
 
@@ -109,15 +104,3 @@ def test_profiled_ranks_are_there():
     assert rank_problems(wanted, 2) == ["train.profile.ranks names 2, but there are 2 ranks, from 0 on."]
 
 
-@pytest.mark.parametrize(("package", "settings"), [
-    ("deepspeed", {"engine": "deepspeed"}), ("torchao", {"train": {"precision": "fp8"}})])
-def test_a_missing_package_is_noticed_before_the_job_starts(monkeypatch, package, settings):
-    found = importlib.util.find_spec
-
-    def absent(name, *rest):
-        return None if name == package else found(name, *rest)
-    monkeypatch.setattr(importlib.util, "find_spec", absent)
-    monkeypatch.setattr(outside, "find_spec", absent)
-    wanted = config(**{**settings, "train": {"batch_tokens": 256 * 64, **settings.get("train", {})}})
-    with pytest.raises(UserError, match=f"{package} is not installed here"):
-        configuration_problems(wanted, [SimpleNamespace(key="train", stage="train", to_run=True, ranks=1)], "mine.yaml")

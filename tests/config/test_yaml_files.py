@@ -54,13 +54,16 @@ def test_aliases_of_aliases_are_counted_before_they_are_written_out(tmp_path):
     many = f"train.prompts=[{', '.join(['x'] * 100_001)}]"  # written out
     assert len(load_config(path, [many], check=False).train.prompts) == 100_001
     assert "is not valid YAML" in refusal(path, "train.prompts=x\x01")
+    assert "the tag tag:yaml.org,2002:python/" in refusal(path, "train.prompts=!!python/object/apply:os.system [ls]")
     assert "nested too deeply" in refusal(path, f"train.prompts={'[' * 3000}")
 
 
 @pytest.mark.parametrize(("data", "words"), [
     (b"name: x\ntrain: {prompts: [caf\xe9]}\n", "c.yaml:2: the byte 0xe9 is not UTF-8"),
     ("name: x\n".encode("utf-16"), "c.yaml is UTF-16, not UTF-8"), (b"[" * 20_000, "nested too deeply"),
-    (b"name: \x00\n", "is not valid YAML")])
+    (b"name: \x00\n", "c.yaml, position 6"), (b"name: [a\n", "c.yaml, line 1, column 7"),
+    *((b"name: !!python/" + tag, "c.yaml:1: the tag tag:yaml.org,2002:python/") for tag in (
+        b"name:os.system", b"object/apply:os.system [ls]", b"object/new:x {a: 1}"))])
 def test_files_that_are_no_text(tmp_path, data, words):
     assert words in refusal(write(tmp_path / "c.yaml", data))
 

@@ -1,8 +1,9 @@
 """Text shards: equal bytes for equal documents, readable by other WebDataset readers, torn ones named."""
 
 import hashlib
-import io
 import re
+import subprocess
+import sys
 import tarfile
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,11 +11,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from webdataset.writer import TarWriter
 
 from drover.pipeline.data.documents import Document, from_json, to_json
-from drover.pipeline.data.text_shards import read_documents, read_shard, write_members
+from drover.pipeline.data.text_shards import read_documents, read_shard, read_texts, write_members
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import output_record
+from tests.conftest import REPOSITORY, environment
 
 DOCUMENTS = [Document(text, "web", f"page.{number}", {"stars": number, "tags": ["a.b", None]})
              for number, text in enumerate(["short", "ü € 漢字 \u2028 \0", "x" * 5000, "dots. in. text."])]
@@ -45,13 +48,12 @@ def record(shard, tmp_path):
 @given(members=st.lists(st.tuples(st.text("abc-0.", min_size=1, max_size=12) | st.sampled_from(["k" * 94, "k" * 95]),
                                   st.binary(max_size=20) | st.sampled_from(
                                       [b"x" * size for size in (511, 512, 513, 9728, 10240)])), max_size=8))
-def test_bytes_are_those_of_tarfile(tmp_path, members):
+def test_bytes_are_those_of_webdatasets_writer(tmp_path, members):
     write_members(tmp_path / "ours.tar", members)
-    with open(tmp_path / "theirs.tar", "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
+    with open(tmp_path / "theirs.tar", "wb") as file, TarWriter(
+            file, encoder=False, compress=False, user="", group="", mode=0o644, mtime=0) as tar:
         for name, member in members:
-            entry = tarfile.TarInfo(name + ".json")
-            entry.size = len(member)
-            tar.addfile(entry, io.BytesIO(member))
+            tar.write({"__key__": name, "json": member})
     assert (tmp_path / "ours.tar").read_bytes() == (tmp_path / "theirs.tar").read_bytes()
 
 
@@ -142,3 +144,40 @@ def test_what_cannot_be_written_is_refused():
                         *(({"a": half}, UnicodeEncodeError) for half in ("\ud800", "\udcff"))):
         with pytest.raises(error):
             to_json(Document("t", "s", "1", meta))
+
+
+def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
+    """What a user of webdataset writes; every document once, as it is."""
+    page = (REPOSITORY / "docs/data.md").read_text()
+    snippet, = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "webdataset" in block)
+    for number, documents in enumerate((DOCUMENTS[:3], DOCUMENTS[3:])):
+        write_documents(tmp_path / f"runs/demo/shard/train/web-0000{number}.tar", documents)
+    result = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, env=environment(), text=True,
+                            capture_output=True, check=True)
+    assert result.stdout.splitlines() == [f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 20_000), byte=st.integers(0, 255), cut=st.booleans())
+def test_webdatasets_reader_gives_no_text_of_a_shard_that_was_changed_without_saying_so(shard, tmp_path, record, place,
+                                                                                       byte, cut):
+    """Torn between two members it reads on without an error: the hash tells."""
+    sound = shard.read_bytes()
+    place %= len(sound)
+    data = sound[:place] if cut else sound[:place] + bytes([byte]) + sound[place + 1:]
+    harmed = tmp_path / "harmed"
+    (harmed / record["path"]).parent.mkdir(parents=True, exist_ok=True)
+    (harmed / record["path"]).write_bytes(data)
+    with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed") if data != sound \
+            else nullcontext():
+        assert [text for batch in read_texts(harmed, record, 3000) for text in batch.texts] == [
+            own.text for own in DOCUMENTS]
+
+
+def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):
+    write_members(tmp_path / "a.tar", [("a", b"[]")])
+    with pytest.raises(UserError, match="is no text shard"):
+        list(read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=1), 10))
+    write_documents(tmp_path / "a.tar", DOCUMENTS)
+    with pytest.raises(UserError, match="holds 4 documents instead of 3"):
+        list(read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=3), 10))

@@ -218,9 +218,10 @@ def test_params_that_do_not_fit_are_said(folder, change, said):
 
 
 def test_params_that_are_none_are_said(folder):
-    for text in ("[]", '{"model": 3}', '{"dim": 64}', "[" * 5000):
+    for text, said in (("[]", "params.json"), ('{"model": 3}', "params.json"), ('{"dim": 64}', "params.json"),
+                       ("[" * 5000, "nested too deeply")):
         (folder / "params.json").write_text(text)
-        refused(UserError, "params.json", open_weights, folder)
+        refused(UserError, said, open_weights, folder)
 
 
 def test_parts_of_two_models_are_told_apart(folder, tmp_path):

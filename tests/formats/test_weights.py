@@ -137,7 +137,9 @@ def reconfigured(folder, changes):
 
 @pytest.mark.parametrize(("change", "said"), [
     (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
-    (lambda tensors: tensors.update(extra=torch.ones(1)), "extra is no parameter of a Llama of 2 layers")])
+    (lambda tensors: tensors.update(extra=torch.ones(1)), "extra is no parameter of a Llama of 2 layers"),
+    (lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].to(torch.int8)}),
+     "model.norm.weight holds whole numbers .torch.int8.: quantised weights are not read")])
 def test_tensors_that_do_not_fit_are_said(folder, change, said):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

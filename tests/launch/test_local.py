@@ -155,13 +155,12 @@ def test_ranks_on_this_box(processes, gpus, ranks):
 
 def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA X (UUID: GPU-1)'\necho '  MIG 1g'\n"
-                    "echo 'GPU 1: NVIDIA X (UUID: GPU-2)'\n")
+    tool.write_text("#!/bin/sh\necho 81559\necho 40960\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert find_machine().gpus == 2
+    assert (find_machine().gpus, find_machine().memory) == (2, 40960 << 20)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert find_machine().gpus == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert find_machine().gpus == 0
+    assert find_machine().gpus == 0 and 0 < find_machine().memory < 1 << 60, "the host's"

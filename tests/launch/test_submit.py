@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from drover.launch import checks, submit
+from drover.launch.plan import Machine, Options
+from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.errors import UserError
 
@@ -146,13 +150,13 @@ def test_no_configuration(launcher, monkeypatch):
     assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
 
 
-def test_explain_works_without_a_configuration(launcher):
+def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher):
     def explain(*arguments):
         return launcher.call("--explain", *arguments).stdout
-    assert "default: 0.003   now: 0.003" in explain("train.lr")
+    assert "config    " in (said := explain("train.lr")) and "default: 0.003   now: 0.01" in said
     assert "default: 0.003   now: 0.5" in explain("train.lr", "--config", "config.yaml", "train.lr=0.5")
     assert "default: 0.003   now: 0.5" in explain("train.lr=0.5", "--config", "config.yaml")
-    assert "is laid over a file, but none is given" in launcher.call("--explain", "train.lr=0.5").stderr
+    assert "default: 0.003   now: 0.5" in explain("train.lr=0.5")
     assert explain("train").count("type:") < explain().count("type:")
 
 
@@ -168,10 +172,31 @@ def test_why(launcher, monkeypatch):
 
 
 def test_packages_of_other_versions_are_refused(monkeypatch):
-    wanted = ["pytest>=1", "pytest>=999", "no-such-package", "another; extra == 'x'"]
+    wanted = ["pytest>=1", "pytest>=999", "no-such-package; extra == 'slurm'", "another; extra == 'x'"]
     monkeypatch.setattr(checks.metadata, "requires", lambda name: wanted)
     with pytest.raises(UserError, match=r"pytest is \S+, but >=999 is needed\n.*no-such-package is not installed\n"):
-        checks.refuse_wrong_packages()
+        checks.refuse_wrong_packages({"slurm"})
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launcher, more):
+    large = ("--stage", "train", "--cluster", "local", "model.preset=llama3.1_405b", "model.vocab_size=128256", *more)
+    told = launcher.refused(*large)
+    assert re.search(r"moments alone take [\d.]+ TB a rank, but of the free memory here it gets", told)
+    assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free where", told)
+    assert "launch.check_fit=false starts it all the same" in told and not launcher.run.exists()
+    if more:
+        assert "-m drover.pipeline.train" in launcher.accepted(*large, "launch.check_fit=false")
+
+
+@pytest.mark.parametrize(("machine", "ranks", "fits"), [
+    (Machine(2, 0, 0), 2, True), (Machine(2, 0, 900_000), 1, True), (Machine(2, 0, 900_000), 2, False),
+    (Machine(2, 2, 900_000), 2, True), (Machine(2, 2, 400_000), 2, False)])
+def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(launcher, monkeypatch, machine, ranks, fits):
+    monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)
+    jobs = [SimpleNamespace(key="train", ranks=ranks)]
+    found = list(checks.memory_problems(Config(), jobs, Options("local", "c.yaml", machine=machine)))
+    assert (found == []) == fits
 
 
 def test_where_it_runs(launcher, monkeypatch):

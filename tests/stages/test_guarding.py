@@ -44,6 +44,17 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     assert curve(fresh) == curve(fresh, "clean") and proven(fresh, "clean")
 
 
+def test_training_whose_every_update_was_skipped_is_not_done(fresh):
+    faults = ";".join(f"nan:rank=0,step={step}" for step in (1, 2, 3))
+    settings = ("train.steps=3", "train.warmup_steps=1")
+    assert "All 3 updates were skipped, so nothing was learned" in run_with_faults(
+        fresh, faults, *settings, ranks=1, expect=2).stderr
+    assert read_manifest(train_folder(fresh)) is None
+    assert "All 3 updates were skipped" in run_train(fresh, *settings, expect=2).stderr
+    run_train(fresh, *settings, "--force")
+    assert read_manifest(train_folder(fresh)).counts["skipped"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_skips_what_fsdp2_skips(fresh, stage):

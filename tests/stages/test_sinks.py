@@ -7,7 +7,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.section import identity
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.errors import UserError
-from tests.stages.training import curve, events, run_train, train_folder
+from tests.stages.training import curve, events, run_train
 from tests.training.sinks.reading import (
     board_points,
     python_path,
@@ -66,16 +66,6 @@ def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tm
     board = fresh.parent / "runs/mini/tensorboard"
     assert [step for step, _ in board_points(board, "train/loss")] == list(range(1, 13))
     assert not (fresh.parent / "runs/whole/tensorboard").exists()
-
-
-@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
-def test_a_sink_whose_package_is_absent_is_refused_before_anything_starts(fresh, monkeypatch, capsys, kind):
-    from drover.launch.submit import main
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    assert main(["--stage", "train", "--config", str(fresh), "--cluster", "local", f"train.log_to=[{kind}]"]) == 2
-    error = capsys.readouterr().err
-    assert f"train.log_to asks for {kind}, but the package {kind} is not installed here" in error
-    assert f"pip install --editable '.[{kind}]'" in error and not train_folder(fresh).exists()
 
 
 def test_wrong_settings_are_named(tmp_path):

@@ -202,7 +202,8 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
 
 
 @pytest.mark.parametrize(("body", "said", "status"), [
-    (b"{", "no JSON", 400), (b"[1]", "JSON object", 400), ({}, "prompt is missing", 400),
+    (b"{", "no JSON", 400), (b"[" * 9000, "nested too deeply", 400), (b"[1]", "JSON object", 400),
+    ({}, "prompt is missing", 400),
     ({"prompt": "x", "model": "gpt-4"}, "The model 'gpt-4' is not here; this server has 'demo'", 404),
     ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
     ({"prompt": "x", "max_tokens": "9", "n": 1.5}, "max_tokens: Input should be a valid integer. n: Input", 400),

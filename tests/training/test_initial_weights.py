@@ -49,6 +49,19 @@ def test_every_rectangle_is_taken_and_only_new_rows_are_drawn(exported):
                 assert torch.equal(values(name, shape, *part), part_of(expected, *part)), (name, part)
 
 
+def test_values_that_are_no_numbers_are_refused_by_the_tensors_name(tmp_path):
+    model = Llama(SHAPE)
+    initialise(model, SHAPE, seed=5)
+    with torch.no_grad():
+        model.layers[1].feed_forward.w2.weight[3, 4] = float("nan")
+    write_model(tmp_path, model, dtype=torch.float32, bos_id=1, eos_id=2)
+    with open_weights(tmp_path) as weights:
+        values = taken(weights, drawn(SHAPE, 8))
+        values("layers.1.feed_forward.w2.weight", (32, 48), (4, 0), (28, 48))
+        with pytest.raises(UserError, match=r"model.layers.1.mlp.down_proj.weight in .* has 1 values that are NaN"):
+            values("layers.1.feed_forward.w2.weight", (32, 48), (0, 0), (4, 48))
+
+
 @pytest.mark.parametrize(("change", "said"), [
     ({"dim": 64}, "dim is 64 here, 32 there"),
     ({"ffn_dim": 80}, "ffn_dim is 80 here, 48 there"),
@@ -108,9 +121,10 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_and_one_that_is_not_there_is
     same, torn = tokenizer(tmp_path / "same"), tmp_path / "torn"
     torn.mkdir()
     assert "no tokenizer.json there" in refuse_other_tokenizer(torn, same)
-    (torn / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be compared"):
-        refuse_other_tokenizer(torn, same)
+    for text in ("{", "[" * 5000):
+        (torn / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match="cannot be compared"):
+            refuse_other_tokenizer(torn, same)
 
 
 def test_a_checkpoint_of_a_run_has_the_runs_tokenizer(tmp_path):

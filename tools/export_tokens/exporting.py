@@ -16,7 +16,7 @@ import numpy as np
 from drover.pipeline.contract.run import Run
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.errors import UserError
+from drover.pipeline.errors import UserError, require
 from drover.pipeline.tokenization.kinds import vocabulary_record
 from drover.tools.draft import Draft
 from drover.tools.export_tokens import huggingface, megatron
@@ -86,6 +86,8 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
     Raises:
         UserError: the run has no such tokens, a shard is not what was committed, or something else is at `--out`.
     """
+    if options.format == "hf":
+        require("--format hf", "datasets", "take --format megatron")
     plan = plan_of(run, options.format, options.split, options.source, options.without_bos)
     total = {key: sum(own[key] for own in plan.sources.values()) for key in ("docs", "tokens", "text_bytes", "shards")}
     form, count = FORMS[options.format], total["shards"]

@@ -16,6 +16,7 @@ from drover.model.generation.writer import Piece
 from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
+from drover.pipeline.files import parsed_json
 from drover.tools.serving.worker import RefusedError, Text
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 5
@@ -142,11 +143,11 @@ class Reader:
 
     def _checked(self, form: type[Form], body: bytes, unsupported: dict[str, str]) -> Form:
         try:
-            said = json.loads(body)
+            said = parsed_json(body)
             json.dumps(said, ensure_ascii=False).encode()  # a lone surrogate is half of a character
         except UnicodeEncodeError:
             raise RefusedError("The body has half of a character: a surrogate without the other.") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise RefusedError(f"The body is no JSON: {error}.") from None
         if not isinstance(said, dict):
             raise RefusedError("The body must be a JSON object.")

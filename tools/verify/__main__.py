@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import operator
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from drover.pipeline.console import ProgressBar
 from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run_and_plugins
+from drover.pipeline.contract.threads import usable_cores
 from drover.tools.processes import in_order, processes_asked
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
                         help="read only this share of the shards and input files (1%%): always the same ones, by their "
                              "names; all else is read, and of the other shards the size looked at")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
+    parser.add_argument("--processes", type=int, default=usable_cores(), metavar="N",
                         help="processes that read side by side (default: as many as there are cores)")
     add_json(parser)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.files import seal_of, sha256_file
+from drover.pipeline.files import read_json, seal_of, sha256_file
 from drover.tools.verify.shards import text_problems, token_problems
 
 NOT_SEALED = "notes that carry no seal: only seen to be readable"
@@ -183,7 +182,7 @@ def check_seal(found: Findings, path: Path, do: str, required: bool = False) -> 
         try:
             found.note(NOT_SEALED, path)
             if path.suffix == ".json":
-                json.loads(path.read_bytes())
+                read_json(path)
         except ValueError as error:
             found.problem(path, f"it is no JSON ({error})", do)
 

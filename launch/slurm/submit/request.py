@@ -21,6 +21,7 @@ from drover.launch.slurm.submit.sbatch import LOGS, submit
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import folders_of, group_exists, owner_problems
 from drover.pipeline.config.loading import config_hash
+from drover.pipeline.config.outside import needed_modules
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
 from drover.pipeline.console import say
@@ -28,11 +29,12 @@ from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.errors import EXTRAS, UserError, listed, require
 
 
 def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:
     """What the jobs of a submission are given: a copy of the code and of the configuration. Nothing is written."""
+    require("Slurm", "submitit", "take --cluster local")
     if not dry_run and shutil.which("sbatch") is None:
         raise UserError("There is no sbatch on PATH, so nothing was submitted. Log in where Slurm is, use --cluster "
                         "local, or --dry-run to see what Slurm would get.")
@@ -62,7 +64,8 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     if not jobs:
         print("nothing to submit: all asked stages are done")
         return 0
-    refuse_wrong_packages()
+    modules = {module for job in jobs for _, module, _ in needed_modules(config, job.stage)}
+    refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
     _refuse_untrusted(run)
     _say_what_is_not_passed_on()
     make_folder(run.folder)

@@ -38,29 +38,21 @@ from __future__ import annotations
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from drover.pipeline.config.kinds import Kind, outside_sources
 from drover.pipeline.config.shipped import FILTERS
 from drover.pipeline.data.documents import Document
-from drover.pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
 
 
 class Filter(Kind):
-    """One filter: settings are its fields, each with its text underneath.
-
-    Attributes:
-        needs: (module, package) of a library of the extra `clean` without which it cannot work.
-    """
-
-    needs: ClassVar[tuple[str, str] | None] = None
+    """One filter: settings are its fields, each with its text underneath."""
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
     """Under which its documents are counted; null: the kind. Two filters of one kind need two names."""
@@ -86,37 +78,21 @@ class Filter(Kind):
         """Read what it needs, before the first document of a unit.
 
         Raises:
-            UserError: a file is not there or cannot be used, a library is not installed.
+            UserError: a file is not there or cannot be used.
         """
-        if self.needs is not None and find_spec(self.needs[0]) is None:
-            raise UserError(absent(self))
 
     def findings(self) -> dict[str, Any]:
         """What it has counted in the documents so far: numbers, or dictionaries of them."""
         return {}
 
 
-def unusable(items: Iterable[Kind]) -> list[str]:
-    """What keeps filters that are asked for from working here, as sentences: wrong settings, absent packages."""
-    items = list(items)
-    if problems := FILTERS.problems(items):
-        return problems
-    return [absent(own) for own in FILTERS.made(items) if own.needs is not None and find_spec(own.needs[0]) is None]
-
-
 def libraries(items: Iterable[Kind]) -> dict[str, str]:
     """What else decides what filters do: versions of packages that they need, and of Python's table of characters."""
-    from importlib.metadata import version
+    from importlib.metadata import packages_distributions, version
 
-    needed = {own.needs[1] for own in FILTERS.made(list(items)) if own.needs is not None}
-    return {"unicode": unicodedata.unidata_version} | {package: version(package) for package in sorted(needed)}
-
-
-def absent(own: Filter) -> str:
-    """That the package which a filter needs is not there, as a sentence."""
-    package = own.needs[1] if own.needs is not None else ""
-    return (f"shard.filters asks for {own.kind}, but the package {package} is not installed here: `pip install "
-            f"--editable '.[clean]'` in the checkout installs it. Or take {own.kind} out of shard.filters.")
+    modules = {own.needs for own in FILTERS.made(list(items)) if own.needs}
+    packages = {name for module in modules for name in packages_distributions().get(module, [])[:1]}
+    return {"unicode": unicodedata.unidata_version} | {package: version(package) for package in sorted(packages)}
 
 
 def outside_code(config: Config) -> dict[str, Path]:

@@ -17,7 +17,7 @@ class EncodingRepair(Filter):
     the filter `normalization` is for these.
     """
 
-    needs = ("ftfy", "ftfy")
+    needs = "ftfy"
 
     entities: bool = False
     """Also write HTML's entities (&amp;) as the characters that they mean, in lines without a < ."""

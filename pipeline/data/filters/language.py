@@ -27,7 +27,7 @@ class Language(Filter):
     languages will do: lid.176.ftz or lid.176.bin with two letters a language, GlotLID's with names as eng_Latn.
     """
 
-    needs = ("fasttext", "fasttext-predict")
+    needs = "fasttext"
 
     path: str = execution()
     """The model's file (.ftz or .bin). Its content, not its place, is what counts."""

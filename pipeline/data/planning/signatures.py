@@ -19,7 +19,6 @@ import numpy as np
 
 from drover.pipeline.config.data import NearDuplicates
 from drover.pipeline.data.mixing import GOLDEN, mixed
-from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file
 
 PRESETS = {"fineweb": (5, 14, 8), "olmo3": (5, 26, 11)}
@@ -45,19 +44,12 @@ def banding(config: NearDuplicates) -> tuple[int, int, int]:
 
 
 def signature_settings(config: NearDuplicates | None) -> dict[str, Any] | None:
-    """All that a signature depends on; None where there are to be none.
-
-    Raises:
-        UserError: rensa is not installed.
-    """
+    """All that a signature depends on; None where there are to be none."""
     if config is None:
         return None
     from importlib import metadata
-    try:
-        from rensa import RMinHash
-    except ImportError:
-        raise UserError("shard.near_duplicates needs the package rensa. Install it with `pip install --editable "
-                        "'.[clean]'` (or `pip install rensa`), or set shard.near_duplicates to null.") from None
+
+    from rensa import RMinHash
     ngram, bands, rows = banding(config)
     return {"ngram": ngram, "bands": bands, "rows": rows, "words": config.words,
             "library": f"rensa {metadata.version('rensa')}, algorithm {RMinHash.ALGORITHM_VERSION}"}

@@ -219,8 +219,9 @@ class NodeCache:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if size:
+            if size and hasattr(os, "posix_fallocate"):  # macOS has none: there a full disk shows when it is written
                 os.posix_fallocate(descriptor, 0, size)
+            os.truncate(descriptor, size)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)

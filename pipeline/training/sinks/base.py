@@ -17,7 +17,7 @@ in the train folder are no choice: starting again, the audit and the report read
 To add one from outside: put the class into a module that Python finds (PYTHONPATH, or an installed package; where jobs
 run, too) and give `kind: my_module:Chat`. To add one to Drover: a class in this folder, its line in `SINKS` of
 pipeline/config/shipped.py, and its test in tests/training/sinks. A library that it needs is imported in `open`, named
-in `package`, and made an extra in pyproject.toml.
+in `needs`, and made an extra in pyproject.toml.
 
 What a sink may count on: rank 0 alone has sinks. Each lives in a thread of its own, in which it is opened, told in
 order, and closed, so it may take its time, and need not be safe against other threads. What it must keep to: a start of
@@ -28,24 +28,22 @@ which are written to files. What it raises switches it off, for this start of tr
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.errors import UserError, listed
 from drover.pipeline.files import read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
@@ -109,31 +107,9 @@ class About:
 class SinkSettings(Kind):
     """The settings of one sink, each a field with its text underneath."""
 
-    package: ClassVar[str] = ""
-    """What must be importable for it; empty: nothing that Drover does not need anyway."""
-    extra: ClassVar[str] = ""
-    """Drover's extra in pyproject.toml that brings the package."""
-
     @abstractmethod
     def open(self, about: About) -> Sink:
         """The sink, open. Whatever it raises switches the sink off."""
-
-
-def unusable(items: Iterable[Kind]) -> list[str]:
-    """What keeps sinks that are asked for from being opened here, as sentences: wrong settings, absent packages."""
-    items = list(items)
-    if problems := SINKS.problems(items):
-        return problems
-    return [f"train.log_to asks for {sink.kind}, but the package {sink.package} is not installed here: "
-            f"`pip install --editable '.[{sink.extra}]'` in the checkout installs it. Or take {sink.kind} out of "
-            f"train.log_to." for sink in SINKS.made(items)
-            if sink.package and importlib.util.find_spec(sink.package) is None]
-
-
-def refuse_unusable(items: Iterable[Kind]) -> None:
-    """UserError, naming them, if sinks that are asked for cannot be opened here."""
-    if problems := unusable(items):
-        raise UserError(listed(problems))
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
@@ -204,12 +180,10 @@ class TensorBoard(SinkSettings):
     Steps after the checkpoint that a start continues from are done again: TensorBoard drops its old points of them.
     """
 
+    needs = "tensorboard"
+
     def open(self, about: About) -> Sink:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(f"the package tensorboard is not installed ({error}); metrics.jsonl has "
-                              f"everything") from None
+        from torch.utils.tensorboard import SummaryWriter
         return _Board(SummaryWriter(str(about.run_folder / "tensorboard"), purge_step=about.first_step + 1))
 
 

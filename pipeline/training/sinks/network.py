@@ -28,8 +28,7 @@ class MLflow(SinkSettings):
     password of a server are MLflow's own affair (MLFLOW_TRACKING_USERNAME and the like in the environment).
     """
 
-    package = "mlflow"
-    extra = "mlflow"
+    needs = "mlflow"
 
     experiment: str = "drover"
     """MLflow's experiment; it is made if there is none of that name."""
@@ -89,8 +88,7 @@ class WeightsAndBiases(SinkSettings):
     The key is W&B's own affair (WANDB_API_KEY, `wandb login`).
     """
 
-    package = "wandb"
-    extra = "wandb"
+    needs = "wandb"
 
     project: str = "drover"
     """W&B's project."""

@@ -1,7 +1,5 @@
 """Languages by fastText models: small real ones, whose making tests/data/filters/models/README.md tells."""
 
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +60,3 @@ def test_what_is_no_model_is_told_of(tmp_path, monkeypatch):
         own.open()
     path.write_bytes(TWO.read_bytes())
     own.open()
-    monkeypatch.setitem(sys.modules, "fasttext", None)
-    shutil.copy(WITH_SCRIPTS, path)
-    with pytest.raises(UserError, match=r"pip install --editable '\.\[clean\]'"):
-        made(kind="language", path=str(path), languages=["eng_Latn"]).open()

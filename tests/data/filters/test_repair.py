@@ -1,12 +1,9 @@
 """Encoding repair and normalization: what they change, and what they leave."""
 
-import sys
 
 import pytest
 
-from drover.pipeline.data.filters.base import unusable
-from drover.pipeline.errors import UserError
-from tests.data.filters.test_kinds import changed, made
+from tests.data.filters.test_kinds import changed
 
 
 @pytest.mark.parametrize(("text", "repaired"), [
@@ -16,16 +13,6 @@ def test_wrongly_decoded_text_is_put_right_and_nothing_else(text, repaired):
     pytest.importorskip("ftfy", reason="of the extra `clean`")
     assert changed("encoding_repair", text) == (text if repaired is None else repaired)
     assert changed("encoding_repair", "fish &amp; chips", entities=True) == "fish & chips"
-
-
-def test_an_absent_library_is_told_with_the_line_that_installs_it_before_anything_starts(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ftfy", None)
-    asked = [made(kind="encoding_repair"), made(kind="length", least_words=2)]
-    with pytest.raises(UserError, match=r"ftfy is not installed here: .pip install --editable '\.\[clean\]'"):
-        asked[0].open()
-    [told] = unusable(asked)
-    assert "shard.filters asks for encoding_repair, but the package ftfy is not installed here" in told
-    assert unusable(asked[1:]) == []
 
 
 @pytest.mark.parametrize(("settings", "text", "after"), [

@@ -57,11 +57,18 @@ def test_json_is_arrays_or_values_in_a_row(tmp_path, monkeypatch, content, wante
       for after in ("<html>busy</html>", "]", ', {"text": "b"}', "\0" * 9)),
     ('{"text": "a"} ]', (2, True), "a ']' closes nothing"),
     ('[{"text": "a"}, {"te', (2, True), "not JSON from here on"),
+    (f'{{"text": "a"}} {"[" * 20_000}', (2, True), "nested too deeply to be read"),
     ('[{"text": "a"}', (2, True), "ends inside an array")])
 def test_what_cannot_be_read_of_json_is_told(tmp_path, content, wanted, reason):
     (tmp_path / "f.json").write_text(content)
     documents, [rejection] = read(tmp_path / "f.json")
     assert texts(documents) == ["a"] and lost([rejection]) == [wanted] and reason in rejection.reason
+
+
+def test_a_line_of_json_that_is_nested_too_deeply_is_told(tmp_path):
+    (tmp_path / "f.jsonl").write_text('{"text": "a"}\n' + "[" * 20_000 + "]" * 20_000 + "\n")
+    documents, [rejection] = read(tmp_path / "f.jsonl")
+    assert texts(documents) == ["a"] and "nested too deeply to be read" in rejection.reason
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "arrow"])

@@ -1,0 +1,68 @@
+"""What a user installs from: the image's recipe, the citation, the count of packages that README tells."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+
+import yaml
+
+from tests.conftest import REPOSITORY
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Name and rest of each line of the Dockerfile, continued lines joined."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE))
+    return [(name, " ".join(rest.split())) for line in text.splitlines() if line.strip()
+            for name, _, rest in [line.strip().partition(" ")]]
+
+
+def test_the_image_is_made_of_what_is_there():
+    """No builder is at hand, so each line is read: files that are copied are those of the repository, what is used was
+    copied before, arguments are declared, extras exist."""
+    copied, declared = set(), set()
+    for name, rest in instructions():
+        assert name in ("ARG", "FROM", "RUN", "WORKDIR", "COPY")
+        if name == "ARG":
+            declared.add(rest.partition("=")[0])
+        if name == "COPY":
+            *sources, target = rest.split()
+            assert target == "./" or sources == [target]
+            assert all((REPOSITORY / source).exists() for source in sources)
+            copied |= {*sources}
+        assert set(re.findall(r"\$\{?([A-Z_]+)", rest)) <= declared
+        for needed in re.findall(r"--constraint (\S+)", rest):
+            assert needed in copied
+        if "--editable" in rest:
+            extras = dict(re.findall(r"(EXTRAS)=(\S+)", "\n".join(rest for name, rest in instructions())))["EXTRAS"]
+            assert '".[${EXTRAS}]"' in rest and set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+            assert {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]} <= copied
+    links = {path.name for path in (REPOSITORY / "drover").iterdir() if path.is_symlink()}
+    assert {"drover", *links} <= copied
+
+
+def test_the_images_python_is_one_that_is_tested():
+    python = dict(re.findall(r"^ARG (PYTHON)=(\S+)", (REPOSITORY / "Dockerfile").read_text(), re.MULTILINE))["PYTHON"]
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+
+
+def test_nothing_that_is_built_or_run_here_goes_into_an_image():
+    ignored = (REPOSITORY / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "runs"} <= set(ignored)
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert (cited["version"], cited["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert cited["authors"] == PROJECT["authors"] and cited["cff-version"] == "1.2.0"
+
+
+def test_make_installs_what_runs_need_and_what_tests_need_apart():
+    def installs(target):
+        return re.findall(r"pip install .*--editable '\.\[(\S+)\]'", subprocess.run(
+            ["make", "-n", "-B", target], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
+    assert installs("demo") == ["eval,hub,slurm,tensorboard"]
+    assert installs("test") == installs("lint") == [*installs("demo"), "dev"]

@@ -1,0 +1,130 @@
+"""Packages of extras: which one brings what, and what is said where one is absent."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+
+from drover.launch.submit import main
+from drover.pipeline import errors as packages
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.outside import absent_packages
+from drover.pipeline.data.filters.base import libraries
+from drover.pipeline.errors import UserError
+from tests.conftest import REPOSITORY
+from tests.refusal import refused
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = {"fasttext": "fasttext-predict", "mlflow": "mlflow-skinny"}
+MARGIN = {"torch", "transformers", "lm_eval", "submitit", "deepspeed", "torchao", "tensorboard", "webdataset"}
+"""What private interfaces are used of."""
+
+
+def requirements(extra=None):
+    """By name, what one extra asks for, or every run."""
+    texts = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    return {one.name: one for one in map(Requirement, texts)}
+
+
+def test_the_table_says_what_the_extras_bring():
+    for module, extra in packages.EXTRAS.items():
+        assert DISTRIBUTIONS.get(module, module) in requirements(extra)
+    assert not set(packages.EXTRAS) & set(requirements())
+
+
+def test_the_extras_are_those_that_were_promised():
+    assert set(PROJECT["optional-dependencies"]) == {
+        "all", "eval", "deepspeed", "slurm", "hub", "tensorboard", "wandb", "mlflow", "clean", "fast", "objects",
+        "serve", "fp8", "dev"}
+    assert requirements("all")["drover"].extras == {"deepspeed", "slurm", "hub", "tensorboard"}
+    assert {"torch", "webdataset", "sentencepiece", "pyarrow"} <= set(requirements())
+
+
+@pytest.mark.parametrize("extra", [None, *PROJECT["optional-dependencies"]])
+def test_every_requirement_has_a_lower_bound_and_an_upper_one_where_private_interfaces_are_used(extra):
+    for name, one in requirements(extra).items():
+        bounds = {bound.operator for bound in one.specifier}
+        assert name == "drover" or ">=" in bounds, name
+        assert name not in MARGIN or "<" in bounds, name
+
+
+def closure(extras):
+    """The names of all distributions that pip installs for every run and these extras, by what is installed here. What
+    torch brings for GPUs is left out."""
+    found, waiting = dict[str, set[str]](), [one for extra in (None, *extras) for one in requirements(extra).values()]
+    while waiting:
+        one = waiting.pop()
+        name = re.sub("[-_.]+", "-", one.name).lower()
+        if (name in found and one.extras <= found[name]) or re.match("nvidia|cuda|triton", name):
+            continue
+        found.setdefault(name, set()).update(one.extras)
+        waiting += [more for more in map(Requirement, metadata.requires(one.name) or []) if more.marker is None
+                    or any(more.marker.evaluate({"extra": extra}) for extra in ("", *found[name]))]
+    return found.keys()
+
+
+def test_what_make_demo_installs_is_little():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    extras = re.search(r"installed:.*?\$\(INSTALL\) '\.\[(\S+)\]'", makefile, re.DOTALL)[1].split(",")
+    assert 100 < len(closure(extras) | {"drover", "pip", "setuptools"}) <= 110
+    assert len(closure([])) < 65 and "torchao" not in closure(["all", *extras])
+
+
+def test_every_requirement_has_a_version_that_the_tests_were_run_with():
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in (
+        REPOSITORY / "constraints.txt").read_text().splitlines()}
+    extras = set(PROJECT["optional-dependencies"]) - {"wandb", "mlflow"}
+    assert {name.lower().replace("_", "-") for extra in (None, *extras) for name in requirements(extra)} <= {
+        *pinned, "drover", "setuptools"}
+
+
+ASKED = [
+    ("shard", ["shard.sources=[{kind: hf, name: a, dataset: b}]"], "datasets", "hub"),
+    ("shard", ["shard.filters=[encoding_repair]"], "ftfy", "clean"),
+    ("shard", ["shard.filters=[{kind: language, path: x, languages: [en]}]"], "fasttext", "clean"),
+    ("shard", ["shard.near_duplicates={}"], "rensa", "clean"),
+    ("train", ["train.log_to=[tensorboard]"], "tensorboard", "tensorboard"),
+    ("train", ["train.log_to=[wandb]"], "wandb", "wandb"),
+    ("train", ["train.log_to=[mlflow]"], "mlflow", "mlflow"),
+    ("train", ["parallel.engine=deepspeed"], "deepspeed", "deepspeed"),
+    ("train", ["train.precision=fp8"], "torchao", "fp8"),
+    ("evaluate", ["evaluate.tasks=[x]"], "lm_eval", "eval"),
+]
+
+
+@pytest.mark.parametrize(("stage", "settings", "module", "extra"), ASKED, ids=lambda value: str(value)[:30])
+def test_a_stage_says_which_extra_it_lacks(monkeypatch, stage, settings, module, extra):
+    config = load_config(REPOSITORY / "configs/demo.yaml", ["train.log_to=[]", *settings], check=False)
+    find = packages.find_spec
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == module else find(name))
+    [told] = absent_packages(config, stage)
+    assert f"needs the package {module}, which is not installed here: `pip install --editable '.[{extra}]'`" in told
+    monkeypatch.setattr(packages, "CHECKOUT", False)
+    assert f"`pip install 'drover[{extra}]'` installs it. Or" in absent_packages(config, stage)[0]
+    assert absent_packages(config, "report") == []
+
+
+def test_what_drover_knows_nothing_of_is_installed_by_its_name(monkeypatch):
+    refused(UserError, "mine needs the package no_such, which is not installed here: `pip install no_such` installs it",
+            packages.require, "mine", "no_such")
+    packages.require("mine", "json")
+
+
+def test_it_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    assert main(["--stage", "all", "--config", str(REPOSITORY / "configs/demo.yaml"), "--cluster", "local",
+                 f"runs_dir={tmp_path}/runs", "train.log_to=[tensorboard, mlflow]"]) == 2
+    told = capsys.readouterr().err
+    assert all(f"the package {name}, which is not installed" in told for name in ("tensorboard", "mlflow", "lm_eval"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_versions_of_libraries_decide_what_filters_do():
+    pytest.importorskip("fasttext", reason="of the extra `clean`")
+    config = load_config(REPOSITORY / "configs/demo.yaml",
+                         ["shard.filters=[{kind: language, path: x, languages: [en]}]"], check=False)
+    assert set(libraries(config.shard.filters)) == {"unicode", "fasttext-predict"}
