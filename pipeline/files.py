@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
-import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -210,53 +210,36 @@ def remove_temporary(folder: Path) -> int:
 
 
 # Records that carry the hash of their own bytes, so that a byte of them that has changed is noticed (tools/verify).
-# Outputs are hashed by their stage's manifest; who hashes the manifest? It does, in its last line: `"seal"` is the
-# sha256 of every byte before that line's comma, and the line itself has one form. A seal tells of accidents, not of
-# forgers. Records of versions before seals have none, and stay valid.
+# Outputs are hashed by their stage's manifest; the manifest hashes itself: in its last line `"seal"` is the sha256 of
+# every byte before that line's comma (in YAML: its #). A seal tells of accidents, not of forgers.
 SEAL = "seal"
 Sealed = Literal["sealed", "not sealed", "damaged"]
-_FORMS = ((b',\n "seal": "', b'"\n}\n'), (b'{"seal": "', b'"}\n'), (b"# seal: ", b"\n"))
-"""What stands before and after the hash at the end of a JSON object, of JSON lines, and of YAML."""
-_HEX = string.hexdigits.lower()[:16].encode()
-_ALIKE = 3
-"""So many other bytes in its form, and it is a seal still: a damaged one."""
-_TOGETHER = 1 << 20
+_SEAL = re.compile(rb'(?:,\n |# )"seal": "([0-9a-f]{64})"(?:\n}|)\n\Z')
+_WAS_SEAL = re.compile(rb"seal|[0-9a-f]{64}")
+"""One changed byte in a seal leaves one of the two."""
+_SEAL_BYTES = 84
 
 
 def write_sealed(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object as `write_json` does, with its seal; a seal that it has is left out."""
     content = {key: item for key, item in value.items() if key != SEAL}
     assert content, f"{path}: an empty record is not sealed"
-    digest, held = hashlib.sha256(), ""
+    text = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}").encode("utf-8", "backslashreplace")
     with atomic_file(path) as file:
-        for part in _joined(json.JSONEncoder(indent=1, ensure_ascii=False).iterencode(content)):
-            ready, held = (held + part)[:-2], (held + part)[-2:]
-            data = ready.encode("utf-8", "backslashreplace")
-            digest.update(data)
-            file.write(data)
-        assert held == "\n}", held
-        file.write(_tail(0, digest.hexdigest()))
+        file.write(text + b',\n "seal": "' + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n')
 
 
 def sealed_text(text: str) -> str:
     """A YAML text with its seal, which is a comment."""
-    return text + _tail(2, hashlib.sha256(text.encode()).hexdigest()).decode()
+    return f'{text}# "seal": "{hashlib.sha256(text.encode()).hexdigest()}"\n'
 
 
-class LineSeal:
-    """The seal of a file of JSON lines: told of every byte, and then written as the last line."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-
-    def of(self, line: bytes) -> bytes:
-        """The line itself, which counts from now on."""
-        self._digest.update(line)
-        return line
-
-    def line(self) -> bytes:
-        """The last line."""
-        return _tail(1, self._digest.hexdigest())
+def seal_of(path: Path) -> Sealed:
+    """Whether a file has a seal, and is what was sealed. OSError if it cannot be read."""
+    data = path.read_bytes()
+    if found := _SEAL.search(data, max(0, len(data) - _SEAL_BYTES)):
+        return "sealed" if hashlib.sha256(data[:found.start()]).hexdigest().encode() == found[1] else "damaged"
+    return "damaged" if _WAS_SEAL.search(data, max(0, len(data) - _SEAL_BYTES)) else "not sealed"
 
 
 def read_sealed(path: Path) -> Any:
@@ -291,52 +274,3 @@ def read_record(path: Path, kind: type[Kind], mend: str = "Make it again.", vers
         raise UserError(f"{path} cannot be read ({error.strerror}). {mend}") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}. {mend}") from None
-
-
-def seal_of(path: Path) -> Sealed:
-    """Whether a file has a seal, and is what was sealed; read in pieces. OSError if it cannot be read."""
-    longest = max(len(_tail(form, 64 * "0")) for form in range(len(_FORMS)))
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size  # of what is open: another may take its place meanwhile
-        file.seek(max(0, size - longest))
-        end = file.read()
-        found = [form for form in range(len(_FORMS)) if _other_bytes(end, form) <= _ALIKE]
-        if not found:
-            return "not sealed"
-        form = min(found, key=lambda form: _other_bytes(end, form))
-        length = len(_tail(form, 64 * "0"))
-        if _other_bytes(end, form) or size < length:
-            return "damaged"
-        digest, left = hashlib.sha256(), size - length
-        file.seek(0)
-        while left and (data := file.read(min(left, _TOGETHER))):
-            digest.update(data)
-            left -= len(data)
-        return "sealed" if end[-length:] == _tail(form, digest.hexdigest()) else "damaged"
-
-
-def _tail(form: int, digest: str) -> bytes:
-    before, after = _FORMS[form]
-    return before + digest.encode() + after
-
-
-def _other_bytes(end: bytes, form: int) -> int:
-    """In how many bytes the end of a file differs from a seal of that form."""
-    before, after = _FORMS[form]
-    length = len(before) + 64 + len(after)
-    if len(end) < length:
-        return length
-    tail = end[-length:]
-    fixed = zip(before + after, tail[:len(before)] + tail[-len(after):], strict=True)
-    return sum(a != b for a, b in fixed) + sum(byte not in _HEX for byte in tail[len(before):-len(after)])
-
-
-def _joined(parts: Iterable[str]) -> Iterable[str]:
-    """The same text in pieces of thousands of characters, none of them shorter than what is held back."""
-    held: list[str] = []
-    for number, part in enumerate(parts, 1):
-        held.append(part)
-        if number % 4096 == 0:
-            yield "".join(held)
-            held.clear()
-    yield "".join(held)

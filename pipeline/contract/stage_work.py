@@ -28,7 +28,7 @@ from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
 from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
-from drover.pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
+from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
 from drover.pipeline.contract.workers import Workers
@@ -341,8 +341,7 @@ def set_aside(folder: Path, keep: bool) -> Path | None:
     """Clear a stage's folder for a rebuild; with `keep` it is renamed instead (checkpoints are never deleted)."""
     if not folder.exists():
         return None
-    records = {STATE, RESERVE}  # what was refused from the start left no more
-    if not keep or {path.name for path in folder.iterdir()} <= records:
+    if not keep or {path.name for path in folder.iterdir()} <= {STATE}:  # what was refused from the start left no more
         shutil.rmtree(folder)
         return None
     number = 1

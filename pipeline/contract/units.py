@@ -14,7 +14,7 @@ from typing import Any
 
 from drover.pipeline.contract.parts import PARTS, UNITS
 from drover.pipeline.contract.threads import in_threads
-from drover.pipeline.files import SEAL, LineSeal, atomic_file, sha256_json, write_sealed
+from drover.pipeline.files import SEAL, atomic_file, sha256_json, write_sealed
 
 NUMBERED = re.compile(r"[0-9]{5,}$")
 MANY = 1000
@@ -81,14 +81,12 @@ class UnitRecords:
         if len(keys) < MANY or self.is_gathered():
             return
         import orjson
-        seal = LineSeal()
         with suppress(orjson.JSONDecodeError), atomic_file(self.whole) as file:
             for name, key in keys.items():
                 line = json.dumps({"unit": name, "key": key, **records[name]}).encode()
                 if orjson.loads(line) != json.loads(line):  # of whole numbers beyond 64 bits it makes others
                     raise orjson.JSONDecodeError("not read alike", "", 0)
-                file.write(seal.of(line + b"\n"))
-            file.write(seal.line())
+                file.write(line + b"\n")
 
     def is_gathered(self) -> bool:
         """Whether there is the one file with all records."""
@@ -102,8 +100,6 @@ class UnitRecords:
             with open(self.whole, "rb") as file:
                 for line in file:
                     record = orjson.loads(line)
-                    if record.keys() == {SEAL}:
-                        continue
                     name, key = record.pop("unit"), record.pop("key")
                     if keys.get(name) == key:
                         found[name] = record

@@ -15,7 +15,7 @@ from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import PROGRESS, RESERVE
+from drover.pipeline.contract.state import PROGRESS
 from drover.pipeline.data.stored.copying import COPIES as SENT_NOTES
 from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.errors import UserError
@@ -53,7 +53,7 @@ _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)
 _CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it aside "
                "and continues from the one before")
 _ENDLESS = (".log", ".txt", ".err", ".out")
-_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl", RESERVE)
+_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
 
 
 @dataclass
