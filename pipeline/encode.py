@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.contract.units import Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.data.text_shards import read_texts, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.errors import UserError, listed

@@ -3,8 +3,11 @@ records that are read as what they should be, whoever wrote them."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import filecmp
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -41,8 +44,7 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         if keep_equal and path.is_file() and filecmp.cmp(temporary, path, shallow=False):
             temporary.unlink()
         else:
@@ -66,6 +68,43 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush(file: IO[Any]) -> None:
+    """Have on the disk what was written to a file."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished file or folder its name, which it has after a power cut, too. OSError as of `Path.rename`."""
+    sync(temporary)
+    temporary.rename(final)
+    sync(final.parent)
+
+
+def renamed(path: Path, name: str) -> Path:
+    """Rename a file or folder out of the way: to `name`, or to `name-2` and so on where that is taken; its new path."""
+    return path.rename(next(free for number in itertools.count(1) if not os.path.lexists(
+        free := path.with_name(f"{name}-{number}" if number > 1 else name))))
+
+
+def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file or folder, or change its lock to the other kind, until it is closed: by whoever ends, however.
+
+    Returns:
+        False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: it is locked, unless this should `wait`.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 def write_json(path: Path, value: Any, *, keep_equal: bool = False) -> None:
@@ -106,10 +145,24 @@ def parsed_json(data: bytes) -> Any:
 
 def append_line(path: Path, value: Any) -> None:
     """Append `value` as one line of JSON, in one write: several processes may append to the same file."""
+    _append(path, json.dumps(value, ensure_ascii=False).encode() + b"\n")
+
+
+def append_sealed(path: Path, value: dict[str, Any]) -> None:
+    """Append a JSON object as one line with its seal, which is on the disk afterwards."""
+    new = not path.exists()
+    _append(path, sealed_line(value), durable=True)
+    if new:
+        sync(path.parent)
+
+
+def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         torn = file.seek(0, os.SEEK_END) > 0 and not _ends_with_newline(file)
-        file.write((b"\n" if torn else b"") + json.dumps(value, ensure_ascii=False).encode() + b"\n")
+        file.write((b"\n" if torn else b"") + line)
+        if durable:
+            flush(file)
 
 
 def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False) -> Iterator[Any]:
@@ -214,7 +267,8 @@ def remove_temporary(folder: Path) -> int:
 # every byte before that line's comma (in YAML: its #). A seal tells of accidents, not of forgers.
 SEAL = "seal"
 Sealed = Literal["sealed", "not sealed", "damaged"]
-_SEAL = re.compile(rb'(?:,\n |# )"seal": "([0-9a-f]{64})"(?:\n}|)\n\Z')
+_SEAL = re.compile(b"(?:%s)\\n\\Z" % b"|".join(
+    form % rb'"seal": "([0-9a-f]{64})"' for form in (b",\n %s\n}", b", %s}", b"# %s")))
 _WAS_SEAL = re.compile(rb"seal|[0-9a-f]{64}")
 """One changed byte in a seal leaves one of the two."""
 _SEAL_BYTES = 84
@@ -229,6 +283,12 @@ def write_sealed(path: Path, value: dict[str, Any]) -> None:
         file.write(text + b',\n "seal": "' + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n')
 
 
+def sealed_line(value: dict[str, Any]) -> bytes:
+    """A JSON object as one line with its seal."""
+    text = json.dumps(value).removesuffix("}").encode()
+    return text + b', "seal": "' + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
+
+
 def sealed_text(text: str) -> str:
     """A YAML text with its seal, which is a comment."""
     return f'{text}# "seal": "{hashlib.sha256(text.encode()).hexdigest()}"\n'
@@ -236,10 +296,16 @@ def sealed_text(text: str) -> str:
 
 def seal_of(path: Path) -> Sealed:
     """Whether a file has a seal, and is what was sealed. OSError if it cannot be read."""
-    data = path.read_bytes()
-    if found := _SEAL.search(data, max(0, len(data) - _SEAL_BYTES)):
-        return "sealed" if hashlib.sha256(data[:found.start()]).hexdigest().encode() == found[1] else "damaged"
-    return "damaged" if _WAS_SEAL.search(data, max(0, len(data) - _SEAL_BYTES)) else "not sealed"
+    return sealing(path.read_bytes())
+
+
+def sealing(data: bytes) -> Sealed:
+    """The same of a file's content, or of a line with its newline."""
+    end = max(0, len(data) - _SEAL_BYTES)
+    if found := _SEAL.search(data, end):
+        digest = hashlib.sha256(data[:found.start()]).hexdigest().encode()
+        return "sealed" if digest in found.groups() else "damaged"
+    return "damaged" if _WAS_SEAL.search(data, end) else "not sealed"
 
 
 def read_sealed(path: Path) -> Any:

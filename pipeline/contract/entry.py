@@ -17,7 +17,6 @@ from drover.pipeline.console import say
 from drover.pipeline.contract.locks import NETWORK_S, StageLock, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.orphans import end_with_parent
-from drover.pipeline.contract.parts import Part, ShareDone
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.scratch import SCRATCH, remove_scratch
@@ -26,6 +25,7 @@ from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import begun_by
 from drover.pipeline.contract.state import STATE, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
+from drover.pipeline.contract.tasks import Part, ShareDone
 from drover.pipeline.contract.telling import Channel, Ended, asked
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.errors import UserError, is_full_disk

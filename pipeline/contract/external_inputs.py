@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -25,7 +24,7 @@ from drover.pipeline.console import say
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
 from drover.pipeline.contract.manifest import Difference
 from drover.pipeline.contract.stages import Stage
-from drover.pipeline.contract.threads import in_threads
+from drover.pipeline.contract.threads import ordered_map
 from drover.pipeline.errors import AbsentInputError, UserError
 from drover.pipeline.files import changed_ns, read_sealed, write_sealed
 from drover.pipeline.stores.object_files import InputFile, ObjectStat
@@ -101,7 +100,7 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
             raise
         found, incomplete = (sorted(error.found, key=itemgetter(0)), error.sources) \
             if isinstance(error, AbsentInputError) else ([], set(map(_source, known)))
-    stats = dict(in_threads(lambda path: (path, _stat(path, strict)), [path for _, path in found]))
+    stats = dict(ordered_map(lambda path: (path, _stat(path, strict)), [path for _, path in found], batch=512))
     incomplete |= {name.partition("/")[0] for name, path in found if stats[path] is None}
     by_path = {str(record["path"]): record for record in known}
     by_name = {str(record["name"]): record for record in known}
@@ -220,12 +219,11 @@ class Hashes:
             say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or have another time "
                        f"than when they were read")
         kept = time.monotonic()
-        with ThreadPoolExecutor(HASHING) as pool:
-            for path, digest in pool.map(lambda path: (path, _hashed(path)), todo):
-                stat = todo[path]
-                self.known[path] = {"bytes": stat.st_size, "mtime_ns": changed_ns(stat), "sha256": digest}
-                if time.monotonic() - kept > KEEP_S:
-                    kept = self._keep()
+        for path, digest in ordered_map(lambda path: (path, _hashed(path)), todo, HASHING):
+            stat = todo[path]
+            self.known[path] = {"bytes": stat.st_size, "mtime_ns": changed_ns(stat), "sha256": digest}
+            if time.monotonic() - kept > KEEP_S:
+                kept = self._keep()
         if todo:
             self._keep()
 

@@ -5,8 +5,6 @@ They lie in `.locks/`, not inside the stages' own folders, which `--force` moves
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import platform
 import re
@@ -17,8 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from drover.pipeline.console import say
-from drover.pipeline.contract.parts import Part
+from drover.pipeline.contract.tasks import Part
 from drover.pipeline.errors import UserError
+from drover.pipeline.files import lock_file
 
 LOCKS = ".locks"
 EARLIER_S = 180.0
@@ -100,7 +99,7 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
     until, waited, looks = time.monotonic() + EARLIER_S, False, 0
     while True:
         try:
-            locked = _flock(file, folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            locked = _locked(file, folder, shared=shared)
             break
         except BlockingIOError:
             holder = _holder(file)
@@ -155,23 +154,19 @@ def take_turn(folder: Path, name: str, stage: str, doing: str = "starts") -> IO[
     """Hold a lock alone as soon as nobody else does; None where there are no locks."""
     file = _open(folder, name)
     try:
-        _flock(file, folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _locked(file, folder)
     except BlockingIOError:
         say(stage, f"waits while {_holder(file)} {doing}")
-        _flock(file, folder, fcntl.LOCK_EX)
+        _locked(file, folder, wait=True)
     return _take(file, folder, stage, shared=False)
 
 
-def _flock(file: IO[str], folder: Path, operation: int) -> bool:
-    """Whether the file system has locks; BlockingIOError if this one is held."""
-    try:
-        fcntl.flock(file, operation)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
+def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = False) -> bool:
+    """`lock_file`; where there are no locks, that is said."""
+    locked = lock_file(file.fileno(), shared=shared, wait=wait)
+    if not locked:
         _warn(folder)
-        return False
-    return True
+    return locked
 
 
 @cache

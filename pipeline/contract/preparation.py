@@ -9,13 +9,12 @@ from typing import Any
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.console import say
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
-from drover.pipeline.contract.parts import Part
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import force_id
 from drover.pipeline.contract.state import PROGRESS, STATE
-from drover.pipeline.contract.units import finished_units
+from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.errors import UserError
 
 MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)

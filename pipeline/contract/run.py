@@ -15,10 +15,9 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
 from drover.pipeline.contract.listing import changed_files, listed_files, listing_digest
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
-from drover.pipeline.contract.parts import identity_key, marked_parts
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
-from drover.pipeline.contract.units import finished_units
+from drover.pipeline.contract.tasks import finished_units, identity_key, marked_parts
 from drover.pipeline.errors import UserError, all_told, listed
 from drover.pipeline.files import sha256_file
 

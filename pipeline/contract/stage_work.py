@@ -21,19 +21,29 @@ from drover.pipeline.console import ProgressBar, duration, say
 from drover.pipeline.contract.external_inputs import places
 from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
 from drover.pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
-from drover.pipeline.contract.locks import NETWORK_S, take_turn
+from drover.pipeline.contract.locks import NETWORK_S
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
 from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
 from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
-from drover.pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
+from drover.pipeline.contract.tasks import (
+    PARTS,
+    UNITS,
+    Ledger,
+    Part,
+    Record,
+    ShareDone,
+    Unit,
+    identity_key,
+    unit_keys,
+    with_outputs,
+)
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.errors import UnusableInputError, UserError
-from drover.pipeline.files import read_json, remove_temporary, sha256_file, write_sealed
+from drover.pipeline.files import read_json, remove_temporary, renamed, sha256_file, write_sealed
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -116,9 +126,9 @@ class Work:
         """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
-        `outputs` list holds `output_record`s. The record becomes a file under `units/<phase>/`, the unit's own commit:
-        after a kill, units whose record matches (same stage identity, same payload, outputs in place) are kept. So all
-        that decides what a unit makes has to be in its payload, as hashes where it is files, or in the identity.
+        `outputs` list holds `output_record`s. The record goes into the ledger in `units/<phase>/`, which commits the
+        unit: after a kill, units whose record matches (same stage identity, same payload, outputs in place) are kept.
+        So all that decides what a unit makes has to be in its payload, as hashes where it is files, or in the identity.
 
         As a part, the stage does its share of its phase's units, and of a phase before that only takes the records.
 
@@ -132,23 +142,22 @@ class Work:
         identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
         keys = unit_keys(identity, phase, units)
         assert len(keys) == len(units), f"two units of {phase} have one name"
-        store, part = UnitRecords(self.folder, phase, self.say), self.part
+        ledger, part = Ledger(self.folder / UNITS / phase), self.part
         if part is not None and phase != part.phase:
             self._refuse_later(part, phase)
-            return self._taken(part, store, phase, keys)
+            return self._taken(part, ledger, phase, keys)
         if part is not None:
             units = list(part.of(units))
             keys = {unit.name: keys[unit.name] for unit in units}
         kept = ProgressRecord(self.folder if part is None else None)
         with ProgressBar(self.name, phase, len(units), unit_word) as progress:
-            records = store.found(keys)
+            records = with_outputs(ledger.found(keys), self.folder, self.say)
             found = len(records)
             progress.already(found)
             kept.note(Progress(found, len(units), unit_word, phase))
-            if todo := [unit for unit in units if unit.name not in records]:
-                store.whole.unlink(missing_ok=True)
+            todo = [unit for unit in units if unit.name not in records]
             for name, record in self.workers.do(function, self.folder, todo, self.stop):
-                store.write(name, keys[name], record)
+                ledger.add(name, keys[name], record)
                 records[name] = record
                 self.made += 1
                 progress.advance()
@@ -158,7 +167,6 @@ class Work:
             raise self._stopped(phase, len(records), len(units))
         if part is not None:
             self._leave(part, len(units), found)
-        store.gather(keys, records)
         return [records[unit.name] for unit in units]
 
     def _stopped(self, phase: str, done: int, units: int) -> Stopped:
@@ -187,33 +195,25 @@ class Work:
         if phase in phases and phases.index(phase) > phases.index(part.phase):
             self._leave(part, 0, 0)
 
-    def _taken(self, part: Part, store: UnitRecords, phase: str, keys: dict[str, str]) -> list[dict[str, Any]]:
-        """The records of a phase that other parts did. Of many, the first that comes makes one file for all."""
-        until, turn = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ), None
-        if len(keys) >= MANY and not store.is_gathered():
-            turn = take_turn(self.run.folder, f"{self.name}.{phase}", self.name, f"gathers the records of {phase}")
-        if turn is not None and store.is_gathered():
-            turn.close()
-        records = store.found(keys, outputs=False)
+    def _taken(self, part: Part, ledger: Ledger, phase: str, keys: dict[str, str]) -> list[Record]:
+        """The records of a phase that other parts did."""
+        until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+        records = ledger.found(keys)
         while len(records) < len(keys) and time.monotonic() < until:
             time.sleep(1.0)
-            records = store.found(keys, outputs=False)
+            records = ledger.found(keys)
         if missing := [name for name in keys if name not in records]:
             raise UserError(
                 f"{self.name} cannot begin its phase {part.phase}: of the phase {phase}, {len(missing):,} of "
                 f"{len(keys):,} units are not done ({', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}). Do "
                 f"them with --part I/N --phase {phase}, or run {self.name} without --part, which does all that is "
                 f"left.")
-        store.gather(keys, records)
-        if turn is not None:
-            turn.close()
         return [records[name] for name in keys]
 
     def _leave(self, part: Part, units: int, found: int) -> NoReturn:
-        write_sealed(part.marker(self.folder), {
-            "key": identity_key(self.fingerprint), "units": units, "found": found,
-            "wall_s": round(time.monotonic() - self.began, 3), "at": _now(), "host": platform.node(),
-            "job": os.environ.get("SLURM_JOB_ID", "")})
+        part.mark(self.folder, identity_key(self.fingerprint), {
+            "units": units, "found": found, "wall_s": round(time.monotonic() - self.began, 3), "at": _now(),
+            "host": platform.node(), "job": os.environ.get("SLURM_JOB_ID", "")})
         self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
         raise ShareDone
 
@@ -259,9 +259,7 @@ class Work:
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
         gone = [self.folder / LISTING] if STAGES[self.name].unit_files is not None else []
         if scratch:
-            units = self.folder / UNITS
-            gone += [*scratch, self.folder / PARTS]
-            gone += [path for phase in self.phases[:-1] for path in (units / phase, units / f"{phase}.jsonl")]
+            gone += [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])]
         if gone:
             note_scratch(self.folder, gone)
         manifest.write(self.folder)
@@ -344,11 +342,7 @@ def set_aside(folder: Path, keep: bool) -> Path | None:
     if not keep or {path.name for path in folder.iterdir()} <= {STATE}:  # what was refused from the start left no more
         shutil.rmtree(folder)
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    return aside
+    return renamed(folder, f"{folder.name}.replaced")
 
 
 def software_versions() -> dict[str, str]:

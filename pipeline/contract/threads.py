@@ -1,33 +1,44 @@
-"""Many files looked at by threads: they wait for the file system, most of all for one behind a network."""
+"""A pool of threads that keeps the order of what it is given."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from typing import TypeVar
 
 THREADS = 16
-AT_ONCE = 512
-"""Items that a thread is given at a time, and fewer than which take none."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`function` of each item, in no order that means anything. `items` is taken from as room is made."""
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS, *, batch: int = 1,
+                name: str = "") -> Iterator[Result]:
+    """`function` of each item, in order, by threads; `items` is taken from as results are.
+
+    Args:
+        batch: items that a thread is given at a time. Fewer than two batches take no thread.
+        name: of the threads.
+
+    Raises:
+        what `function` raises, of the first item that fails; no other is begun then.
+    """
     rest = iter(items)
-    first = list(islice(rest, AT_ONCE))
-    if len(first) < AT_ONCE:
-        yield from map(function, first)
+    batches = iter(lambda: list(islice(rest, batch)), [])
+    first = list(islice(batches, 2))
+    if len(first) < 2:
+        yield from map(function, chain.from_iterable(first))
         return
-    with ThreadPoolExecutor(THREADS) as pool:
-        def submitted(batch: list[Item]) -> Future[list[Result]]:
-            return pool.submit(lambda: list(map(function, batch)))
-        running = {submitted(first)}
-        while running:
-            while len(running) < 2 * THREADS and (batch := list(islice(rest, AT_ONCE))):
-                running.add(submitted(batch))
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield from future.result()
+    def each(some: list[Item]) -> list[Result]:
+        return list(map(function, some))
+    pool, waiting = ThreadPoolExecutor(threads, name), deque[Future[list[Result]]]()
+    try:
+        for some in chain(first, batches):
+            waiting.append(pool.submit(each, some))
+            if len(waiting) == threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from drover.pipeline.config.section import identity
-from drover.pipeline.contract.parts import UNITS
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.files import read_sealed, sha256_json, write_sealed
+from drover.pipeline.contract.tasks import UNITS, Ledger
+from drover.pipeline.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 LIBRARIES = ("torch", "lm_eval", "datasets")
@@ -26,7 +25,7 @@ class KeptParts:
     of what was measured before.
 
     Args:
-        folder: of the files, one a part.
+        folder: of the ledger.
         made_by: what, besides a part's own inputs, decides all of them, as JSON: the code that measures.
         ranks: all call `get` together.
         say: tells the user what was measured and what was kept; called on rank 0.
@@ -36,9 +35,9 @@ class KeptParts:
     """
 
     def __init__(self, folder: Path, made_by: Any, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self.folder, self.ranks, self.say = folder, ranks, say
+        self.ledger, self.ranks, self.say = Ledger(folder), ranks, say
         self.seconds: dict[str, float] = {}
-        self._written: list[Path] = []
+        self._measured: list[tuple[str, str]] = []
         self._made_by = [made_by, {package: metadata.version(package) for package in LIBRARIES}]
 
     def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
@@ -47,15 +46,15 @@ class KeptParts:
         Every rank calls this. decides: all that the result depends on, as JSON, besides the code and the libraries that
         measure: another of those measures again, so that it is known what made each part.
         """
-        path, key, record = self._look(name, decides)
+        key, record = self._look(name, decides)
         kept = record is not None
         if record is None:
             began = time.monotonic()
             value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
-            record = {"key": key, "seconds": round(time.monotonic() - began, 3), "value": value}
+            record = {"seconds": round(time.monotonic() - began, 3), "value": value}
             if self.ranks.leads:
-                write_sealed(path, record)
-                self._written.append(path)
+                self.ledger.add(name, key, record)
+                self._measured.append((name, key))
         self.seconds[name] = record["seconds"]
         if self.ranks.leads:
             self.say(f"{name}: {'measured before, kept' if kept else format(record['seconds'], '.1f') + ' s'}")
@@ -63,19 +62,17 @@ class KeptParts:
 
     def has(self, name: str, decides: dict[str, Any]) -> bool:
         """Whether `get` would take the part from disk. Every rank asks."""
-        return self._look(name, decides)[2] is not None
+        return self._look(name, decides)[1] is not None
 
-    def _look(self, name: str, decides: dict[str, Any]) -> tuple[Path, str, dict[str, Any] | None]:
-        """A part's file, its identity, and its record if it was measured of the same."""
-        path = self.folder / f"{quote(name, safe=' ')}.json"
+    def _look(self, name: str, decides: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+        """A part's key, and its record if it was measured of the same."""
         key = sha256_json([decides, self._made_by])
-        record = self.ranks.same(_read(path) if self.ranks.leads else None)
-        return path, key, record if record is not None and record.get("key") == key else None
+        return key, self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
 
     def forget(self) -> None:
-        """Remove what was measured in this attempt: its inputs were not what their digests say."""
-        for path in self._written:
-            path.unlink(missing_ok=True)
+        """Let nothing count that was measured in this attempt: its inputs were not what their digests say."""
+        for name, key in self._measured:
+            self.ledger.add(name, key, None)
 
 
 class Kept(KeptParts):
@@ -92,11 +89,3 @@ class Kept(KeptParts):
     def inputs(self, *stages: str) -> dict[str, str]:
         """Digests of the stages that a part is made of."""
         return {stage: self.work.fingerprint["inputs"][stage] for stage in stages}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        record = read_sealed(path)
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and {"key", "seconds", "value"} <= record.keys() else None

@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from drover.pipeline.files import Count, parsed_json, typed
+from drover.pipeline.files import Count, flush, parsed_json, typed
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -99,7 +99,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
                 size += len(chunk)
                 while chunk:
                     chunk = chunk[file.write(chunk):]
-        os.fsync(file.fileno())
+        flush(file)
     return {"path": path.name, "bytes": size, "sha256": digest.hexdigest()}
 
 

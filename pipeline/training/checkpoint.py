@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file, sync, write_sealed
+from drover.pipeline.files import publish, renamed, sha256_file, write_sealed
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
     FORMAT,
@@ -57,9 +57,7 @@ class Checkpoints:
         if final.exists():  # damaged, or it would have been loaded: the marker goes first
             (final / MARKER).unlink(missing_ok=True)
             shutil.rmtree(final)
-        sync(temporary)
-        temporary.rename(final)
-        sync(self.folder)
+        publish(temporary, final)
         return final
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
@@ -85,7 +83,7 @@ class Checkpoints:
             if self.ranks.leads:
                 # Otherwise it would count as one of the newest when old ones are pruned.
                 shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
-                path.rename(path.with_name(f"{path.name}.damaged"))
+                renamed(path, f"{path.name}.damaged")
         if damaged:
             raise UserError(f"Every finished checkpoint in {self.folder} is damaged (see above). Put sound files back "
                             f"(and take .damaged off the folder's name), or start training again with --force.")

@@ -35,7 +35,7 @@ from drover.pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefi
 from drover.pipeline.copies.claim import RUN, Lock, RunRecord
 from drover.pipeline.copies.transfer import DamagedCopyError, fetch, send
 from drover.pipeline.errors import UserError, is_full_disk, listed
-from drover.pipeline.files import atomic_file, output_record, read_record, sha256_file, write_sealed
+from drover.pipeline.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
@@ -498,9 +498,7 @@ def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> Non
             if _continues(path.name, data, here):
                 continue
             if here and not _continues(path.name, here, data):
-                number = next(number for number in itertools.count(1)
-                              if not mine.with_name(f"{mine.name}.replaced-{number}").exists())
-                aside = mine.rename(mine.with_name(f"{mine.name}.replaced-{number}"))
+                aside = renamed(mine, f"{mine.name}.replaced")
                 say(f"{mine.name} is not what went on with the checkpoint; it is set aside as {aside.name}")
         with atomic_file(mine) as file:
             file.write(data)

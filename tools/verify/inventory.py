@@ -279,7 +279,7 @@ def _is_shard(stage: str, record: dict[str, Any]) -> bool:
 
 
 def _set_aside(name: str) -> bool:
-    return name.endswith((".tmp", ".damaged", ".partial")) or name.startswith("set-aside-") or ".replaced-" in name
+    return name.endswith((".tmp", ".damaged", ".partial")) or name.startswith("set-aside-") or ".replaced" in name
 
 
 def _mend(stage: str) -> str:

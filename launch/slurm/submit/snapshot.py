@@ -17,7 +17,7 @@ from drover.launch.slurm.trust import code_problems, digest
 from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
 from drover.pipeline.contract.state import now
 from drover.pipeline.errors import UserError, listed
-from drover.pipeline.files import sha256_file, sync, write_json
+from drover.pipeline.files import publish, sha256_file, write_json
 
 CODE = Path("code")
 PACKAGE = "drover"
@@ -59,8 +59,7 @@ def take_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> Path:
     write_json(temporary / SNAPSHOT, {"commit": commit, "changed": changed, "content": content, "made": now(),
                                       "from": str(repository), "files": files})
     shutil.rmtree(final, ignore_errors=True)  # a copy that was being removed, or that somebody changed
-    temporary.rename(final)
-    sync(final.parent)
+    publish(temporary, final)
     return final
 
 

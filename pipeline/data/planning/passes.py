@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.units import Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.data.planning.comparing import compare_group, near_column, resolve_partition
 from drover.pipeline.data.planning.components import label_components
 from drover.pipeline.data.planning.decisions import Summary, decide_group, heldout_below, summary

@@ -12,7 +12,7 @@ its writer and has its full size from the start, so that the bound and a full di
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import os
 import platform
@@ -26,6 +26,7 @@ from typing import BinaryIO
 
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.files import lock_file, sync
 from drover.pipeline.stores.outcomes import Missing
 
 CHUNK_BYTES = 1 << 20
@@ -150,7 +151,7 @@ class NodeCache:
                                 f"It was changed in the store, or copied from another run. Copy this run's shards "
                                 f"there again (python -m drover.tools.copy_tokens), or give the place that has them as "
                                 f"train.tokens_from.")
-            os.fsync(writing)
+            sync(temporary)
             os.utime(writing, ns=(time.time_ns(), _stamp(sha256)))
             descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
             with self._locked("lock-room"):  # who counts what is here finds it once
@@ -218,7 +219,7 @@ class NodeCache:
         path = self.folder / f"{sha256}.{platform.node()}-{os.getpid()}-{id(self):x}-{self._number}.tmp"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor)
             if size:
                 os.posix_fallocate(descriptor, 0, size)
         except BaseException:
@@ -275,7 +276,8 @@ class NodeCache:
         """Hold a lock against all threads of all processes of this node."""
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not lock_file(descriptor, wait=True):
+                raise OSError(errno.ENOLCK, "its file system has no locks")
             yield
         finally:
             os.close(descriptor)
@@ -293,7 +295,7 @@ def _is_free(path: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
     except BlockingIOError:
         return False
     finally:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.contract.input_check import committed
@@ -24,7 +23,7 @@ from drover.pipeline.data.sampling.packing import forget
 from drover.pipeline.data.sampling.shard_checks import Damage, ShardChecks
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_sealed, write_sealed
+from drover.pipeline.files import read_sealed, renamed, write_sealed
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingProgress, named_after_steps, step_of
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 
@@ -180,10 +179,11 @@ class TokenCheck:
         for path in named_after_steps(folder):
             step = step_of(path)
             if step > last:
-                _rename(path)
+                renamed(path, f"{SET_ASIDE}{path.name}")
                 aside.append(path.name)
+                measured = evaluation_folder(self.work.run.folder, step)
                 with suppress(OSError):  # most often there is none
-                    _rename(evaluation_folder(self.work.run.folder, step))
+                    renamed(measured, f"{SET_ASIDE}{measured.name}")
         self._event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
         told = [f"Checkpoints that may be made of it are set aside as {folder}/{SET_ASIDE}*: {', '.join(aside)}. "
                 f"Training will go on from step {last}."] if aside else []
@@ -206,10 +206,3 @@ class TokenCheck:
     def _note(self) -> None:
         write_sealed(self.work.folder / COMPARED, {"encode": self._of, "sound_to": self._sound[0],
                                                    "samples": self._sound[1]})
-
-
-def _rename(path: Path) -> None:
-    number, name = 1, f"{SET_ASIDE}{path.name}"
-    while (target := path.with_name(name)).exists():
-        number, name = number + 1, f"{SET_ASIDE}{path.name}.{number + 1}"
-    path.rename(target)

@@ -13,12 +13,13 @@ from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.copies.checkpoints import COPY, CopiedCheckpoints
 from drover.pipeline.copies.claim import LOCK, RUN, Lock
 from drover.pipeline.errors import UserError
+from drover.pipeline.files import renamed
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
 from drover.pipeline.stores.store import Store
 from drover.pipeline.training import uploads as module
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
-from drover.pipeline.training.data.token_check import _rename
+from drover.pipeline.training.data.token_check import SET_ASIDE
 from drover.pipeline.training.loop import Loop
 from drover.pipeline.training.uploads import Uploads
 from tests.training.uploads.saving import Log, save
@@ -148,7 +149,7 @@ def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(
     assert run.copies.found().whole == ([4, 8, 12] if away else [4])
     assert any("the next start does it" in text for text in run.said) == away
     for step in (8, 12):
-        _rename(run.checkpoints.path(step))
+        renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
     copying = run.start()
     assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
     copying.close()
