@@ -72,7 +72,7 @@ def encode(work: Work) -> None:
     if (url := work.config.encode.copy_to) is not None:
         from drover.pipeline.data.stored.copying import copy_shards
 
-        work.say(f"{copy_shards(work.folder, outputs, counts, url)} in {url}")
+        work.say(f"{copy_shards(work.folder, outputs, url)} in {url}")
     work.commit(outputs, counts, verified=True)
 
 

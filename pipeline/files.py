@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -238,6 +238,19 @@ def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
     """
     return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size,
             "sha256": sha256_file(path), **counts}
+
+
+def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) -> str:
+    """Why a file is not what its record says, as a sentence without its point; "" if it is. hashed: read it, too."""
+    try:
+        size = path.stat().st_size
+        found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
+    except OSError as error:
+        return f"{path} is missing or cannot be read ({error.strerror})"
+    if size != record["bytes"]:
+        return f"{path} has {size:,} bytes instead of {record['bytes']:,}"
+    return "" if found == record["sha256"] else \
+        f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {found[:12]}"
 
 
 class Output(TypedDict):

@@ -24,9 +24,9 @@ from drover.pipeline.console import say
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
 from drover.pipeline.contract.manifest import Difference
 from drover.pipeline.contract.stages import Stage
-from drover.pipeline.contract.threads import ordered_map
 from drover.pipeline.errors import AbsentInputError, UserError
 from drover.pipeline.files import changed_ns, read_sealed, write_sealed
+from drover.pipeline.ordered_map import ordered_map
 from drover.pipeline.stores.object_files import InputFile, ObjectStat
 from drover.pipeline.stores.store import is_url
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.threads import ordered_map
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file, changed_ns, sha256_file, sha256_json
+from drover.pipeline.ordered_map import ordered_map
 from drover.pipeline.stores.object_files import InputFile
 
 LISTING = "listing.jsonl"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drover.pipeline.contract.threads import ordered_map
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import append_sealed, sealing, sha256_json
+from drover.pipeline.ordered_map import ordered_map
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"

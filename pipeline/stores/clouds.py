@@ -103,32 +103,15 @@ class Cloud:
                                 f"from {answer.range[0]:,} on. It does not read ranges; use another server.")
             return bytes(answer.bytes()), entry
 
-    def put(self, key: str, data: bytes | Path, only_new: bool, replaces: str | None) -> str:
+    def put(self, key: str, data: bytes | Path, only_new: bool) -> str:
         """Write an object; its ETag, if the answer has it."""
         import obstore
-        mode: Any = "create" if only_new else None if replaces is None else self._version(key, replaces)
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
         with self._told(key, "write"):
-            done = obstore.put(self._client, key, data, mode=mode, chunk_size=chunk, max_concurrency=PARTS_AT_ONCE,
-                               use_multipart=size > chunk and mode is None)
+            done = obstore.put(self._client, key, data, mode="create" if only_new else None, chunk_size=chunk,
+                               max_concurrency=PARTS_AT_ONCE, use_multipart=size > chunk and not only_new)
             return done["e_tag"] or ""
-
-    def _version(self, key: str, etag: str) -> dict[str, str | None]:
-        """What obstore takes for the version with this ETag. Google's store writes on condition of an object's
-        generation, not of its ETag, so that is looked up: who replaces the object after this look changes it, too."""
-        if not self._root.startswith("gs:"):
-            return {"e_tag": etag}
-        import obstore
-        changed = Changed(f"{self._root}/{key} is not what it was: somebody else wrote it.")
-        try:
-            with self._told(key, "look at"):
-                about = obstore.head(self._client, key)
-        except Missing:
-            raise changed from None
-        if about["e_tag"] != etag:
-            raise changed
-        return {"e_tag": etag, "version": about["version"]}
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; what is not there is no error."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,9 +31,8 @@ from drover.pipeline.contract.manifest import differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, read_start
-from drover.pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
-from drover.pipeline.copies.claim import RUN, Lock, RunRecord
-from drover.pipeline.copies.transfer import DamagedCopyError, fetch, send
+from drover.pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints
+from drover.pipeline.copies.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.errors import UserError, is_full_disk, listed
 from drover.pipeline.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
 from drover.pipeline.parallel.host_channel import HostChannel
@@ -49,13 +48,13 @@ from drover.pipeline.records.checkpoints import (
 )
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.rollbacks import ROLLBACKS
-from drover.pipeline.stores.store import Store, preflight
+from drover.pipeline.stores.store import Missing, Store, preflight
 from drover.pipeline.training.async_saver import Event, tried
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
-OWNER = "copying.json"
-"""In the train folder: `Owner`."""
+TRAINING = "copying.json"
+"""In the train folder: `Training`."""
 FETCHED = "records.tmp"
 """In the train folder: what goes with a checkpoint, while it is fetched."""
 LOGS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
@@ -73,13 +72,11 @@ PATIENCE = timedelta(days=365)
 
 
 @dataclass(frozen=True)
-class Owner:
-    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it. holder: under which
-    name this folder alone locks the store."""
+class Training:
+    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it."""
 
     id: str
     folder: str
-    holder: str
 
 
 class Uploads:
@@ -95,23 +92,17 @@ class Uploads:
         """Claim the store.
 
         Raises:
-            UserError: it is another run's, another process uploads there, or it cannot be used; the same on every rank.
+            UserError: it is another run's, or it cannot be used; the same on every rank.
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
         self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
         self._copied, self._stopped, self._problem = list[int](), False, ""
         self._left_out = deque[int]()  # of two threads
         self._final = threading.Lock()  # held while a copy becomes complete or is removed
-        self._release = ExitStack()
-        self._lock: Lock | None = None
         self._worker: BackgroundWorker[tuple[int, float]] | None = None
         if self.url is not None:
             self._copies = CopiedCheckpoints(Store(self.url))
-            try:
-                self._copied, work.drift = ranks.by_leader(self._claim)
-            except BaseException:
-                self.close()
-                raise
+            self._copied, work.drift = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
@@ -176,10 +167,10 @@ class Uploads:
         """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
         if self._worker is None or not self.ranks.leads:
             return
-        self._stop()
+        self.close()
         try:
             with self._final:
-                self._refuse_lost()
+                self._owner.refuse_lost()
                 self._remove([step for step in self._copies.found().whole if step > after])
         except UserError as error:
             self.say(f"Their copies in {self.url} could not be removed ({error}); the next start does it, if it finds "
@@ -205,12 +196,7 @@ class Uploads:
                      f"{self.checkpoints.folder}; the next start copies it, if it finds this folder")
 
     def close(self) -> None:
-        """Upload no more and leave the store to others, whatever came of it. Idempotent."""
-        self._stop()
-        self._release.close()
-
-    def _stop(self) -> None:
-        """What is being sent does not become a copy, and nothing is waited for."""
+        """Upload no more: what is being sent does not become a copy, and nothing is waited for. Idempotent."""
         self._stopped = True
         if self._worker is not None:
             self._worker.close(0.0, drop=True)
@@ -228,7 +214,7 @@ class Uploads:
                 self._channel.same(None)  # the other ranks' threads end
         broken = f"{self._worker.error}." if self._worker.error else ""
         late = f"it was not done after {limit.total_seconds():g} s."
-        problem = "" if self.uploaded == step else self._lost() or broken or self._problem or late
+        problem = "" if self.uploaded == step else broken or self._problem or late
         self.close()
         return problem
 
@@ -236,29 +222,24 @@ class Uploads:
         """The steps in the store, and the drift of the training that they are of. For rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
-        record, mark = RunRecord(store), _mark(folder)
-        mine = read_record(folder / OWNER, Owner)
-        if problem := self._conflict(record.content, mine, mark):
+        self._owner, mark = Owner(store), _mark(folder)
+        theirs, mine = self._owner.content, read_record(folder / TRAINING, Training)
+        if problem := self._conflict(theirs, mine, mark):
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing was started: other settings may be tried
             raise UserError(problem)
-        known = mine if mine is not None and mine.folder == mark else Owner(uuid4().hex, mark, uuid4().hex)
-        lock = Lock(store, known.holder, self.say)
-        lock.take()
-        self._lock = lock
-        self._release.callback(lock.release)
-        theirs = record.content
-        owner = dataclasses.replace(known, id=theirs["id"] if theirs else known.id)
-        write_sealed(folder / OWNER, asdict(owner))
+        here = mine is not None and mine.folder == mark
+        if theirs is not None and not here:
+            self.say(f"takes over {store.url} from {describe(theirs)}, which copies nothing there any more")
+        training = Training(theirs["id"] if theirs else mine.id if mine is not None and here else uuid4().hex, mark)
+        write_sealed(folder / TRAINING, asdict(training))
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
                  *self.work.drift]
         if drift != self.work.drift:  # accepted before the folder was lost: kept for the manifest
             started = read_start(folder)
             assert started is not None, "the stage was begun"
             write_sealed(folder / STARTED, asdict(dataclasses.replace(started, drift=drift)))
-        content = {"name": self.work.config.name, "id": owner.id, "fingerprint": self.work.fingerprint, "drift": drift}
-        if theirs is None or any(theirs[key] != value for key, value in content.items()):
-            record.write(**content)
+        self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint, drift=drift)
         found, complete = self._copies.found(), complete_checkpoints(folder)
         if found.unfinished:
             self.say(f"removed what a start that ended had copied in part to {store.url}: "
@@ -273,21 +254,23 @@ class Uploads:
         """Whether the copy is of a checkpoint that was set aside here, by its marker: the step may be another's."""
         folders = list((self.work.folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))
         try:
-            files = self._copies.read(step) if folders else []
+            files = self._copies.of(step).read()["files"] if folders else []
         except DamagedCopyError:
             return False
         markers = [record["sha256"] for record in files if record["path"] == MARKER]
         return any((folder / MARKER).is_file() and sha256_file(folder / MARKER) in markers for folder in folders)
 
-    def _conflict(self, theirs: dict[str, Any] | None, mine: Owner | None, mark: str) -> str:
+    def _conflict(self, theirs: dict[str, Any] | None, mine: Training | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
         url, name = self.url, self.work.config.name
         if theirs is None:
             found = self._copies.found()
             steps = sorted([*found.whole, *found.unfinished])
-            return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {RUN} that says "
-                    f"whose they are. Nothing there is touched; give another train.checkpoint.copy_to, or move away "
-                    f"what is there.") if steps else ""
+            return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} that "
+                    f"says whose they are. Nothing there is touched; give another train.checkpoint.copy_to, or move "
+                    f"away what is there.") if steps else ""
+        if "id" not in theirs:
+            return f"{url} holds what was copied of {theirs['name']}, no checkpoints. Give another address."
         same = mine is not None and mine.id == theirs["id"]
         ways = ("Nothing there is overwritten. Give this run another train.checkpoint.copy_to, or move away what is "
                 "there.")
@@ -320,11 +303,11 @@ class Uploads:
 
     def _fetch(self, step: int) -> None:
         """Fetch a checkpoint; every rank takes a share of the files. UserError and OSError, the same on every rank."""
-        final, store, prefix = self.checkpoints.path(step), self._copies.store, prefix_of(step)
+        final, copy = self.checkpoints.path(step), self._copies.of(step)
         temporary, records = final.with_name(f"{final.name}.tmp"), self.work.folder / FETCHED
 
         def ready() -> list[dict[str, Any]]:
-            files = self._copies.read(step)
+            files = _listed(copy)
             needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
             if free < needed:
                 raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
@@ -333,16 +316,16 @@ class Uploads:
             shutil.rmtree(records, ignore_errors=True)
             (records / RECORDS).mkdir(parents=True)
             self.checkpoints.make_room(temporary)
-            self.say(f"fetching {final.name} from {store.url} "
+            self.say(f"fetching {final.name} from {self.url} "
                      f"({needed / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
         def fetch_share(files: Sequence[dict[str, Any]]) -> None:
             apart = [record for record in files if record["path"] == MARKER or record["path"].startswith(RECORDS)]
             tensors = [record for record in files if record not in apart]
-            fetch(store, prefix, temporary, tensors[self.ranks.rank::self.ranks.world])
+            copy.fetch(temporary, tensors[self.ranks.rank::self.ranks.world])
             if self.ranks.leads:
-                fetch(store, prefix, records, apart)
+                copy.fetch(records, apart)
 
         def publish() -> None:
             take_records(records / RECORDS, self.work.folder, self.say)
@@ -361,21 +344,12 @@ class Uploads:
                 for folder in (temporary, records):
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def _refuse_lost(self) -> None:
-        """UserError if the store is another process's by now. Called before anything that others may see is changed: a
-        process that stood still for long hears of it here first."""
-        if self._lock is not None and not self._lock.held():
-            raise UserError(self._lost())
-
-    def _lost(self) -> str:
-        if self._lock is None or not self._lock.lost:
-            return ""
-        return f"{self._lock.lost}, and this run copies nothing there any more."
-
     def _refuse_stopped(self) -> None:
+        """UserError if nothing is to be copied any more, or the store is another process's by now: called before
+        anything that others may see is changed."""
         if self._stopped:
-            raise UserError(self._lost() or "copying was stopped.")
-        self._refuse_lost()
+            raise UserError("copying was stopped.")
+        self._owner.refuse_lost()
 
     def _follow(self, _: tuple[int, float]) -> None:
         """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
@@ -404,7 +378,7 @@ class Uploads:
                 self._left_out.append(step)
                 return
             if self._worker.closing:
-                if failures >= self.config.attempts or self._lost():
+                if failures >= self.config.attempts:
                     return
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
@@ -431,35 +405,43 @@ class Uploads:
             self._refuse_stopped()
             if self.uploaded == step:
                 self.uploaded = -1
-            self._copies.reopen(step)
+            self._copies.of(step).reopen()
         return files
 
     def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
         """Send this rank's share; why it failed."""
         share = files[self.ranks.rank::self.ranks.world]
-        sent = tried(lambda: send(self._copies.store, self.checkpoints.path(step), prefix_of(step), share))
+        sent = tried(lambda: self._copies.of(step).send(self.checkpoints.path(step), share))
         return sent if isinstance(sent, Exception) else None
 
     def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
         """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
-        store, prefix, folder = self._copies.store, prefix_of(step), self.checkpoints.path(step)
-        self._refuse_lost()  # sending took long
+        copy, folder = self._copies.of(step), self.checkpoints.path(step)
+        self._refuse_stopped()  # sending took long
         marker = output_record(folder, folder / MARKER)
-        send(store, folder, prefix, [marker])
+        copy.send(folder, [marker])
         records = train_records(self.work.folder, step)
-        self._refuse_lost()
+        self._refuse_stopped()
         for name, data in records.items():
-            store.put(f"{prefix}{RECORDS}{name}", data)
+            copy.store.put(f"{RECORDS}{name}", data)
         all_files = [*files, marker, *({"path": f"{RECORDS}{name}", "bytes": len(data),
                                         "sha256": hashlib.sha256(data).hexdigest()} for name, data in records.items())]
         with self._final:
             self._refuse_stopped()
-            self._copies.finish(step, all_files)
+            copy.finish(str(step), all_files)
         self._bytes = sum(record["bytes"] for record in all_files)
 
     def _prune(self) -> None:
-        self._refuse_lost()
+        self._owner.refuse_lost()
         self._copies.prune(self.config.keep, self.config.permanent_every)
+
+
+def _listed(copy: Mirror) -> list[dict[str, Any]]:
+    """The files of a copy that was there a moment ago; DamagedCopyError if they are not known."""
+    try:
+        return list(copy.read()["files"])
+    except Missing as error:
+        raise DamagedCopyError(str(error)) from None
 
 
 def train_records(folder: Path, step: int) -> dict[str, bytes]:

@@ -16,7 +16,8 @@ from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS
-from drover.pipeline.data.stored.copying import COPIES as SENT_NOTES
+from drover.pipeline.contract.tasks import UNITS
+from drover.pipeline.copies.mirror import SENT as SENT_NOTES
 from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import seal_of
@@ -30,6 +31,7 @@ from drover.tools.verify.checks import (
     Findings,
     Recorded,
     check_file,
+    check_ledger,
     check_plan,
     check_seal,
     check_shard,
@@ -193,7 +195,10 @@ class Inventory(Findings):
             self.checks.append(Check(check_plan, (path,), (path,), passing=True))
         elif name == PROGRESS or parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
             self.note(LOGS, path)
-        elif parts[0] == "units" or (path.suffix == ".json" and len(parts) == 1):
+        elif parts[0] == UNITS and path.suffix == ".jsonl":
+            do = f"Delete it: --stage {stage} does again what it needs"
+            self.checks.append(Check(check_ledger, (path, do), (path,), passing=True))
+        elif parts[0] == UNITS or (path.suffix == ".json" and len(parts) == 1):
             self._sealed(path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
                          f"Delete it: --stage {stage} writes what it needs of it", passing=True)
         elif unfinished or name in _OPEN:
