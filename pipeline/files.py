@@ -21,8 +21,9 @@ from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
 
 from drover.pipeline.errors import OtherVersionError, UserError
 from drover.pipeline.typed import Count as Count
-from drover.pipeline.typed import Inside, typed
+from drover.pipeline.typed import Inside as Inside
 from drover.pipeline.typed import like as like
+from drover.pipeline.typed import typed
 
 Kind = TypeVar("Kind")
 
@@ -146,14 +147,6 @@ def parsed_json(data: bytes) -> Any:
 def append_line(path: Path, value: Any) -> None:
     """Append `value` as one line of JSON, in one write: several processes may append to the same file."""
     _append(path, json.dumps(value, ensure_ascii=False).encode() + b"\n")
-
-
-def append_sealed(path: Path, value: dict[str, Any]) -> None:
-    """Append a JSON object as one line with its seal, which is on the disk afterwards."""
-    new = not path.exists()
-    _append(path, sealed_line(value), durable=True)
-    if new:
-        sync(path.parent)
 
 
 def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
@@ -319,6 +312,42 @@ def sealing(data: bytes) -> Sealed:
         digest = hashlib.sha256(data[:found.start()]).hexdigest().encode()
         return "sealed" if digest in found.groups() else "damaged"
     return "damaged" if _WAS_SEAL.search(data, end) else "not sealed"
+
+
+class Ledger:
+    """Records of finished tasks in a folder.
+
+    Each process appends to a file of its own, a sealed line for a task, which is the task's commit: on the disk before
+    `add` returns. A line that a kill left torn, or that is damaged, does not count; of several lines of one task and
+    key a process's last does, and null takes back what it said before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, key: str, record: Any) -> None:
+        """Commit a task. record: a JSON value; None: what this process committed does not count."""
+        path = self.folder / f"{platform.node()}-{os.getpid()}.jsonl"
+        new = not path.exists()
+        _append(path, sealed_line({"task": name, "key": key, "record": record}), durable=True)
+        if new:
+            sync(self.folder)
+
+    def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """The records of those tasks that are finished under these keys."""
+        return {name: record for name, key, record in self.lines() if keys.get(name) == key}
+
+    def of_key(self, key: str) -> dict[str, Any]:
+        """The records of all tasks that are finished under one key, by name."""
+        return {name: record for name, own, record in self.lines() if own == key}
+
+    def lines(self) -> Iterator[tuple[str, str, Any]]:
+        """Name, key and record of every task that is finished."""
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with open(path, "rb") as file:
+                found = {(value["task"], value["key"]): value["record"]
+                         for line in file if sealing(line) == "sealed" for value in [json.loads(line)]}
+            yield from ((*task, record) for task, record in found.items() if record is not None)
 
 
 def read_sealed(path: Path) -> Any:

@@ -19,7 +19,6 @@ from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.orphans import end_with_parent
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.scratch import SCRATCH, remove_scratch
 from drover.pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import begun_by
@@ -353,11 +352,11 @@ def _note_interrupt(run: Run, name: str) -> None:
 def _remove_scratch(run: Run, name: str) -> None:
     """Remove what a kill after the commit left; whoever may write there, unless somebody rebuilds the stage."""
     folder = run.own_folder(name)
-    if run.is_reused(name) or not (folder / SCRATCH).is_file() or not os.access(folder, os.W_OK):
+    if run.is_reused(name) or not os.access(folder, os.W_OK):
         return
     with suppress(UserError, OSError):
         held = lock(run.folder, name, shared=True)
-        if read_manifest(folder) is not None and (removed := remove_scratch(folder)):
+        if (manifest := run.manifest(name)) is not None and (removed := manifest.remove_scratch(folder)):
             say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
         del held
 

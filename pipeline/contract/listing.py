@@ -13,8 +13,8 @@ from typing import Any
 
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file, changed_ns, sha256_file, sha256_json
-from drover.pipeline.ordered_map import ordered_map
 from drover.pipeline.stores.object_files import InputFile
+from drover.pipeline.stores.ordered_map import ordered_map
 
 LISTING = "listing.jsonl"
 """In the folder of a stage that is begun: a line [name, bytes, mtime_ns] for each file that its units read."""

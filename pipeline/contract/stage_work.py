@@ -24,7 +24,6 @@ from drover.pipeline.contract.listing import LISTING, hashed_now, refuse_unread,
 from drover.pipeline.contract.locks import NETWORK_S
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
-from drover.pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
 from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
 from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, read_state, write_state
@@ -260,11 +259,10 @@ class Work:
         gone = [self.folder / LISTING] if STAGES[self.name].unit_files is not None else []
         if scratch:
             gone += [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])]
-        if gone:
-            note_scratch(self.folder, gone)
+        manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # whoever finds the stage done tries again
-            remove_scratch(self.folder)
+            manifest.remove_scratch(self.folder)
         with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
             write_state(self.folder, "done", step=counts.get("steps"))
         self.say(f"done in {duration(manifest.wall_s)}")
@@ -300,7 +298,6 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     work.folder.mkdir(parents=True, exist_ok=True)
     if part is None:
         remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
-    keep_scratch(work.folder)
     save_config(run.config, run.folder / "config.yaml")
     if STAGES[name].unit_files is not None:
         write_listing(work.folder, run.listing(name))

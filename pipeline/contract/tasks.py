@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import append_sealed, sealing, sha256_json
-from drover.pipeline.ordered_map import ordered_map
+from drover.pipeline.files import Ledger as Ledger
+from drover.pipeline.files import sha256_json
+from drover.pipeline.stores.ordered_map import ordered_map
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"
@@ -38,39 +37,6 @@ def unit_keys(identity: Mapping[str, Any], phase: str, units: Iterable[Unit]) ->
     """The key of each unit: a hash of the stage's identity, the phase and the payload."""
     before = sha256_json([dict(identity), phase]).encode()  # once: it may name a million files
     return {unit.name: hashlib.sha256(before + _canonical(unit.payload)).hexdigest() for unit in units}
-
-
-class Ledger:
-    """Records of finished tasks in a folder.
-
-    Each process appends to a file of its own, a sealed line for a task, which is the task's commit: on the disk before
-    `add` returns. A line that a kill left torn, or that is damaged, does not count; of several lines of one task and
-    key a process's last does, and null takes back what it said before.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def add(self, name: str, key: str, record: Any) -> None:
-        """Commit a task. record: a JSON value; None: what this process committed does not count."""
-        append_sealed(self.folder / f"{platform.node()}-{os.getpid()}.jsonl",
-                      {"task": name, "key": key, "record": record})
-
-    def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """The records of those tasks that are finished under these keys."""
-        return {name: record for name, key, record in self.lines() if keys.get(name) == key}
-
-    def of_key(self, key: str) -> dict[str, Any]:
-        """The records of all tasks that are finished under one key, by name."""
-        return {name: record for name, own, record in self.lines() if own == key}
-
-    def lines(self) -> Iterator[tuple[str, str, Any]]:
-        """Name, key and record of every task that is finished."""
-        for path in sorted(self.folder.glob("*.jsonl")):
-            with open(path, "rb") as file:
-                found = {(value["task"], value["key"]): value["record"]
-                         for line in file if sealing(line) == "sealed" for value in [json.loads(line)]}
-            yield from ((*task, record) for task, record in found.items() if record is not None)
 
 
 def with_outputs(records: dict[str, Record], folder: Path, say: Callable[[str], None]) -> dict[str, Record]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.copies.mirror import COPY, Mirror, Owner, copy_files, ledger_of
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import publish
@@ -16,14 +15,14 @@ from drover.pipeline.stores.store import Missing, Store
 FOLDER = "hf/"
 
 
-def due(config: Config, folder: Path, manifest: Manifest) -> str:
+def due(config: Any, folder: Path, manifest: Any) -> str:
     """What is still to be done for the finished stage in `folder`, as a phrase; "" if it is copied as is asked for."""
     url = config.convert.copy_to
     done = url is None or ledger_of(folder, url).found({"": manifest.digest})
     return "" if done else f"it is still to be copied to {url}"
 
 
-def copy_export(url: str, name: str, folder: Path, manifest: Manifest, say: Callable[[str], None]) -> None:
+def copy_export(url: str, name: str, folder: Path, manifest: Any, say: Callable[[str], None]) -> None:
     """Copy the outputs of the stage convert in `folder`; UserError as of `copy_files`. name: of the run."""
     files = [{**record, "path": record["path"].removeprefix(FOLDER)} for record in manifest.outputs]
     say(f"{copy_files(url, name, manifest.digest, folder / FOLDER, files, ledger=ledger_of(folder, url))} in {url}")

@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 from uuid import uuid4
 
-from drover.pipeline.contract.manifest import Drifts, Identity
-from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.errors import UserError, all_problems
-from drover.pipeline.files import Outputs, parsed_json, problem_of, typed
-from drover.pipeline.ordered_map import ordered_map
+from drover.pipeline.files import Ledger, Outputs, parsed_json, problem_of, typed
+from drover.pipeline.stores.ordered_map import ordered_map
 from drover.pipeline.stores.store import CHECKED, Entry, Exists, Missing, Store, preflight
 
 COPY = "copy.json"
@@ -65,8 +63,8 @@ class OwnerRecord(_Named, total=False):
     """
 
     id: str
-    fingerprint: Identity
-    drift: Drifts
+    fingerprint: dict[str, Any]
+    drift: list[dict[str, Any]]
     files: list[str]
 
 

@@ -6,7 +6,6 @@ time; a body that breaks off is read on from where it broke off.
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 import time
@@ -208,11 +207,11 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
         return obstore.store.MemoryStore()
     retries, first, longest, retry_s, request_s = limits
     plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
-    more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
-        _azures_other_names(dict(settings), root) if _kind(root) == "az" else None
     try:
+        more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
+            {"config": _azures_other_names(dict(settings), root)} if _kind(root) == "az" else {}
         return obstore.store.from_url(
-            root, config=more,
+            root, **more,
             client_options={"timeout": timedelta(seconds=request_s), **({"allow_http": True} if plain else {})},
             retry_config={"max_retries": int(retries), "retry_timeout": timedelta(seconds=retry_s),
                           "backoff": {"init_backoff": timedelta(seconds=first),
@@ -238,26 +237,21 @@ def _written(settings: dict[str, str]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _shared_credentials(settings: dict[str, str]) -> Any:
-    """The keys that other programs take from AWS's files, where the environment has none; obstore reads no files."""
+def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
+    """What gives the keys that AWS's own programs take from their files, where the environment has none: obstore reads
+    no files."""
     given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
-    if any(name in settings for name in given):
-        return None
-    profile, found = settings.get("AWS_PROFILE", "default"), dict[str, str]()
-    for (variable, usual), section in zip(_AWS_FILES, (f"profile {profile}", profile), strict=True):
-        parser = configparser.RawConfigParser()
-        try:
-            parser.read(_aws_file(settings, variable, usual), encoding="utf-8")
-        except (configparser.Error, UnicodeDecodeError):
-            continue
-        for name in (section, profile):
-            if parser.has_section(name):
-                found |= dict(parser.items(name))
-    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
-             "aws_session_token": "session_token"}
-    names |= {} if {"AWS_REGION", "AWS_DEFAULT_REGION"} & settings.keys() else {"region": "region"}
-    return {ours: found[theirs] for theirs, ours in names.items() if theirs in found} or None
+    if any(name in settings for name in given) or not any(_written(settings)):
+        return {}
+    import boto3
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+    try:
+        session = boto3.Session()
+        return {"credential_provider": Boto3CredentialProvider(session)} if session.get_credentials() else {}
+    except BotoCoreError as error:
+        raise ValueError(str(error)) from None
 
 
 def _azures_other_names(settings: dict[str, str], root: str) -> Any:

@@ -22,9 +22,9 @@ from urllib.parse import quote, unquote
 
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file
-from drover.pipeline.ordered_map import ordered_map
 from drover.pipeline.stores.clouds import Cloud
 from drover.pipeline.stores.folders import Folder
+from drover.pipeline.stores.ordered_map import ordered_map
 from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
 
 __all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url", "preflight"]

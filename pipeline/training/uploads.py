@@ -31,7 +31,6 @@ from drover.pipeline.contract.manifest import differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, read_start
-from drover.pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints
 from drover.pipeline.copies.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.errors import UserError, is_full_disk, listed
 from drover.pipeline.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
@@ -51,6 +50,7 @@ from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.stores.store import Missing, Store, preflight
 from drover.pipeline.training.async_saver import Event, tried
 from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.copied_checkpoints import RECORDS, CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
 TRAINING = "copying.json"

@@ -165,7 +165,7 @@ def test_phases_without_units_are_done_at_once_the_last_included(count, monkeypa
 
 def left(path):
     """What there is in a stage's folder of its records and of what is to go with the commit."""
-    return {str(found.relative_to(path)) for name in ("staging", "units", "scratch.json")
+    return {str(found.relative_to(path)) for name in ("staging", "units")
             for found in [path / name, *(path / name).glob("*")] if found.exists()}
 
 
@@ -189,7 +189,7 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
         capsys.readouterr()
         assert count(name=here.parent.name) == 0 and not recorded & set(count.made)
         told = "removed what was left behind when it was committed: " in capsys.readouterr().out
-        assert told == (committed and not before <= {*LASTING, "scratch.json"})
+        assert told == (committed and not before <= LASTING)
         assert not (committed and count.made) and left(here) == LASTING
         assert not list(here.rglob("*.tmp"))
         found = contents(here), read_manifest(here).outputs

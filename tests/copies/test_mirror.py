@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
 from drover.pipeline.copies.export import fetch_copy
 from drover.pipeline.copies.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
 from drover.pipeline.data.shard_table import ShardTable
@@ -18,6 +17,7 @@ from drover.pipeline.data.stored.copying import copy_shards, digest, digest_of, 
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import output_record
 from drover.pipeline.stores.store import Missing, Store
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.data.stored.made import CLOUDS, make_shards
 
 
@@ -74,13 +74,16 @@ class Killed(BaseException):
 def cut_off(monkeypatch, at):
     """From its write or removal of that number on, counted from 1, the store is out of reach; a dict with how many."""
     made = {"changes": 0}
-    for name in ("put", "delete"):
-        def change(self, *arguments, original=getattr(Store, name), **more):
+
+    def dying(original):
+        def change(*arguments, **more):
             made["changes"] += 1
             if made["changes"] >= at:
                 raise Killed
-            return original(self, *arguments, **more)
-        monkeypatch.setattr(Store, name, change)
+            return original(*arguments, **more)
+        return change
+    for name in ("put", "delete"):
+        monkeypatch.setattr(Store, name, dying(getattr(Store, name)))
     return made
 
 
@@ -191,7 +194,7 @@ def test_what_is_sent_comes_back_byte_for_byte(store, files, copy, tmp_path):
     assert {str(path.relative_to(tmp_path / "there")): path.read_bytes()
             for path in (tmp_path / "there").rglob("*.bin")} == meant(files)
     store.delete([COPY])
-    with pytest.raises(UserError, match="not finished. Wait for the run mini"):
+    with pytest.raises(UserError, match=r"not finished\. Wait for the run mini"):
         fetch_copy(store.url, tmp_path / "there")
 
 

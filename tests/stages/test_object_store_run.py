@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
 from drover.pipeline.files import read_lines
 from drover.pipeline.stores.store import Store
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.conftest import run_stage, write_config
 from tests.object_store import SECRET
 from tests.stages.training import assert_equal_to_the_bit, kill, lines, proven, run_with_faults, start, train_folder

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
 from drover.pipeline.copies.mirror import OWNER
 from drover.pipeline.errors import UserError
 from drover.pipeline.formats.sharded_tensors import whole
@@ -16,6 +15,7 @@ from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from drover.pipeline.stores.store import Store
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.uploads import Uploads
 from tests.waiting import wait_for
 

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
 from drover.pipeline.copies.mirror import COPY, OWNER
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import renamed
@@ -18,6 +17,7 @@ from drover.pipeline.stores.store import Store
 from drover.pipeline.training import uploads as module
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.data.token_check import SET_ASIDE
 from drover.pipeline.training.uploads import Uploads
 from tests.training.uploads.saving import Log, save
