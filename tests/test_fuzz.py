@@ -151,7 +151,7 @@ def _read_run(folder: Path) -> None:
     for stage in STAGES:
         str(run.state(stage))
         run.begun_drift(stage)
-        run.changed_settings(stage)
+        run.changed(stage, only_settings=True)
 
 
 def _read_token_shards(folder: Path) -> None:

@@ -105,14 +105,11 @@ def _await_manifest(run: Run, need: str) -> None:
 
 
 def _refuse_stale_inputs(run: Run, name: str) -> None:
-    """UserError if a stage that this one is made of is not what is asked for now; rank 0 looks at files for all.
+    """UserError if a stage that this one is made of is not what is asked for now.
 
     A job that goes on with what its submission began, when nobody is there to answer, is not stopped by a corpus that
     has grown since: this is said.
     """
-    if not is_leader():
-        run.refuse_stale_inputs(name, files=False)
-        return
     try:
         run.refuse_stale_inputs(name)
     except UserError as error:
@@ -134,7 +131,7 @@ def continues(run: Run, name: str) -> bool:
 
 def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
     """Do what there is to do; the process's exit status."""
-    channel = Channel.of(name)
+    channel = Channel.here()
     if channel is None:
         return _lead(name, body, options, None)
     if not is_leader():
@@ -182,7 +179,6 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
 def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None,
          workers: Workers) -> int:
     part = _part(name, options)
-    writes_state = is_leader() and part is None
     try:
         for need in STAGES[name].needs:
             _await_manifest(run, need)
@@ -192,51 +188,46 @@ def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Na
         done = (not forced(run, name, options) and (part is None or run.manifest(name) is not None)
                 and run.state(name).kind == "done")
     except UserError as error:
-        if writes_state:
+        if part is None:
             _note_refusal(run, name, str(error))
         raise
     if done:
         report_done(run, name)  # without a lock: others may be reading it
-        if is_leader():
-            _remove_scratch(run, name)
-        if writes_state:
+        _remove_scratch(run, name)
+        if part is None:
             with suppress(UserError):  # somebody rebuilds it by now
                 _note_done(run, name, locked=False)
         return 0
-    if is_leader():
-        make_folder(run.folder)
-    # Only the leader locks: the other ranks were started with it and read the same folder.
-    held = StageLock(run.folder, name, part) if is_leader() else None
+    make_folder(run.folder)
+    held = StageLock(run.folder, name, part)
     try:
         return _locked(run, name, body, options, held, channel, workers)
     except Exception as error:
-        if writes_state and (reason := _reason(error)) is not None:
+        if part is None and (reason := _reason(error)) is not None:
             _note_failure(run, name, reason)
         raise
     except KeyboardInterrupt:
-        if writes_state:
+        if part is None:
             _note_interrupt(run, name)
         raise
 
 
 def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
-            held: StageLock | None, channel: Channel | None, workers: Workers) -> int:
+            held: StageLock, channel: Channel | None, workers: Workers) -> int:
     """Do what the state of the stage asks for; the process's exit status."""
-    part = held.part if held else None
+    part = held.part
     # Nobody rebuilds what is read here.
-    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs] if held else []
-    if held and part and not forced(run, name, options) and run.state(name).kind == "partial":
+    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs]
+    if part and not forced(run, name, options) and run.state(name).kind == "partial":
         tell_changed_files(run, name)
         work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
         clear_mark(run.own_folder(name))
     else:
-        if held:
-            held.alone()
+        held.alone()
         work = prepare(run, name, options, part)
-    if held:
-        held.begun()
+    held.begun()
     if work is None:
-        if is_leader() and part is None:
+        if part is None:
             _note_done(run, name, locked=True)
         return 0
     if channel is not None:
@@ -255,11 +246,10 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
         say(name, f"stopped ({stopped.reason}); the same command continues")
         return INTERRUPTED
     except UserError as error:
-        if is_leader():
-            mark_failed(work, error)
+        mark_failed(work, error)
         raise
     del reading
-    return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED
+    return 0 if read_manifest(work.folder) is not None else INTERRUPTED
 
 
 @contextmanager
