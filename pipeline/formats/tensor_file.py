@@ -83,7 +83,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
     """Write a safetensors file; returns its record: path (the name alone), bytes, sha256 of what was written.
 
     `tensors` gives the contents in the order of `layouts`, contiguous and in host memory. They are asked for one
-    at a time, and not copied. The file is fsynced, its name in the folder is not (`drover.pipeline.files.sync` does
+    at a time, and not copied. The file is fsynced, its name in the folder is not (`sync` does
     that); after an error it is left as far as it came.
 
     Raises:
