@@ -29,7 +29,7 @@ from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED, begun_by, force_id, read_start
+from drover.pipeline.contract.start_record import STARTED, read_start, sound_start
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Part, marked_parts
 from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
@@ -140,7 +140,7 @@ def _states(folder: Path) -> None:
 def _read_states(folder: Path) -> None:
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
-    begun_by(folder), force_id(folder), marked_parts(folder, 4, "encode", "ab")
+    sound_start(folder), marked_parts(folder, 4, "encode", "ab")
     JobLock(folder, "encode", "16", 0, NoScheduler()).holder()
     read_start(folder)
 

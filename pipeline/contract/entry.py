@@ -19,15 +19,15 @@ from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.orphans import end_with_parent
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
+from drover.pipeline.contract.stage_work import Work, processes
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.contract.start_record import begun_by
+from drover.pipeline.contract.start_record import change_start, sound_start
 from drover.pipeline.contract.state import STATE, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import Part, ShareDone
 from drover.pipeline.contract.telling import Channel, Ended, asked
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.errors import UnusableInputError, UserError, is_full_disk
 
 INTERRUPTED = 130
 SILENCE_S = 3.0
@@ -126,7 +126,7 @@ def _refuse_stale_inputs(run: Run, name: str) -> None:
 def continues(run: Run, name: str) -> bool:
     """Whether this job goes on with what the same submission has begun, or measures what it made so far."""
     chain = os.environ.get("DROVER_CHAIN")
-    return "DROVER_CONTINUES" in os.environ or (chain is not None and begun_by(run.own_folder(name)) == chain)
+    return "DROVER_CONTINUES" in os.environ or (chain is not None and sound_start(run.own_folder(name)).chain == chain)
 
 
 def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
@@ -189,26 +189,22 @@ def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Na
                 and run.state(name).kind == "done")
     except UserError as error:
         if part is None:
-            _note_refusal(run, name, str(error))
+            with suppress(UserError):  # another process has it: then that one tells how it stands
+                other = lock(run.folder, name) if _is_followed(run, name) else None
+                _note_end(run, name, error)
+                del other
         raise
     if done:
         report_done(run, name)  # without a lock: others may be reading it
-        _remove_scratch(run, name)
-        if part is None:
-            with suppress(UserError):  # somebody rebuilds it by now
-                _note_done(run, name, locked=False)
+        _note_done(run, name, locked=False)
         return 0
     make_folder(run.folder)
     held = StageLock(run.folder, name, part)
     try:
         return _locked(run, name, body, options, held, channel, workers)
-    except Exception as error:
-        if part is None and (reason := _reason(error)) is not None:
-            _note_failure(run, name, reason)
-        raise
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt) as error:
         if part is None:
-            _note_interrupt(run, name)
+            _note_end(run, name, error)
         raise
 
 
@@ -221,14 +217,13 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
     if part and not forced(run, name, options) and run.state(name).kind == "partial":
         tell_changed_files(run, name)
         work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
-        clear_mark(run.own_folder(name))
+        change_start(run.own_folder(name), failed=False, unusable=False)  # it goes on with what was refused
     else:
         held.alone()
         work = prepare(run, name, options, part)
     held.begun()
     if work is None:
-        if part is None:
-            _note_done(run, name, locked=True)
+        _note_done(run, name, locked=True)
         return 0
     if channel is not None:
         channel.tell(work)
@@ -246,7 +241,9 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
         say(name, f"stopped ({stopped.reason}); the same command continues")
         return INTERRUPTED
     except UserError as error:
-        mark_failed(work, error)
+        # When what was refused is corrected it may start afresh without --force: as long as it has no finished units,
+        # or also with some that are no use. A part never says so of what the other parts have made.
+        change_start(work.folder, failed=True, unusable=part is None and isinstance(error, UnusableInputError))
         raise
     del reading
     return 0 if read_manifest(work.folder) is not None else INTERRUPTED
@@ -310,56 +307,38 @@ def _reason(error: Exception) -> str | None:
     return None
 
 
-def _note_refusal(run: Run, name: str, reason: str) -> None:
-    """Record why the stage could not even start, unless another process has it: then that one tells how it stands."""
-    if _is_followed(run, name):
-        with suppress(UserError, OSError):
-            held = lock(run.folder, name)
-            _note_failure(run, name, reason)
-            del held
-
-
-def _note_failure(run: Run, name: str, reason: str) -> None:
-    with suppress(UserError, OSError):  # the disk may be full; then the last word is that the stage was running
-        if _is_followed(run, name) and not run.is_reused(name):
-            write_state(run.own_folder(name), "failed", reason=reason)
+def _note_end(run: Run, name: str, error: BaseException) -> None:
+    """Record why the stage ended; of Ctrl-C, unless the stage itself has said how."""
+    folder = run.own_folder(name)
+    with suppress(OSError):  # the disk may be full; then the last word is that the stage was running
+        if not isinstance(error, Exception):
+            if (state := read_state(folder)) is not None and state.status == "running":
+                write_state(folder, "preempted", reason="interrupted")
+        elif (reason := _reason(error)) is not None and _is_followed(run, name):
+            write_state(folder, "failed", reason=reason)
 
 
 def _is_followed(run: Run, name: str) -> bool:
     """Whether a failure has a place to be recorded in: what was refused before it began makes none by itself, except
-    for a job, whose launcher waits for the reason."""
-    return run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ
-
-
-def _note_interrupt(run: Run, name: str) -> None:
-    """Record Ctrl-C, unless the stage itself has said how it ended."""
-    state = read_state(run.own_folder(name))
-    if state is not None and state.status == "running":
-        with suppress(OSError):
-            write_state(run.own_folder(name), "preempted", reason="interrupted")
-
-
-def _remove_scratch(run: Run, name: str) -> None:
-    """Remove what a kill after the commit left; whoever may write there, unless somebody rebuilds the stage."""
-    folder = run.own_folder(name)
-    if run.is_reused(name) or not os.access(folder, os.W_OK):
-        return
-    with suppress(UserError, OSError):
-        held = lock(run.folder, name, shared=True)
-        if (manifest := run.manifest(name)) is not None and (removed := manifest.remove_scratch(folder)):
-            say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
-        del held
+    for a job, whose launcher waits for the reason. What is reused tells nothing of this run."""
+    with suppress(UserError):
+        return (run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ) and not run.is_reused(name)
+    return False
 
 
 def _note_done(run: Run, name: str, *, locked: bool) -> None:
-    """Make the record of a finished stage say so: a kill, or a refusal, may have left another word."""
-    folder = run.own_folder(name)
-    if run.is_reused(name) or ((state := read_state(folder)) is not None and state.status == "done"):
+    """Set right what a kill or a refusal left of a finished stage: files that were to go, and another last word."""
+    folder, manifest = run.own_folder(name), run.manifest(name)
+    state = read_state(folder)
+    if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or (
+            not manifest.left_scratch(folder) and state is not None and state.status == "done"):
         return
-    held = None if locked else lock(run.folder, name, shared=True)
-    if (manifest := read_manifest(folder)) is not None:
-        with suppress(OSError):  # it may be another user's
+    with suppress(UserError, OSError):  # somebody rebuilds it by now; or it is another user's
+        held = None if locked else lock(run.folder, name, shared=True)
+        if read_manifest(folder) is not None:
+            if removed := manifest.remove_scratch(folder):
+                say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
             for killed in folder.glob(f"{STATE}.*.tmp"):  # in the middle of its last word, after the commit
                 killed.unlink(missing_ok=True)
             write_state(folder, "done", step=manifest.counts.get("steps"))
-    del held
+        del held

@@ -37,7 +37,13 @@ class StageLock:
     def __init__(self, folder: Path, stage: str, part: Part | None) -> None:
         """Take it; UserError if the stage is in use otherwise than by other parts."""
         self.folder, self.stage, self.part = folder, stage, part
-        self._start = take_turn(folder, f"{stage}.start", stage)
+        starting = _open(folder, f"{stage}.start")
+        try:
+            _locked(starting, folder)
+        except BlockingIOError:
+            say(stage, f"waits while {_holder(starting)} starts")
+            _locked(starting, folder, wait=True)
+        self._start = _take(starting, folder, stage, shared=False)
         self._own = lock(folder, stage, shared=part is not None)
         if part is None:
             self._end_start()
@@ -148,17 +154,6 @@ def _job() -> str:
 def _chain() -> str:
     """How a holder of a lock tells the submission that a launcher started it for."""
     return f", chain {os.environ['DROVER_CHAIN']}" if os.environ.get("DROVER_CHAIN") else ""
-
-
-def take_turn(folder: Path, name: str, stage: str, doing: str = "starts") -> IO[str] | None:
-    """Hold a lock alone as soon as nobody else does; None where there are no locks."""
-    file = _open(folder, name)
-    try:
-        _locked(file, folder)
-    except BlockingIOError:
-        say(stage, f"waits while {_holder(file)} {doing}")
-        _locked(file, folder, wait=True)
-    return _take(file, folder, stage, shared=False)
 
 
 def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = False) -> bool:

@@ -121,10 +121,14 @@ class Manifest:
         """Commit: the manifest appears atomically, after everything it speaks of."""
         write_sealed(folder / MANIFEST, asdict(self))
 
-    def remove_scratch(self, folder: Path) -> list[str]:
-        """Remove what is to go from the stage's folder; the names of what there was. OSError if that fails."""
-        left = [path for name in self.scratch if os.path.lexists(path := folder / name)
+    def left_scratch(self, folder: Path) -> list[Path]:
+        """What is to go from the stage's folder, and is there."""
+        return [path for name in self.scratch if os.path.lexists(path := folder / name)
                 and folder.resolve() in path.resolve().parents]
+
+    def remove_scratch(self, folder: Path) -> list[str]:
+        """Remove what is to go; the names of what there was. OSError if that fails."""
+        left = self.left_scratch(folder)
         for path in left:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -12,7 +12,7 @@ from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.contract.start_record import force_id
+from drover.pipeline.contract.start_record import sound_start
 from drover.pipeline.contract.state import PROGRESS, STATE
 from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.errors import UserError
@@ -28,7 +28,7 @@ def is_leader() -> bool:
 
 def forced(run: Run, name: str, options: argparse.Namespace) -> bool:
     """Whether the stage is to be started afresh: the first time that this is asked under an ID."""
-    again = options.force_id is not None and force_id(run.own_folder(name)) != options.force_id
+    again = options.force_id is not None and sound_start(run.own_folder(name)).force_id != options.force_id
     return options.force or again
 
 

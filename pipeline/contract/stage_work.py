@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from drover.pipeline.contract.locks import NETWORK_S
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
-from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
+from drover.pipeline.contract.start_record import StartRecord, sound_start
 from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import (
@@ -41,8 +41,8 @@ from drover.pipeline.contract.tasks import (
     with_outputs,
 )
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UnusableInputError, UserError
-from drover.pipeline.files import read_json, remove_temporary, renamed, sha256_file, write_sealed
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import read_json, remove_temporary, renamed, sha256_file
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -302,34 +302,17 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     if STAGES[name].unit_files is not None:
         write_listing(work.folder, run.listing(name))
     chain = os.environ.get("DROVER_CHAIN")  # all its starts count as one piece of work
-    if chain is not None and chain == begun_by(work.folder) and (before := read_start(work.folder)) is not None:
+    before = sound_start(work.folder)
+    if chain is not None and chain == before.chain:
         work.started = before.at or work.started
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
-    write_sealed(work.folder / STARTED, asdict(StartRecord(
-        fingerprint, work.started, drift, run.files(name), forced_by or force_id(work.folder), chain)))
+    StartRecord(fingerprint, work.started, drift, run.files(name), forced_by or before.force_id,
+                chain).write(work.folder)
     if part is None:
         work.last = read_state(work.folder)
         write_state(work.folder, "running")
     return work
-
-
-def mark_failed(work: Work, error: UserError) -> None:
-    """Note that the stage refused what it was given: when that is corrected it may start afresh without --force.
-
-    `failed`: as long as it has no finished units. `unusable`: also with some, for what they were made of is no use. A
-    part never says so of what the other parts have made.
-    """
-    if started := read_start(work.folder):
-        unusable = work.part is None and isinstance(error, UnusableInputError)
-        write_sealed(work.folder / STARTED, asdict(replace(started, failed=True, unusable=unusable)))
-
-
-def clear_mark(folder: Path) -> None:
-    """Forget that the stage in `folder` refused what it was given: it goes on with that."""
-    started = read_start(folder)
-    if started and started.failed:
-        write_sealed(folder / STARTED, asdict(replace(started, failed=False, unusable=False)))
 
 
 def set_aside(folder: Path, keep: bool) -> Path | None:

@@ -30,7 +30,7 @@ from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.manifest import differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED, read_start
+from drover.pipeline.contract.start_record import STARTED, change_start
 from drover.pipeline.copies.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.errors import UserError, is_full_disk, listed
 from drover.pipeline.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
@@ -236,9 +236,7 @@ class Uploads:
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
                  *self.work.drift]
         if drift != self.work.drift:  # accepted before the folder was lost: kept for the manifest
-            started = read_start(folder)
-            assert started is not None, "the stage was begun"
-            write_sealed(folder / STARTED, asdict(dataclasses.replace(started, drift=drift)))
+            change_start(folder, drift=drift)
         self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint, drift=drift)
         found, complete = self._copies.found(), complete_checkpoints(folder)
         if found.unfinished:
