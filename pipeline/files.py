@@ -238,8 +238,10 @@ def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) ->
     try:
         size = path.stat().st_size
         found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
+    except FileNotFoundError:
+        return f"{path} is missing"
     except OSError as error:
-        return f"{path} is missing or cannot be read ({error.strerror})"
+        return f"{path} cannot be read ({error.strerror})"
     if size != record["bytes"]:
         return f"{path} has {size:,} bytes instead of {record['bytes']:,}"
     return "" if found == record["sha256"] else \

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import Count, Inside, Outputs, like, read_record, sha256_json, typed, write_sealed
+from drover.pipeline.files import (
+    Count,
+    Inside,
+    Outputs,
+    like,
+    problem_of,
+    read_record,
+    sha256_json,
+    typed,
+    write_sealed,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -138,17 +148,8 @@ class Manifest:
 
     def missing_outputs(self, folder: Path) -> list[str]:
         """Outputs that are gone or have another size, as sentences."""
-        found = []
-        for record in self.outputs:
-            path = folder / record["path"]
-            try:
-                size = path.stat().st_size
-            except OSError:
-                found.append(f"{path} is missing")
-                continue
-            if size != record["bytes"]:
-                found.append(f"{path} has {size} bytes instead of {record['bytes']}")
-        return found
+        problems = (problem_of(folder / record["path"], record, hashed=False) for record in self.outputs)
+        return [problem for problem in problems if problem]
 
 
 def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:

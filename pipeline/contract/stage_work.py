@@ -42,7 +42,7 @@ from drover.pipeline.contract.tasks import (
 )
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json, remove_temporary, renamed, sha256_file
+from drover.pipeline.files import problem_of, read_json, remove_temporary, renamed
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -242,10 +242,10 @@ class Work:
         remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
             path = self.folder / record["path"]
-            if path.stat().st_size != record["bytes"] or (not verified and sha256_file(path) != record["sha256"]):
-                if not verified:
-                    path.unlink()  # so that the unit that made it is done again; a body that verified has its own way
-                raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
+            if problem := problem_of(path, record, hashed=not verified):
+                if not verified:  # so that the unit that made it is done again; a body that verified has its own way
+                    path.unlink(missing_ok=True)
+                raise UserError(f"{problem}: it does not read back as it was written, so {self.name} is not committed. "
                                 f"Check the disk, and that nothing else writes there; then run the stage again.")
         manifest = Manifest(
             stage=self.name, fingerprint=self._fingerprint(files), outputs=outputs, counts=counts,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import publish, renamed, sha256_file, write_sealed
+from drover.pipeline.files import problem_of, publish, renamed, write_sealed
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
     FORMAT,
@@ -104,16 +104,8 @@ class Checkpoints:
 
     def damage(self, path: Path, records: list[dict[str, Any]]) -> list[str]:
         """What is wrong with a checkpoint's files; each rank hashes its share, all get the answer."""
-        found = []
-        for record in records[self.ranks.rank::self.ranks.world]:
-            file = path / record["path"]
-            if not file.is_file():
-                found.append(f"{file.name} is missing")
-            elif file.stat().st_size != record["bytes"]:
-                found.append(f"{file.name} has {file.stat().st_size} bytes instead of {record['bytes']}")
-            elif sha256_file(file) != record["sha256"]:
-                found.append(f"{file.name} has other content than was written")
-        return [problem for part in self.ranks.gather(found) for problem in part]
+        found = [problem_of(path / record["path"], record) for record in records[self.ranks.rank::self.ranks.world]]
+        return [problem for part in self.ranks.gather(found) for problem in part if problem]
 
     def prune(self, keep: int, permanent_every: int | None) -> None:
         """Remove all but the newest `keep` complete checkpoints, permanent and needed ones; markers go first."""
