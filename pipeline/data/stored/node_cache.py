@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.errors import UserError, is_full_disk
-from drover.pipeline.files import lock_file, sync
+from drover.pipeline.files import lock_file, publish, sync
 from drover.pipeline.stores.outcomes import Missing
 
 CHUNK_BYTES = 1 << 20
@@ -151,11 +151,11 @@ class NodeCache:
                                 f"It was changed in the store, or copied from another run. Copy this run's shards "
                                 f"there again (python -m drover.tools.copy_tokens), or give the place that has them as "
                                 f"train.tokens_from.")
-            sync(temporary)
+            sync(temporary)  # before the lock is held
             os.utime(writing, ns=(time.time_ns(), _stamp(sha256)))
             descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
             with self._locked():  # who counts what is here finds it once
-                temporary.rename(self._path(sha256))
+                publish(temporary, self._path(sha256))
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError) and is_full_disk(error):  # where room cannot be reserved
