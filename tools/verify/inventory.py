@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from drover.pipeline.contract.external_inputs import HASHES
 from drover.pipeline.contract.locks import LOCKS
 from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from drover.pipeline.contract.run import run_in
@@ -262,6 +263,8 @@ class Inventory(Findings):
                 self._file(self.folder, reports[name], "Delete it and run --stage report --force")
             elif first == "tensorboard":
                 self.checks.append(Check(check_tensorboard, (path,), (path,), passing=True))
+            elif first == HASHES:
+                self.checks.append(Check(check_ledger, (path, "Delete it, if nothing runs"), (path,), passing=True))
             elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
             elif first == "evaluations" or _set_aside(first):
