@@ -13,7 +13,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 
 from drover.pipeline.contract.state import write_state
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, sync, write_text
+from drover.pipeline.files import output_record, publish, sync, write_text
 
 if TYPE_CHECKING:
     from drover.model.config import ModelConfig
@@ -90,8 +90,7 @@ def _convert(work: Work) -> None:
         counts = _prove(work, temporary, config, read)
     for path in temporary.iterdir():
         sync(path)
-    temporary.rename(final)
-    sync(work.folder)
+    publish(temporary, final)
     outputs = [output_record(work.folder, path) for path in sorted(final.iterdir())]
     work.commit(outputs, {**counts, "parameters": trained.counts["parameters"], "dtype": settings.dtype,
                           "checkpoint": checkpoint.name,

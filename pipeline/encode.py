@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.contract.units import Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.data.text_shards import read_texts, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.errors import UserError, listed
@@ -72,7 +72,7 @@ def encode(work: Work) -> None:
     if (url := work.config.encode.copy_to) is not None:
         from drover.pipeline.data.stored.copying import copy_shards
 
-        work.say(f"{copy_shards(work.folder, outputs, counts, url)} in {url}")
+        work.say(f"{copy_shards(work.folder, outputs, url)} in {url}")
     work.commit(outputs, counts, verified=True)
 
 

@@ -3,14 +3,17 @@ records that are read as what they should be, whoever wrote them."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import filecmp
 import hashlib
+import itertools
 import json
 import os
 import platform
+import re
 import shutil
-import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -18,8 +21,9 @@ from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
 
 from drover.pipeline.errors import OtherVersionError, UserError
 from drover.pipeline.typed import Count as Count
-from drover.pipeline.typed import Inside, typed
+from drover.pipeline.typed import Inside as Inside
 from drover.pipeline.typed import like as like
+from drover.pipeline.typed import typed
 
 Kind = TypeVar("Kind")
 
@@ -41,8 +45,7 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         if keep_equal and path.is_file() and filecmp.cmp(temporary, path, shallow=False):
             temporary.unlink()
         else:
@@ -66,6 +69,43 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush(file: IO[Any]) -> None:
+    """Have on the disk what was written to a file."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished file or folder its name, which it has after a power cut, too. OSError as of `Path.rename`."""
+    sync(temporary)
+    temporary.rename(final)
+    sync(final.parent)
+
+
+def renamed(path: Path, name: str) -> Path:
+    """Rename a file or folder out of the way: to `name`, or to `name-2` and so on where that is taken; its new path."""
+    return path.rename(next(free for number in itertools.count(1) if not os.path.lexists(
+        free := path.with_name(f"{name}-{number}" if number > 1 else name))))
+
+
+def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file or folder, or change its lock to the other kind, until it is closed: by whoever ends, however.
+
+    Returns:
+        False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: it is locked, unless this should `wait`.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
 
 
 def write_json(path: Path, value: Any, *, keep_equal: bool = False) -> None:
@@ -106,10 +146,16 @@ def parsed_json(data: bytes) -> Any:
 
 def append_line(path: Path, value: Any) -> None:
     """Append `value` as one line of JSON, in one write: several processes may append to the same file."""
+    _append(path, json.dumps(value, ensure_ascii=False).encode() + b"\n")
+
+
+def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         torn = file.seek(0, os.SEEK_END) > 0 and not _ends_with_newline(file)
-        file.write((b"\n" if torn else b"") + json.dumps(value, ensure_ascii=False).encode() + b"\n")
+        file.write((b"\n" if torn else b"") + line)
+        if durable:
+            flush(file)
 
 
 def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False) -> Iterator[Any]:
@@ -187,6 +233,21 @@ def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
             "sha256": sha256_file(path), **counts}
 
 
+def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) -> str:
+    """Why a file is not what its record says, as a sentence without its point; "" if it is. hashed: read it, too."""
+    try:
+        size = path.stat().st_size
+        found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    if size != record["bytes"]:
+        return f"{path} has {size:,} bytes instead of {record['bytes']:,}"
+    return "" if found == record["sha256"] else \
+        f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {found[:12]}"
+
+
 class Output(TypedDict):
     """What is always there of the record of an output file."""
 
@@ -210,53 +271,85 @@ def remove_temporary(folder: Path) -> int:
 
 
 # Records that carry the hash of their own bytes, so that a byte of them that has changed is noticed (tools/verify).
-# Outputs are hashed by their stage's manifest; who hashes the manifest? It does, in its last line: `"seal"` is the
-# sha256 of every byte before that line's comma, and the line itself has one form. A seal tells of accidents, not of
-# forgers. Records of versions before seals have none, and stay valid.
+# Outputs are hashed by their stage's manifest; the manifest hashes itself: in its last line `"seal"` is the sha256 of
+# every byte before that line's comma (in YAML: its #). A seal tells of accidents, not of forgers.
 SEAL = "seal"
 Sealed = Literal["sealed", "not sealed", "damaged"]
-_FORMS = ((b',\n "seal": "', b'"\n}\n'), (b'{"seal": "', b'"}\n'), (b"# seal: ", b"\n"))
-"""What stands before and after the hash at the end of a JSON object, of JSON lines, and of YAML."""
-_HEX = string.hexdigits.lower()[:16].encode()
-_ALIKE = 3
-"""So many other bytes in its form, and it is a seal still: a damaged one."""
-_TOGETHER = 1 << 20
+_SEAL = re.compile(b"(?:%s)\\n\\Z" % b"|".join(
+    form % rb'"seal": "([0-9a-f]{64})"' for form in (b",\n %s\n}", b", %s}", b"# %s")))
+_WAS_SEAL = re.compile(rb"seal|[0-9a-f]{64}")
+"""One changed byte in a seal leaves one of the two."""
+_SEAL_BYTES = 84
 
 
 def write_sealed(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object as `write_json` does, with its seal; a seal that it has is left out."""
     content = {key: item for key, item in value.items() if key != SEAL}
     assert content, f"{path}: an empty record is not sealed"
-    digest, held = hashlib.sha256(), ""
+    text = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}").encode("utf-8", "backslashreplace")
     with atomic_file(path) as file:
-        for part in _joined(json.JSONEncoder(indent=1, ensure_ascii=False).iterencode(content)):
-            ready, held = (held + part)[:-2], (held + part)[-2:]
-            data = ready.encode("utf-8", "backslashreplace")
-            digest.update(data)
-            file.write(data)
-        assert held == "\n}", held
-        file.write(_tail(0, digest.hexdigest()))
+        file.write(text + b',\n "seal": "' + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n')
+
+
+def sealed_line(value: dict[str, Any]) -> bytes:
+    """A JSON object as one line with its seal."""
+    text = json.dumps(value).removesuffix("}").encode()
+    return text + b', "seal": "' + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
 
 
 def sealed_text(text: str) -> str:
     """A YAML text with its seal, which is a comment."""
-    return text + _tail(2, hashlib.sha256(text.encode()).hexdigest()).decode()
+    return f'{text}# "seal": "{hashlib.sha256(text.encode()).hexdigest()}"\n'
 
 
-class LineSeal:
-    """The seal of a file of JSON lines: told of every byte, and then written as the last line."""
+def seal_of(path: Path) -> Sealed:
+    """Whether a file has a seal, and is what was sealed. OSError if it cannot be read."""
+    return sealing(path.read_bytes())
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
 
-    def of(self, line: bytes) -> bytes:
-        """The line itself, which counts from now on."""
-        self._digest.update(line)
-        return line
+def sealing(data: bytes) -> Sealed:
+    """The same of a file's content, or of a line with its newline."""
+    end = max(0, len(data) - _SEAL_BYTES)
+    if found := _SEAL.search(data, end):
+        digest = hashlib.sha256(data[:found.start()]).hexdigest().encode()
+        return "sealed" if digest in found.groups() else "damaged"
+    return "damaged" if _WAS_SEAL.search(data, end) else "not sealed"
 
-    def line(self) -> bytes:
-        """The last line."""
-        return _tail(1, self._digest.hexdigest())
+
+class Ledger:
+    """Records of finished tasks in a folder.
+
+    Each process appends to a file of its own, a sealed line for a task, which is the task's commit: on the disk before
+    `add` returns. A line that a kill left torn, or that is damaged, does not count; of several lines of one task and
+    key a process's last does, and null takes back what it said before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, key: str, record: Any) -> None:
+        """Commit a task. record: a JSON value; None: what this process committed does not count."""
+        path = self.folder / f"{platform.node()}-{os.getpid()}.jsonl"
+        new = not path.exists()
+        _append(path, sealed_line({"task": name, "key": key, "record": record}), durable=True)
+        if new:
+            sync(self.folder)
+
+    def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """The records of those tasks that are finished under these keys."""
+        return {name: record for name, key, record in self.lines() if keys.get(name) == key}
+
+    def of_key(self, key: str) -> dict[str, Any]:
+        """The records of all tasks that are finished under one key, by name."""
+        return {name: record for name, own, record in self.lines() if own == key}
+
+    def lines(self) -> Iterator[tuple[str, str, Any]]:
+        """Name, key and record of every task that is finished."""
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with open(path, "rb") as file:
+                found = {(value["task"], value["key"]): value["record"]
+                         for line in file if sealing(line) == "sealed" for value in [json.loads(line)]}
+            yield from ((*task, record) for task, record in found.items() if record is not None)
 
 
 def read_sealed(path: Path) -> Any:
@@ -291,52 +384,3 @@ def read_record(path: Path, kind: type[Kind], mend: str = "Make it again.", vers
         raise UserError(f"{path} cannot be read ({error.strerror}). {mend}") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}. {mend}") from None
-
-
-def seal_of(path: Path) -> Sealed:
-    """Whether a file has a seal, and is what was sealed; read in pieces. OSError if it cannot be read."""
-    longest = max(len(_tail(form, 64 * "0")) for form in range(len(_FORMS)))
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size  # of what is open: another may take its place meanwhile
-        file.seek(max(0, size - longest))
-        end = file.read()
-        found = [form for form in range(len(_FORMS)) if _other_bytes(end, form) <= _ALIKE]
-        if not found:
-            return "not sealed"
-        form = min(found, key=lambda form: _other_bytes(end, form))
-        length = len(_tail(form, 64 * "0"))
-        if _other_bytes(end, form) or size < length:
-            return "damaged"
-        digest, left = hashlib.sha256(), size - length
-        file.seek(0)
-        while left and (data := file.read(min(left, _TOGETHER))):
-            digest.update(data)
-            left -= len(data)
-        return "sealed" if end[-length:] == _tail(form, digest.hexdigest()) else "damaged"
-
-
-def _tail(form: int, digest: str) -> bytes:
-    before, after = _FORMS[form]
-    return before + digest.encode() + after
-
-
-def _other_bytes(end: bytes, form: int) -> int:
-    """In how many bytes the end of a file differs from a seal of that form."""
-    before, after = _FORMS[form]
-    length = len(before) + 64 + len(after)
-    if len(end) < length:
-        return length
-    tail = end[-length:]
-    fixed = zip(before + after, tail[:len(before)] + tail[-len(after):], strict=True)
-    return sum(a != b for a, b in fixed) + sum(byte not in _HEX for byte in tail[len(before):-len(after)])
-
-
-def _joined(parts: Iterable[str]) -> Iterable[str]:
-    """The same text in pieces of thousands of characters, none of them shorter than what is held back."""
-    held: list[str] = []
-    for number, part in enumerate(parts, 1):
-        held.append(part)
-        if number % 4096 == 0:
-            yield "".join(held)
-            held.clear()
-    yield "".join(held)

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.kinds import outside_sources
-from drover.pipeline.contract.units import Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.data.data_card import keeps_examples, source_card
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.filters.base import libraries

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.units import Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.data.text_shards import read_texts, shard_records
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import copy_file, output_record, write_json

@@ -3,6 +3,7 @@
     python -m tests.cut_off PATTERN NUMBER drover.pipeline.shard --config run.yaml ...
 
 runs a module that way: it dies of SIGKILL before its change of that number, counted from 1, of a path with the pattern.
+An fsync is a change, too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def kill_before(pattern: str, number: int) -> None:
                 if ("/" not in path or wanted.search(path)) and next(changes) == number:
                     os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:  # of which there is no event
+        hook("os.truncate", (str(Path(f"/proc/self/fd/{descriptor}").readlink()),))
+        fsync(descriptor)
+    os.fsync = synced
 
 
 def cut_off(function: Callable[[], int], place: Path, number: int) -> int:

@@ -27,11 +27,11 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.parts import marked_parts
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED, begun_by, force_id, read_start
+from drover.pipeline.contract.start_record import STARTED, read_start, sound_start
 from drover.pipeline.contract.state import read_state
+from drover.pipeline.contract.tasks import Part, marked_parts
 from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
 from drover.pipeline.data.shard_table import ShardTable, open_shards
 from drover.pipeline.data.text_shards import read_shard, read_texts, shard_records
@@ -133,14 +133,14 @@ def _states(folder: Path) -> None:
     write_sealed(folder / "STATE.json", {"status": "running", "step": 3, "units": 1, "job": "15", "at": ago(3)})
     write_json(folder / STARTED, {"fingerprint": {"config": {"a": 1}, "inputs": {}, "files": {}}, "chain": "c1",
                                   "force_id": "x", "files": [], "drift": []})
-    write_json(folder / "units/parts/encode.0-of-4.json", {"key": "ab"})
+    Part(0, 4, "encode").mark(folder, "ab", {})
     write_json(folder / "launch/encode.lock", {"job": "15", "restart": 0, "host": "n", "pid": 3, "at": 1.8e9})
 
 
 def _read_states(folder: Path) -> None:
     state = read_state(folder)
     assert state is None or state.status in ("running", "done", "preempted", "failed")
-    begun_by(folder), force_id(folder), marked_parts(folder, 4, "encode", "ab")
+    sound_start(folder), marked_parts(folder, 4, "encode", "ab")
     JobLock(folder, "encode", "16", 0, NoScheduler()).holder()
     read_start(folder)
 
@@ -151,7 +151,7 @@ def _read_run(folder: Path) -> None:
     for stage in STAGES:
         str(run.state(stage))
         run.begun_drift(stage)
-        run.changed_settings(stage)
+        run.changed(stage, only_settings=True)
 
 
 def _read_token_shards(folder: Path) -> None:

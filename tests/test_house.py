@@ -60,6 +60,15 @@ def test_nothing_unpickles_what_others_have_written():
     assert found == {("pipeline/contract/workers.py", "pickle.load")}
 
 
+DURABLE = re.compile(r"os\.(fsync|rename|replace)\(|fcntl\.flock\(|\.rename\(")
+
+
+def test_one_module_renames_locks_and_waits_for_the_disk():
+    """So what a power cut or a kill may leave is decided there. What runs before anything is trusted has its own."""
+    assert {str(path.relative_to(REPOSITORY)) for path in FILES if DURABLE.search(path.read_text())} == {
+        "pipeline/files.py", "launch/slurm/trust.py"}
+
+
 def room_of(file):
     """What a newcomer sees as one place: model, launch, a folder of pipeline, a file beside those folders."""
     return "/".join(file.parts[:2]) if file.parts[0] == "pipeline" else file.parts[0]

@@ -25,16 +25,18 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Copy, and compare where that is asked for."""
     run = run_in(options.run)
-    from drover.pipeline.data.stored.copying import compare_copy, copy_shards
+    from drover.pipeline.copies.mirror import Mirror
+    from drover.pipeline.data.stored.copying import copy_shards
+    from drover.pipeline.stores.store import Store
 
     manifest, folder = run.finished("encode"), run.stage_folder("encode")
     held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile
     with ProgressBar("copy", "token shards", len(manifest.outputs), "shards") as progress:
-        copied = copy_shards(folder, manifest.outputs, manifest.counts, options.to, progress.advance)
+        copied = copy_shards(folder, manifest.outputs, options.to, progress.advance)
     say("copy", f"{copied} in {options.to}")
     if options.compare:
         with ProgressBar("copy", "reading back", len(manifest.outputs), "shards") as progress:
-            compare_copy(manifest.outputs, options.to, progress.advance)
+            Mirror(Store(options.to)).compare(manifest.outputs, progress.advance)
         say("copy", f"{len(manifest.outputs):,} shards in {options.to} have the hashes that encode recorded")
     del held
 

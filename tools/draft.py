@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import append_line, read_json, read_lines, remove_temporary, sync, write_json
+from drover.pipeline.files import lock_file, publish, read_json, remove_temporary, sha256_json, write_json
 
 _WORK = ".work"
-"""Folder inside the draft: plan.json, what the folder is made of, and done.jsonl, a line for each finished part."""
+"""Folder inside the draft: plan.json, what the folder is made of, and the ledger of finished parts."""
 
 
 class Draft:
@@ -43,6 +42,7 @@ class Draft:
             shutil.rmtree(out / _WORK, ignore_errors=True)  # of a process that was killed before its last step
             return
         self.folder = out.with_name(f"{out.name}.partial")
+        self._ledger, self._key = Ledger(self.folder / _WORK), sha256_json(made_of)
         self._lock = self._take()
         try:
             self._continue()
@@ -59,7 +59,7 @@ class Draft:
 
     def add(self, name: str, record: Any) -> None:
         """Note that a part is finished."""
-        append_line(self.folder / _WORK / "done.jsonl", {"name": name, "record": record})
+        self._ledger.add(name, self._key, record)
         self.done[name] = record
 
     def describe(self, content: dict[str, Any]) -> None:
@@ -68,12 +68,10 @@ class Draft:
 
     def publish(self) -> None:
         """Put the folder at its place. UserError if something has appeared there meanwhile."""
-        sync(self.folder)
         try:
-            self.folder.rename(self.out)
+            publish(self.folder, self.out)
         except OSError:
             raise self._in_the_way() from None
-        sync(self.out.parent)
         shutil.rmtree(self.out / _WORK)
 
     def _is_made(self) -> bool:
@@ -97,13 +95,10 @@ class Draft:
             raise UserError(f"{self.folder} cannot be made a folder ({error.strerror}). Give another folder, or remove "
                             f"what is in the way.") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor)
         except BlockingIOError:
             os.close(descriptor)
             raise UserError(f"Another process is writing {self.folder}. Wait for it, or stop it first.") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # a file system without locks
-                raise
         return descriptor
 
     def _continue(self) -> None:
@@ -120,8 +115,7 @@ class Draft:
             raise UserError(f"{self.folder} is the beginning of something else: {'; '.join(differing)}. Remove it to "
                             f"start anew, or give the command that started it.")
         remove_temporary(self.folder)
-        self.done = {line["name"]: line["record"]
-                     for line in read_lines(self.folder / _WORK / "done.jsonl", appended=True)}
+        self.done = self._ledger.of_key(self._key)
 
 
 def _short(value: Any) -> str:

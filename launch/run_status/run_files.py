@@ -21,11 +21,11 @@ from drover.launch.slurm.evaluations import owed
 from drover.launch.slurm.nodes import NODES, failing
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
-from drover.pipeline.contract.parts import marked_parts
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS, STATE, STOP, Progress, StageState, read_attempts
+from drover.pipeline.contract.tasks import marked_parts
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import read_lines, read_sealed
 from drover.pipeline.records.checkpoints import named_after_steps, step_of

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drover.launch.slurm.scheduler import JobInfo, Scheduler
-from drover.pipeline.files import read_record, write_json
+from drover.pipeline.files import lock_file, read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
@@ -100,8 +99,7 @@ def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], li
 def guarded(path: Path) -> Iterator[None]:
     """Look and write as one: a lock on the file `path`, where the file system has locks."""
     with open(path, "a") as guard:
-        with suppress(OSError):
-            fcntl.flock(guard, fcntl.LOCK_EX)
+        lock_file(guard.fileno(), wait=True)
         yield
 
 

@@ -19,18 +19,17 @@ from drover.pipeline.contract.command_line import INTERRUPTED, Parser, complain
 from drover.pipeline.contract.locks import NETWORK_S, StageLock, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.orphans import end_with_parent
-from drover.pipeline.contract.parts import Part, ShareDone
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.scratch import SCRATCH, remove_scratch
-from drover.pipeline.contract.stage_work import Work, clear_mark, mark_failed, processes
+from drover.pipeline.contract.stage_work import Work, processes
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.contract.start_record import begun_by
+from drover.pipeline.contract.start_record import change_start, sound_start
 from drover.pipeline.contract.state import STATE, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
+from drover.pipeline.contract.tasks import Part, ShareDone
 from drover.pipeline.contract.telling import Channel, Ended, asked
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UserError, is_full_disk, listed
+from drover.pipeline.errors import UnusableInputError, UserError, is_full_disk, listed
 
 SILENCE_S = 3.0
 """How long a rank other than 0 keeps its error to itself."""
@@ -105,14 +104,11 @@ def _await_manifest(run: Run, need: str) -> None:
 
 
 def _refuse_stale_inputs(run: Run, name: str) -> None:
-    """UserError if a stage that this one is made of is not what is asked for now; rank 0 looks at files for all.
+    """UserError if a stage that this one is made of is not what is asked for now.
 
     A job that goes on with what its submission began, when nobody is there to answer, is not stopped by a corpus that
     has grown since: this is said.
     """
-    if not is_leader():
-        run.refuse_stale_inputs(name, files=False)
-        return
     try:
         run.refuse_stale_inputs(name)
     except UserError as error:
@@ -129,12 +125,12 @@ def _refuse_stale_inputs(run: Run, name: str) -> None:
 def continues(run: Run, name: str) -> bool:
     """Whether this job goes on with what the same submission has begun, or measures what it made so far."""
     chain = os.environ.get("DROVER_CHAIN")
-    return "DROVER_CONTINUES" in os.environ or (chain is not None and begun_by(run.own_folder(name)) == chain)
+    return "DROVER_CONTINUES" in os.environ or (chain is not None and sound_start(run.own_folder(name)).chain == chain)
 
 
 def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
     """Do what there is to do; the process's exit status."""
-    channel = Channel.of(name)
+    channel = Channel.here()
     if channel is None:
         return _lead(name, body, options, None)
     if not is_leader():
@@ -182,7 +178,6 @@ def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, 
 def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None,
          workers: Workers) -> int:
     part = _part(name, options)
-    writes_state = is_leader() and part is None
     try:
         for need in STAGES[name].needs:
             _await_manifest(run, need)
@@ -194,52 +189,42 @@ def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Na
         if not done and (problems := absent_packages(run.config, name)):
             raise UserError(listed(problems))
     except UserError as error:
-        if writes_state:
-            _note_refusal(run, name, str(error))
+        if part is None:
+            with suppress(UserError):  # another process has it: then that one tells how it stands
+                other = lock(run.folder, name) if _is_followed(run, name) else None
+                _note_end(run, name, error)
+                del other
         raise
     if done:
         report_done(run, name)  # without a lock: others may be reading it
-        if is_leader():
-            _remove_scratch(run, name)
-        if writes_state:
-            with suppress(UserError):  # somebody rebuilds it by now
-                _note_done(run, name, locked=False)
+        _note_done(run, name, locked=False)
         return 0
-    if is_leader():
-        make_folder(run.folder)
-    # Only the leader locks: the other ranks were started with it and read the same folder.
-    held = StageLock(run.folder, name, part) if is_leader() else None
+    make_folder(run.folder)
+    held = StageLock(run.folder, name, part)
     try:
         return _locked(run, name, body, options, held, channel, workers)
-    except Exception as error:
-        if writes_state and (reason := _reason(error)) is not None:
-            _note_failure(run, name, reason)
-        raise
-    except KeyboardInterrupt:
-        if writes_state:
-            _note_interrupt(run, name)
+    except (Exception, KeyboardInterrupt) as error:
+        if part is None:
+            _note_end(run, name, error)
         raise
 
 
 def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
-            held: StageLock | None, channel: Channel | None, workers: Workers) -> int:
+            held: StageLock, channel: Channel | None, workers: Workers) -> int:
     """Do what the state of the stage asks for; the process's exit status."""
-    part = held.part if held else None
+    part = held.part
     # Nobody rebuilds what is read here.
-    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs] if held else []
-    if held and part and not forced(run, name, options) and run.state(name).kind == "partial":
+    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs]
+    if part and not forced(run, name, options) and run.state(name).kind == "partial":
         tell_changed_files(run, name)
         work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
-        clear_mark(run.own_folder(name))
+        change_start(run.own_folder(name), failed=False, unusable=False)  # it goes on with what was refused
     else:
-        if held:
-            held.alone()
+        held.alone()
         work = prepare(run, name, options, part)
-    if held:
-        held.begun()
+    held.begun()
     if work is None:
-        if is_leader() and part is None:
-            _note_done(run, name, locked=True)
+        _note_done(run, name, locked=True)
         return 0
     if channel is not None:
         channel.tell(work)
@@ -257,11 +242,12 @@ def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse
         say(name, f"stopped ({stopped.reason}); the same command continues")
         return INTERRUPTED
     except UserError as error:
-        if is_leader():
-            mark_failed(work, error)
+        # When what was refused is corrected it may start afresh without --force: as long as it has no finished units,
+        # or also with some that are no use. A part never says so of what the other parts have made.
+        change_start(work.folder, failed=True, unusable=part is None and isinstance(error, UnusableInputError))
         raise
     del reading
-    return 0 if not is_leader() or read_manifest(work.folder) is not None else INTERRUPTED
+    return 0 if read_manifest(work.folder) is not None else INTERRUPTED
 
 
 @contextmanager
@@ -322,56 +308,38 @@ def _reason(error: Exception) -> str | None:
     return None
 
 
-def _note_refusal(run: Run, name: str, reason: str) -> None:
-    """Record why the stage could not even start, unless another process has it: then that one tells how it stands."""
-    if _is_followed(run, name):
-        with suppress(UserError, OSError):
-            held = lock(run.folder, name)
-            _note_failure(run, name, reason)
-            del held
-
-
-def _note_failure(run: Run, name: str, reason: str) -> None:
-    with suppress(UserError, OSError):  # the disk may be full; then the last word is that the stage was running
-        if _is_followed(run, name) and not run.is_reused(name):
-            write_state(run.own_folder(name), "failed", reason=reason)
+def _note_end(run: Run, name: str, error: BaseException) -> None:
+    """Record why the stage ended; of Ctrl-C, unless the stage itself has said how."""
+    folder = run.own_folder(name)
+    with suppress(OSError):  # the disk may be full; then the last word is that the stage was running
+        if not isinstance(error, Exception):
+            if (state := read_state(folder)) is not None and state.status == "running":
+                write_state(folder, "preempted", reason="interrupted")
+        elif (reason := _reason(error)) is not None and _is_followed(run, name):
+            write_state(folder, "failed", reason=reason)
 
 
 def _is_followed(run: Run, name: str) -> bool:
     """Whether a failure has a place to be recorded in: what was refused before it began makes none by itself, except
-    for a job, whose launcher waits for the reason."""
-    return run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ
-
-
-def _note_interrupt(run: Run, name: str) -> None:
-    """Record Ctrl-C, unless the stage itself has said how it ended."""
-    state = read_state(run.own_folder(name))
-    if state is not None and state.status == "running":
-        with suppress(OSError):
-            write_state(run.own_folder(name), "preempted", reason="interrupted")
-
-
-def _remove_scratch(run: Run, name: str) -> None:
-    """Remove what a kill after the commit left; whoever may write there, unless somebody rebuilds the stage."""
-    folder = run.own_folder(name)
-    if run.is_reused(name) or not (folder / SCRATCH).is_file() or not os.access(folder, os.W_OK):
-        return
-    with suppress(UserError, OSError):
-        held = lock(run.folder, name, shared=True)
-        if read_manifest(folder) is not None and (removed := remove_scratch(folder)):
-            say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
-        del held
+    for a job, whose launcher waits for the reason. What is reused tells nothing of this run."""
+    with suppress(UserError):
+        return (run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ) and not run.is_reused(name)
+    return False
 
 
 def _note_done(run: Run, name: str, *, locked: bool) -> None:
-    """Make the record of a finished stage say so: a kill, or a refusal, may have left another word."""
-    folder = run.own_folder(name)
-    if run.is_reused(name) or ((state := read_state(folder)) is not None and state.status == "done"):
+    """Set right what a kill or a refusal left of a finished stage: files that were to go, and another last word."""
+    folder, manifest = run.own_folder(name), run.manifest(name)
+    state = read_state(folder)
+    if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or (
+            not manifest.left_scratch(folder) and state is not None and state.status == "done"):
         return
-    held = None if locked else lock(run.folder, name, shared=True)
-    if (manifest := read_manifest(folder)) is not None:
-        with suppress(OSError):  # it may be another user's
+    with suppress(UserError, OSError):  # somebody rebuilds it by now; or it is another user's
+        held = None if locked else lock(run.folder, name, shared=True)
+        if read_manifest(folder) is not None:
+            if removed := manifest.remove_scratch(folder):
+                say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
             for killed in folder.glob(f"{STATE}.*.tmp"):  # in the middle of its last word, after the commit
                 killed.unlink(missing_ok=True)
             write_state(folder, "done", step=manifest.counts.get("steps"))
-    del held
+        del held

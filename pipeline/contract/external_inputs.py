@@ -7,9 +7,7 @@ has not changed: raw text is deleted once its tokens are made.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -25,20 +23,19 @@ from drover.pipeline.console import say
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
 from drover.pipeline.contract.manifest import Difference
 from drover.pipeline.contract.stages import Stage
-from drover.pipeline.contract.threads import in_threads
+from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.errors import AbsentInputError, UserError
-from drover.pipeline.files import changed_ns, read_sealed, write_sealed
+from drover.pipeline.files import changed_ns
 from drover.pipeline.stores.object_files import InputFile, ObjectStat
+from drover.pipeline.stores.ordered_map import ordered_map
 from drover.pipeline.stores.store import is_url
 
-HASHES = ".hashes.json"
-"""In a run folder: hashes of files whose size or time is not what a manifest says."""
+HASHES = ".hashes"
+"""In a run folder: a ledger of hashes of files whose size or time is not what a manifest says."""
 LONG_BYTES = 1_000_000_000
 """So much is not hashed without a word."""
 HASHING = 4
 """Files hashed at one time."""
-KEEP_S = 60.0
-"""Hashes are written down so often: a kill costs no more."""
 Record = dict[str, Any]
 Stat = os.stat_result | ObjectStat
 
@@ -101,7 +98,7 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
             raise
         found, incomplete = (sorted(error.found, key=itemgetter(0)), error.sources) \
             if isinstance(error, AbsentInputError) else ([], set(map(_source, known)))
-    stats = dict(in_threads(lambda path: (path, _stat(path, strict)), [path for _, path in found]))
+    stats = dict(ordered_map(lambda path: (path, _stat(path, strict)), [path for _, path in found], batch=512))
     incomplete |= {name.partition("/")[0] for name, path in found if stats[path] is None}
     by_path = {str(record["path"]): record for record in known}
     by_name = {str(record["name"]): record for record in known}
@@ -115,14 +112,12 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
         return (OF_BLOCKS if like.startswith(OF_BLOCKS) else "") + str(path.absolute())
     moved = {key(name, path): stat for name, path in found
              if (stat := stats[path]) and not _same(recorded(name, path), stat)}
-    hashes = Hashes(run_folder, remember)
-    hashes.take(stage, moved)
+    digests = _digests(stage, moved, run_folder, remember)
     records = []
     for name, path in found:
         if (stat := stats[path]) is not None:
             full, own = str(path.absolute()), recorded(name, path)
-            digest = own["sha256"] if own is not None and _same(own, stat) else \
-                hashes.known[key(name, path)]["sha256"]
+            digest = own["sha256"] if own is not None and _same(own, stat) else digests[key(name, path)]
             records.append({"name": name, "path": full, "bytes": stat.st_size, "mtime_ns": changed_ns(stat),
                             "sha256": digest})
     return Outside(records, frozenset(incomplete))
@@ -198,43 +193,22 @@ def source_of_place(key: str, config: Config) -> str:
     return sources[number].name if number < len(sources) else ""
 
 
-class Hashes:
-    """Hashes that need not be computed again, of files that are not as a manifest says."""
-
-    def __init__(self, run_folder: Path, remember: bool) -> None:
-        self.path, self.remember = run_folder / HASHES, remember
-        self.known: dict[str, Record] = {}
-
-    def take(self, stage: str, files: Mapping[str, Stat]) -> None:
-        """Have `known` hold the hash of each file, as it is now; of one whose path has OF_BLOCKS before it, that of its
-        blocks."""
-        if not files:
-            return
-        if self.remember:
-            with suppress(OSError, ValueError):
-                self.known = dict(read_sealed(self.path))
-        todo = {path: stat for path, stat in files.items()
-                if not _same(self.known.get(path), stat)
-                or self.known[path]["sha256"].startswith(OF_BLOCKS) != path.startswith(OF_BLOCKS)}
-        if self.remember and (size := sum(stat.st_size for stat in todo.values())) > LONG_BYTES:
-            say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or have another time "
-                       f"than when they were read")
-        kept = time.monotonic()
-        with ThreadPoolExecutor(HASHING) as pool:
-            for path, digest in pool.map(lambda path: (path, _hashed(path)), todo):
-                stat = todo[path]
-                self.known[path] = {"bytes": stat.st_size, "mtime_ns": changed_ns(stat), "sha256": digest}
-                if time.monotonic() - kept > KEEP_S:
-                    kept = self._keep()
-        if todo:
-            self._keep()
-
-    def _keep(self) -> float:
-        """Write what is known; when that was."""
-        if self.remember and self.path.parent.is_dir():
+def _digests(stage: str, files: Mapping[str, Stat], run_folder: Path, remember: bool) -> dict[str, str]:
+    """The hash of each file, by its path; of one whose path has OF_BLOCKS before it, that of its blocks. With
+    `remember`, hashes of the same size and time are taken from the run's ledger, and others are noted there at once."""
+    keys = {path: f"{stat.st_size} {changed_ns(stat)}" for path, stat in files.items()}
+    ledger = Ledger(run_folder / HASHES)
+    known: dict[str, str] = ledger.found(keys) if remember and files else {}
+    todo = [path for path in files if path not in known]
+    if remember and (size := sum(files[path].st_size for path in todo)) > LONG_BYTES:
+        say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or have another time "
+                   f"than when they were read")
+    for path, digest in zip(todo, ordered_map(_hashed, todo, HASHING), strict=True):
+        known[path] = digest
+        if remember and run_folder.is_dir():
             with suppress(OSError):  # the run may be another user's
-                write_sealed(self.path, self.known)
-        return time.monotonic()
+                ledger.add(path, keys[path], digest)
+    return known
 
 
 def _same(record: Record | None, stat: Stat) -> bool:
@@ -261,7 +235,7 @@ def _stat(path: InputFile, strict: bool) -> Stat | None:
 
 
 def _hashed(key: str) -> str:
-    """The hash of the file that a key of `Hashes` names, in the form that it asks for."""
+    """The hash of the file that a key of `_digests` names, in the form that it asks for."""
     path = key.removeprefix(OF_BLOCKS)
     try:
         return content_hash(path if is_url(path) else Path(path), key)

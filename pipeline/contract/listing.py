@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.threads import in_threads
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file, changed_ns, sha256_file, sha256_json
 from drover.pipeline.stores.object_files import InputFile
+from drover.pipeline.stores.ordered_map import ordered_map
 
 LISTING = "listing.jsonl"
 """In the folder of a stage that is begun: a line [name, bytes, mtime_ns] for each file that its units read."""
@@ -30,8 +30,7 @@ def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
         except OSError as error:
             raise UserError(f"The input file {path} cannot be read: {error.strerror}.") from None
         return {"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": changed_ns(stat)}
-    found = {record["name"]: record for record in in_threads(record, files)}
-    return [found[name] for name, _ in files]
+    return list(ordered_map(record, files, batch=512))
 
 
 def hashed_now(listing: Sequence[Record]) -> list[Record]:

@@ -5,8 +5,6 @@ They lie in `.locks/`, not inside the stages' own folders, which `--force` moves
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import platform
 import re
@@ -17,8 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from drover.pipeline.console import say
-from drover.pipeline.contract.parts import Part
+from drover.pipeline.contract.tasks import Part
 from drover.pipeline.errors import UserError
+from drover.pipeline.files import lock_file
 
 LOCKS = ".locks"
 EARLIER_S = 180.0
@@ -38,7 +37,13 @@ class StageLock:
     def __init__(self, folder: Path, stage: str, part: Part | None) -> None:
         """Take it; UserError if the stage is in use otherwise than by other parts."""
         self.folder, self.stage, self.part = folder, stage, part
-        self._start = take_turn(folder, f"{stage}.start", stage)
+        starting = _open(folder, f"{stage}.start")
+        try:
+            _locked(starting, folder)
+        except BlockingIOError:
+            say(stage, f"waits while {_holder(starting)} starts")
+            _locked(starting, folder, wait=True)
+        self._start = _take(starting, folder, stage, shared=False)
         self._own = lock(folder, stage, shared=part is not None)
         if part is None:
             self._end_start()
@@ -100,7 +105,7 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
     until, waited, looks = time.monotonic() + EARLIER_S, False, 0
     while True:
         try:
-            locked = _flock(file, folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            locked = _locked(file, folder, shared=shared)
             break
         except BlockingIOError:
             holder = _holder(file)
@@ -152,27 +157,12 @@ def _chain() -> str:
     return f", chain {os.environ['DROVER_CHAIN']}" if os.environ.get("DROVER_CHAIN") else ""
 
 
-def take_turn(folder: Path, name: str, stage: str, doing: str = "starts") -> IO[str] | None:
-    """Hold a lock alone as soon as nobody else does; None where there are no locks."""
-    file = _open(folder, name)
-    try:
-        _flock(file, folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(stage, f"waits while {_holder(file)} {doing}")
-        _flock(file, folder, fcntl.LOCK_EX)
-    return _take(file, folder, stage, shared=False)
-
-
-def _flock(file: IO[str], folder: Path, operation: int) -> bool:
-    """Whether the file system has locks; BlockingIOError if this one is held."""
-    try:
-        fcntl.flock(file, operation)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
+def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = False) -> bool:
+    """`lock_file`; where there are no locks, that is said."""
+    locked = lock_file(file.fileno(), shared=shared, wait=wait)
+    if not locked:
         _warn(folder)
-        return False
-    return True
+    return locked
 
 
 @cache

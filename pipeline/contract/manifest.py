@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -10,7 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import Count, Outputs, like, read_record, sha256_json, typed, write_sealed
+from drover.pipeline.files import (
+    Count,
+    Inside,
+    Outputs,
+    like,
+    problem_of,
+    read_record,
+    sha256_json,
+    typed,
+    write_sealed,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -84,6 +96,7 @@ class Manifest:
         files: outside files with path, bytes, mtime_ns and sha256 (the stat values spare re-hashing).
         places: the settings that said where those were to be found; not part of identity.
         drift: differences that `--accept-drift` let pass, here or in a stage before.
+        scratch: files and folders that the stage needed until it was committed, and that are to go.
         accepted: fingerprints that `--accept-drift` declared equal to this one.
         wall_s, started, finished, software, git, code, execution: how it was made; never part of identity.
     """
@@ -102,6 +115,7 @@ class Manifest:
     finished: str = ""
     software: dict[str, str] = field(default_factory=dict)
     git: dict[str, Any] = field(default_factory=dict)
+    scratch: list[Inside] = field(default_factory=list)
     code: dict[str, str] = field(default_factory=dict)
     execution: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
@@ -115,19 +129,25 @@ class Manifest:
         """Commit: the manifest appears atomically, after everything it speaks of."""
         write_sealed(folder / MANIFEST, asdict(self))
 
+    def left_scratch(self, folder: Path) -> list[Path]:
+        """What is to go from the stage's folder, and is there."""
+        return [path for name in self.scratch if os.path.lexists(path := folder / name)
+                and folder.resolve() in path.resolve().parents]
+
+    def remove_scratch(self, folder: Path) -> list[str]:
+        """Remove what is to go; the names of what there was. OSError if that fails."""
+        left = self.left_scratch(folder)
+        for path in left:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        return [path.name for path in left]
+
     def missing_outputs(self, folder: Path) -> list[str]:
         """Outputs that are gone or have another size, as sentences."""
-        found = []
-        for record in self.outputs:
-            path = folder / record["path"]
-            try:
-                size = path.stat().st_size
-            except OSError:
-                found.append(f"{path} is missing")
-                continue
-            if size != record["bytes"]:
-                found.append(f"{path} has {size} bytes instead of {record['bytes']}")
-        return found
+        problems = (problem_of(folder / record["path"], record, hashed=False) for record in self.outputs)
+        return [problem for problem in problems if problem]
 
 
 def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:

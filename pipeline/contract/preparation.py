@@ -9,13 +9,12 @@ from typing import Any
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.console import say
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
-from drover.pipeline.contract.parts import Part
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
-from drover.pipeline.contract.start_record import force_id
+from drover.pipeline.contract.start_record import sound_start
 from drover.pipeline.contract.state import PROGRESS, STATE
-from drover.pipeline.contract.units import finished_units
+from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.errors import UserError
 
 MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
@@ -29,7 +28,7 @@ def is_leader() -> bool:
 
 def forced(run: Run, name: str, options: argparse.Namespace) -> bool:
     """Whether the stage is to be started afresh: the first time that this is asked under an ID."""
-    again = options.force_id is not None and force_id(run.own_folder(name)) != options.force_id
+    again = options.force_id is not None and sound_start(run.own_folder(name)).force_id != options.force_id
     return options.force or again
 
 
@@ -63,22 +62,18 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
         _withdraw(run, name)
     if state.kind == "damaged":
         _mend(run, name, state)
-    if not is_leader():
-        return Work(run, name, fingerprint, drift)
     return begin(run, name, fingerprint, drift, part, options.force_id)
 
 
 def _tell_lost_units(run: Run, name: str, state: State) -> None:
     """Say, of a stage that refused what it was given and is now asked for otherwise, what goes with that."""
-    if is_leader() and (units := finished_units(run.own_folder(name))):
+    if (units := finished_units(run.own_folder(name))):
         changed = [*map(str, state.differences[:3]), *(["..."] if len(state.differences) > 3 else [])]
         say(name, f"could not use what it was given before, and is asked for otherwise now: {'; '.join(changed)}. It "
                   f"starts afresh; finished units that are removed: {units:,}")
 
 
 def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
-    if not is_leader():
-        return Work(run, name, run.fingerprint(name))
     aside = set_aside(run.own_folder(name), keep=STAGES[name].checkpoints)
     if aside is not None:
         say(name, f"the old outputs are kept in {aside}")
@@ -93,8 +88,6 @@ def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part |
 def _renew(run: Run, name: str, state: State) -> None:
     """A finished stage is to be made with another fingerprint that it may take: say so, and let the report, which
     tells of it, be made again."""
-    if not is_leader():
-        return
     for difference in state.differences:
         say(name, f"changed: {difference}")
     _withdraw(run, name)
@@ -104,13 +97,11 @@ def _renew(run: Run, name: str, state: State) -> None:
 
 def tell_changed_files(run: Run, name: str) -> None:
     """Say, of a stage that goes on, which of the files that its units read have changed since it was begun."""
-    if is_leader() and (changed := run.files_changed_since_begun(name)):
+    if (changed := run.files_changed_since_begun(name)):
         say(name, f"{changed}; what was read of them is read again")
 
 
 def report_done(run: Run, name: str) -> None:
-    if not is_leader():
-        return
     origin = f", reused from {run.stage_folder(name)}" if run.is_reused(name) else ""
     say(name, f"up to date{origin}")
     if changed := run.changed_code(name):
@@ -144,15 +135,12 @@ def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:
 
 def _withdraw(run: Run, name: str) -> None:
     """Make a finished stage an unfinished one; its outputs stay."""
-    if is_leader():
-        for record in (MANIFEST, STATE, PROGRESS):
-            (run.own_folder(name) / record).unlink(missing_ok=True)
+    for record in (MANIFEST, STATE, PROGRESS):
+        (run.own_folder(name) / record).unlink(missing_ok=True)
 
 
 def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str, Any]) -> None:
     """Serve a finished stage although it was made of something else, and leave the trace in its manifest."""
-    if not is_leader():
-        return
     manifest = run.finished(name)
     manifest.drift.append(accepted)
     manifest.accepted.append(fingerprint)
@@ -173,7 +161,6 @@ def _mend(run: Run, name: str, state: State) -> None:
     """A finished stage lost an output: withdraw its manifest, so that what is missing is made again."""
     if run.is_reused(name):
         raise UserError(f"The reused stage {name} is damaged: {'; '.join(state.reasons[:5])}. Mend that run first.")
-    if is_leader():
-        for reason in state.reasons[:5]:
-            say(name, f"damaged: {reason}; making it again")
+    for reason in state.reasons[:5]:
+        say(name, f"damaged: {reason}; making it again")
     _withdraw(run, name)

@@ -15,10 +15,9 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
 from drover.pipeline.contract.listing import changed_files, listed_files, listing_digest
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
-from drover.pipeline.contract.parts import identity_key, marked_parts
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
-from drover.pipeline.contract.units import finished_units
+from drover.pipeline.contract.tasks import finished_units, identity_key, marked_parts
 from drover.pipeline.errors import UserError, all_told, listed
 from drover.pipeline.files import sha256_file
 
@@ -189,7 +188,7 @@ class Run:
             self._known_files[stage, by_units] = look(
                 stage, partial(spec.read_by_units if by_units else spec.input_files, self.config),
                 records, run_folder=self.folder,
-                remember=manifest is not None and os.environ.get("RANK", "0") == "0",
+                remember=manifest is not None,
                 strict=strict or manifest is None)
         return self._known_files[stage, by_units]
 
@@ -200,7 +199,7 @@ class Run:
         absent = [need for need in spec.needs if self.manifest(need) is None]
         if absent:
             # What is gone may come back as it was (a killed repair, a deleted folder): then this stage is done.
-            changed = self.changed_settings(stage)
+            changed = self.changed(stage, only_settings=True)
             return State("stale", changed) if changed else State("waiting", reasons=[f"for {', '.join(absent)}"])
         if manifest is not None:
             changed = self.changed(stage)
@@ -245,18 +244,7 @@ class Run:
         started = read_start(self.own_folder(stage))
         return started.drift if started else []
 
-    def changed_settings(self, stage: str) -> list[Difference]:
-        """Settings in which a finished stage differs from what is asked now, its inputs apart."""
-        manifest = self.manifest(stage)
-        if manifest is None:
-            return []
-        now = self._settings(stage)
-        if any(accepted.get("config") == now for accepted in manifest.accepted):
-            return []
-        return differences({**manifest.fingerprint, "inputs": {}, "files": {}},
-                           {"config": now, "inputs": {}, "files": {}})
-
-    def changed(self, stage: str) -> list[Difference]:
+    def changed(self, stage: str, *, only_settings: bool = False) -> list[Difference]:
         """In what a finished stage differs from what is asked for now: settings, stages before it, outside files.
 
         What is not there any more (raw text, a stage before it) has not changed; where the settings name another place
@@ -267,7 +255,9 @@ class Run:
             return []
         found: list[Difference] = []
         for old in ({**manifest.fingerprint, "places": manifest.places}, *manifest.accepted):
-            if not (here := self._differences(stage, manifest, old)):
+            here = differences({"config": old.get("config", {})}, {"config": self._settings(stage)}) \
+                if only_settings else self._differences(stage, manifest, old)
+            if not here:
                 return []
             found = found or here
         return found
@@ -303,7 +293,7 @@ class Run:
         files: also look at what those stages read, which one process does for all.
         """
         for need in before([stage]):
-            if changed := self.changed(need) if files else self.changed_settings(need):
+            if changed := self.changed(need, only_settings=not files):
                 raise self.refusal(need, State("stale", changed))
 
     def changed_code(self, stage: str) -> list[str]:

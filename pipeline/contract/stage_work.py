@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,20 +21,29 @@ from drover.pipeline.console import ProgressBar, duration, say
 from drover.pipeline.contract.external_inputs import places
 from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
 from drover.pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
-from drover.pipeline.contract.locks import NETWORK_S, take_turn
+from drover.pipeline.contract.locks import NETWORK_S
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.parts import PARTS, UNITS, Part, ShareDone, identity_key
 from drover.pipeline.contract.run import Run, code_hashes
-from drover.pipeline.contract.scratch import keep_scratch, note_scratch, remove_scratch
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
-from drover.pipeline.contract.start_record import STARTED, StartRecord, begun_by, force_id, read_start
-from drover.pipeline.contract.state import RESERVE, STATE, Progress, ProgressRecord, StageState, read_state, write_state
+from drover.pipeline.contract.start_record import StartRecord, sound_start
+from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
+from drover.pipeline.contract.tasks import (
+    PARTS,
+    UNITS,
+    Ledger,
+    Part,
+    Record,
+    ShareDone,
+    Unit,
+    identity_key,
+    unit_keys,
+    with_outputs,
+)
 from drover.pipeline.contract.threads import usable_cores
-from drover.pipeline.contract.units import MANY, Unit, UnitRecords, unit_keys
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UnusableInputError, UserError
-from drover.pipeline.files import read_json, remove_temporary, sha256_file, write_sealed
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import problem_of, read_json, remove_temporary, renamed
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -117,9 +126,9 @@ class Work:
         """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
-        `outputs` list holds `output_record`s. The record becomes a file under `units/<phase>/`, the unit's own commit:
-        after a kill, units whose record matches (same stage identity, same payload, outputs in place) are kept. So all
-        that decides what a unit makes has to be in its payload, as hashes where it is files, or in the identity.
+        `outputs` list holds `output_record`s. The record goes into the ledger in `units/<phase>/`, which commits the
+        unit: after a kill, units whose record matches (same stage identity, same payload, outputs in place) are kept.
+        So all that decides what a unit makes has to be in its payload, as hashes where it is files, or in the identity.
 
         As a part, the stage does its share of its phase's units, and of a phase before that only takes the records.
 
@@ -133,23 +142,22 @@ class Work:
         identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
         keys = unit_keys(identity, phase, units)
         assert len(keys) == len(units), f"two units of {phase} have one name"
-        store, part = UnitRecords(self.folder, phase, self.say), self.part
+        ledger, part = Ledger(self.folder / UNITS / phase), self.part
         if part is not None and phase != part.phase:
             self._refuse_later(part, phase)
-            return self._taken(part, store, phase, keys)
+            return self._taken(part, ledger, phase, keys)
         if part is not None:
             units = list(part.of(units))
             keys = {unit.name: keys[unit.name] for unit in units}
         kept = ProgressRecord(self.folder if part is None else None)
         with ProgressBar(self.name, phase, len(units), unit_word) as progress:
-            records = store.found(keys)
+            records = with_outputs(ledger.found(keys), self.folder, self.say)
             found = len(records)
             progress.already(found)
             kept.note(Progress(found, len(units), unit_word, phase))
-            if todo := [unit for unit in units if unit.name not in records]:
-                store.whole.unlink(missing_ok=True)
+            todo = [unit for unit in units if unit.name not in records]
             for name, record in self.workers.do(function, self.folder, todo, self.stop):
-                store.write(name, keys[name], record)
+                ledger.add(name, keys[name], record)
                 records[name] = record
                 self.made += 1
                 progress.advance()
@@ -159,7 +167,6 @@ class Work:
             raise self._stopped(phase, len(records), len(units))
         if part is not None:
             self._leave(part, len(units), found)
-        store.gather(keys, records)
         return [records[unit.name] for unit in units]
 
     def _stopped(self, phase: str, done: int, units: int) -> Stopped:
@@ -188,33 +195,25 @@ class Work:
         if phase in phases and phases.index(phase) > phases.index(part.phase):
             self._leave(part, 0, 0)
 
-    def _taken(self, part: Part, store: UnitRecords, phase: str, keys: dict[str, str]) -> list[dict[str, Any]]:
-        """The records of a phase that other parts did. Of many, the first that comes makes one file for all."""
-        until, turn = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ), None
-        if len(keys) >= MANY and not store.is_gathered():
-            turn = take_turn(self.run.folder, f"{self.name}.{phase}", self.name, f"gathers the records of {phase}")
-        if turn is not None and store.is_gathered():
-            turn.close()
-        records = store.found(keys, outputs=False)
+    def _taken(self, part: Part, ledger: Ledger, phase: str, keys: dict[str, str]) -> list[Record]:
+        """The records of a phase that other parts did."""
+        until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+        records = ledger.found(keys)
         while len(records) < len(keys) and time.monotonic() < until:
             time.sleep(1.0)
-            records = store.found(keys, outputs=False)
+            records = ledger.found(keys)
         if missing := [name for name in keys if name not in records]:
             raise UserError(
                 f"{self.name} cannot begin its phase {part.phase}: of the phase {phase}, {len(missing):,} of "
                 f"{len(keys):,} units are not done ({', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}). Do "
                 f"them with --part I/N --phase {phase}, or run {self.name} without --part, which does all that is "
                 f"left.")
-        store.gather(keys, records)
-        if turn is not None:
-            turn.close()
         return [records[name] for name in keys]
 
     def _leave(self, part: Part, units: int, found: int) -> NoReturn:
-        write_sealed(part.marker(self.folder), {
-            "key": identity_key(self.fingerprint), "units": units, "found": found,
-            "wall_s": round(time.monotonic() - self.began, 3), "at": _now(), "host": platform.node(),
-            "job": os.environ.get("SLURM_JOB_ID", "")})
+        part.mark(self.folder, identity_key(self.fingerprint), {
+            "units": units, "found": found, "wall_s": round(time.monotonic() - self.began, 3), "at": _now(),
+            "host": platform.node(), "job": os.environ.get("SLURM_JOB_ID", "")})
         self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
         raise ShareDone
 
@@ -244,10 +243,10 @@ class Work:
         remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
         for record in outputs:
             path = self.folder / record["path"]
-            if path.stat().st_size != record["bytes"] or (not verified and sha256_file(path) != record["sha256"]):
-                if not verified:
-                    path.unlink()  # so that the unit that made it is done again; a body that verified has its own way
-                raise UserError(f"{path} does not read back as it was written, so {self.name} is not committed. "
+            if problem := problem_of(path, record, hashed=not verified):
+                if not verified:  # so that the unit that made it is done again; a body that verified has its own way
+                    path.unlink(missing_ok=True)
+                raise UserError(f"{problem}: it does not read back as it was written, so {self.name} is not committed. "
                                 f"Check the disk, and that nothing else writes there; then run the stage again.")
         manifest = Manifest(
             stage=self.name, fingerprint=self._fingerprint(files), outputs=outputs, counts=counts,
@@ -260,14 +259,11 @@ class Work:
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
         gone = [self.folder / LISTING] if STAGES[self.name].unit_files is not None else []
         if scratch:
-            units = self.folder / UNITS
-            gone += [*scratch, self.folder / PARTS]
-            gone += [path for phase in self.phases[:-1] for path in (units / phase, units / f"{phase}.jsonl")]
-        if gone:
-            note_scratch(self.folder, gone)
+            gone += [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])]
+        manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # whoever finds the stage done tries again
-            remove_scratch(self.folder)
+            manifest.remove_scratch(self.folder)
         with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
             write_state(self.folder, "done", step=counts.get("steps"))
         self.say(f"done in {duration(manifest.wall_s)}")
@@ -303,54 +299,31 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     work.folder.mkdir(parents=True, exist_ok=True)
     if part is None:
         remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
-    keep_scratch(work.folder)
     save_config(run.config, run.folder / "config.yaml")
     if STAGES[name].unit_files is not None:
         write_listing(work.folder, run.listing(name))
     chain = os.environ.get("DROVER_CHAIN")  # all its starts count as one piece of work
-    if chain is not None and chain == begun_by(work.folder) and (before := read_start(work.folder)) is not None:
+    before = sound_start(work.folder)
+    if chain is not None and chain == before.chain:
         work.started = before.at or work.started
     # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
     # others again.
-    write_sealed(work.folder / STARTED, asdict(StartRecord(
-        fingerprint, work.started, drift, run.files(name), forced_by or force_id(work.folder), chain)))
+    StartRecord(fingerprint, work.started, drift, run.files(name), forced_by or before.force_id,
+                chain).write(work.folder)
     if part is None:
         work.last = read_state(work.folder)
         write_state(work.folder, "running")
     return work
 
 
-def mark_failed(work: Work, error: UserError) -> None:
-    """Note that the stage refused what it was given: when that is corrected it may start afresh without --force.
-
-    `failed`: as long as it has no finished units. `unusable`: also with some, for what they were made of is no use. A
-    part never says so of what the other parts have made.
-    """
-    if started := read_start(work.folder):
-        unusable = work.part is None and isinstance(error, UnusableInputError)
-        write_sealed(work.folder / STARTED, asdict(replace(started, failed=True, unusable=unusable)))
-
-
-def clear_mark(folder: Path) -> None:
-    """Forget that the stage in `folder` refused what it was given: it goes on with that."""
-    started = read_start(folder)
-    if started and started.failed:
-        write_sealed(folder / STARTED, asdict(replace(started, failed=False, unusable=False)))
-
-
 def set_aside(folder: Path, keep: bool) -> Path | None:
     """Clear a stage's folder for a rebuild; with `keep` it is renamed instead (checkpoints are never deleted)."""
     if not folder.exists():
         return None
-    records = {STATE, RESERVE}  # what was refused from the start left no more
-    if not keep or {path.name for path in folder.iterdir()} <= records:
+    if not keep or {path.name for path in folder.iterdir()} <= {STATE}:  # what was refused from the start left no more
         shutil.rmtree(folder)
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    return aside
+    return renamed(folder, f"{folder.name}.replaced")
 
 
 def software_versions() -> dict[str, str]:

@@ -33,8 +33,8 @@ class Stage:
         needs: stages whose manifests it reads.
         reads: parts of the configuration that decide its outputs (execution fields in them do not count).
         ranks: whether it runs as ranks of torch.distributed.
-        told: whether rank 0 alone reads the run folder when it starts, and tells the other ranks, which know nothing
-            of the outputs of the stages before (`drover.pipeline.contract.telling`).
+        ranks_know_outputs: whether rank 0, which alone reads the run folder when it starts, tells the other ranks of
+            the outputs of the stages before, too (`drover.pipeline.contract.telling`): there may be very many.
         workers: whether its units are done by worker processes (`launch.cpus`), and whether it hears requests to stop
             between them. A plugin's stage has worker processes also without it.
         unit_modules: modules of its units' functions that the stage's own file does not import: they are imported once,
@@ -65,7 +65,7 @@ class Stage:
     reads: tuple[str, ...]
     code: tuple[str, ...]
     ranks: bool = False
-    told: bool = False
+    ranks_know_outputs: bool = True
     workers: bool = False
     unit_modules: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
@@ -165,8 +165,9 @@ STAGES = {stage.name: stage for stage in (
           reusable=True, unit_modules=("webdataset",),
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py",
                 "pipeline/data/token_shards.py")),
-    Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True, told=True,
-          checkpoints=True, goal=("train.steps", "steps"), files="drover.pipeline.records.weight_files:input_files",
+    Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,
+          ranks_know_outputs=False, checkpoints=True, goal=("train.steps", "steps"),
+          files="drover.pipeline.records.weight_files:input_files",
           renews="drover.pipeline.config.phases:only_phases_differ",
           outside_code="drover.pipeline.config.outside:training_code",
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",

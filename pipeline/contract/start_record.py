@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from drover.pipeline.contract.manifest import Drifts, Identity, OutsideFiles
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_record
+from drover.pipeline.files import read_record, write_sealed
 
 STARTED = "started.json"
 
@@ -33,25 +34,25 @@ class StartRecord:
     failed: bool = False
     unusable: bool = False
 
+    def write(self, folder: Path) -> None:
+        """Put it into a stage's folder."""
+        write_sealed(folder / STARTED, asdict(self))
+
 
 def read_start(folder: Path) -> StartRecord | None:
     """The start record of the stage in `folder`, None if it was not begun; UserError if it is damaged."""
     return read_record(folder / STARTED, StartRecord, "Run the stage with --force to start it afresh.")
 
 
-def begun_by(folder: Path) -> str | None:
-    """The chain of jobs that has last begun the stage in `folder`; None outside of one."""
-    return start.chain if (start := _sound(folder)) else None
-
-
-def force_id(folder: Path) -> str | None:
-    """What the last `--force-id` that the stage in `folder` was begun under said; None if there was none."""
-    return start.force_id if (start := _sound(folder)) else None
-
-
-def _sound(folder: Path) -> StartRecord | None:
-    """The start record; None also if it is damaged: whoever forces the stage starts it afresh."""
+def sound_start(folder: Path) -> StartRecord:
+    """The start record; an empty one if there is none, or it is damaged: whoever forces the stage starts it afresh."""
     try:
-        return read_start(folder)
+        return read_start(folder) or StartRecord({})
     except UserError:
-        return None
+        return StartRecord({})
+
+
+def change_start(folder: Path, **changes: Any) -> None:
+    """Write the start record with other values, if there is one."""
+    if (started := read_start(folder)) and (changed := replace(started, **changes)) != started:
+        changed.write(folder)

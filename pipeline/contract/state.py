@@ -16,13 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from drover.pipeline.errors import UserError, is_full_disk
-from drover.pipeline.files import append_line, atomic_file, read_lines, read_record, write_note, write_sealed
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import append_line, read_lines, read_record, write_note, write_sealed
 
 STATE = "STATE.json"
-RESERVE = "STATE.reserve"
-RESERVE_BYTES = 1 << 16
-"""Beside STATE.json of a stage that is not done: bytes to give up when the disk is full, so that this can be said."""
 STOP = Path("launch") / "stop"
 """In a run folder: while this file is there, training saves and leaves. Its text is the reason."""
 ATTEMPTS = Path("launch") / "attempts"
@@ -73,29 +70,11 @@ class StageState:
 def write_state(folder: Path, status: Status, *, step: int | None = None, reason: str = "",
                 again: bool = False, units: int | None = None, idle: int = 0, file: str = STATE) -> None:
     """Record how the stage in `folder` stands; for one process of the stage, or for one share of it in a `file` of its
-    own.
-
-    Raises:
-        OSError: it cannot be written. On a full disk that happens to `running` only: the end of an attempt, which
-            nobody would understand without its reason, takes the room of `RESERVE`.
-    """
-    state = asdict(StageState(
+    own. OSError if it cannot be written."""
+    write_sealed(folder / file, asdict(StageState(
         status, step, reason, again, units, idle, job=os.environ.get("SLURM_JOB_ID", ""),
         restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), attempt=int(os.environ.get("DROVER_ATTEMPT") or 0),
-        host=platform.node(), at=now()))
-    reserve = folder / RESERVE
-    if status == "running" and not reserve.exists():
-        with atomic_file(reserve) as out:
-            out.write(os.urandom(RESERVE_BYTES))  # which no file system compresses
-    try:
-        write_sealed(folder / file, state)
-    except OSError as error:
-        if status == "running" or not is_full_disk(error) or not reserve.exists():
-            raise
-        reserve.unlink()
-        write_sealed(folder / file, state)
-    if status == "done":
-        reserve.unlink(missing_ok=True)
+        host=platform.node(), at=now())))
 
 
 def read_state(folder: Path, file: str = STATE) -> StageState | None:

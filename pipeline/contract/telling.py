@@ -63,17 +63,16 @@ class Channel:
         self._said = False
 
     @classmethod
-    def of(cls, stage: str) -> Channel | None:
-        """The channel of this process; None where there is nobody to tell, or every rank reads for itself."""
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-        return cls() if several and STAGES[stage].told else None
+    def here(cls) -> Channel | None:
+        """The channel of this process; None where there is nobody to tell."""
+        return cls() if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else None
 
     def tell(self, work: Work) -> None:
         """The others are to do this work; for rank 0."""
         inputs = {need: _told(work, need) for need in STAGES[work.name].needs}
         self._send({"config": work.config.model_dump(mode="json", exclude={"plugins"}),
                     "with_plugins": bool(work.config.plugins), "fingerprint": work.fingerprint, "drift": work.drift,
-                    "inputs": inputs})
+                    "inputs": inputs, "files": work.run.files(work.name)})
 
     def end(self, status: int) -> None:
         """There is nothing for the others to do; for rank 0, if it has told nothing yet."""
@@ -106,7 +105,7 @@ class Channel:
             return Ended(said["end"])
         try:
             own = plugins() if said["with_plugins"] else []
-            run = ToldRun(Config.model_validate({**said["config"], "plugins": own}), said["inputs"])
+            run = ToldRun(Config.model_validate({**said["config"], "plugins": own}), said["inputs"], said["files"])
             return Work(run, name, said["fingerprint"], said["drift"])
         except (ValueError, KeyError) as error:  # of pydantic, for settings that this rank does not know
             raise UserError(f"Rank {self.rank} does not understand what rank 0 told it, so it runs other code: "
@@ -133,24 +132,29 @@ class Channel:
 
 
 class ToldRun(Run):
-    """A run as rank 0 told of it: of the stages before, where they are and what they count, not their outputs."""
+    """A run as rank 0 told of it: of the stages before, where they are, what they count and, for some stages, their
+    outputs; and the stage's own outside files."""
 
-    def __init__(self, config: Config, inputs: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, config: Config, inputs: Mapping[str, Mapping[str, Any]], files: list[dict[str, Any]]) -> None:
         super().__init__(config)
-        self._inputs = inputs
+        self._inputs, self._files = inputs, files
+
+    def files(self, stage: str) -> list[dict[str, Any]]:
+        """The stage's outside files as rank 0 saw them."""
+        return self._files
 
     def stage_folder(self, stage: str) -> Path:
         """Where a stage's outputs are."""
         return Path(self._inputs[stage]["folder"]) if stage in self._inputs else self.own_folder(stage)
 
     def manifest(self, stage: str) -> Manifest | None:
-        """What was told of a stage's manifest; none of its outputs."""
+        """What was told of a stage's manifest."""
         if stage not in self._inputs:
             return None
         told = self._inputs[stage]
-        found = Manifest(stage, fingerprint={}, outputs=[], counts=told["counts"], config_sha256="",
+        found = Manifest(stage, fingerprint={}, outputs=told["outputs"], counts=told["counts"], config_sha256="",
                          drift=told["drift"])
-        found.__dict__["digest"] = told["digest"]  # of outputs that are not here
+        found.__dict__["digest"] = told["digest"]  # of outputs that may not be here
         return found
 
 
@@ -161,4 +165,5 @@ def asked(arguments: Mapping[str, Any]) -> str:
 
 def _told(work: Work, need: str) -> dict[str, Any]:
     folder, manifest = work.input(need)
-    return {"folder": str(folder), "counts": manifest.counts, "drift": manifest.drift, "digest": manifest.digest}
+    return {"folder": str(folder), "counts": manifest.counts, "drift": manifest.drift, "digest": manifest.digest,
+            "outputs": manifest.outputs if STAGES[work.name].ranks_know_outputs else []}

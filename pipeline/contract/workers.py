@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from drover.pipeline.contract.orphans import end_with_parent
 from drover.pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
-from drover.pipeline.contract.units import Record, Unit
+from drover.pipeline.contract.tasks import Record, Unit
 from drover.pipeline.errors import UserError
 
 POLL_S = 0.5

@@ -46,7 +46,7 @@ class Piece:
         name: `<source>/<path below the source's common folder>`.
         path: where the file lies; the URL of an object.
         bytes: the file's size.
-        mtime_ns: when it changed last (`drover.pipeline.files.changed_ns`); of an object, the number of its content.
+        mtime_ns: when it changed last (`changed_ns`); of an object, the number of its content.
         start: first byte of the part.
         stop: the byte behind it; 0 and `bytes` for a whole file.
         etag: of an object, what the store calls its content.

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from drover.pipeline.config.section import identity
-from drover.pipeline.contract.parts import UNITS
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.files import read_sealed, sha256_json, write_sealed
+from drover.pipeline.contract.tasks import UNITS, Ledger
+from drover.pipeline.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 LIBRARIES = ("torch", "lm_eval", "datasets")
@@ -26,7 +25,7 @@ class KeptParts:
     of what was measured before.
 
     Args:
-        folder: of the files, one a part.
+        folder: of the ledger.
         made_by: what, besides a part's own inputs, decides all of them, as JSON: the code that measures.
         ranks: all call `get` and `has` together.
         say: tells the user what was measured and what was kept; called on rank 0.
@@ -36,9 +35,9 @@ class KeptParts:
     """
 
     def __init__(self, folder: Path, made_by: Any, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self.folder, self.ranks, self.say = folder, ranks, say
+        self.ledger, self.ranks, self.say = Ledger(folder), ranks, say
         self.seconds: dict[str, float] = {}
-        self._written: list[Path] = []
+        self._measured: list[tuple[str, str]] = []
         self._made_by = [made_by, {package: metadata.version(package) for package in LIBRARIES}]
 
     def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
@@ -47,45 +46,34 @@ class KeptParts:
         decides: all that the result depends on, as JSON, besides the code and the libraries that measure: another of
         those measures again, so that it is known what made each part.
         """
-        record, said = self._read(name, decides), "measured before, kept"
+        key, record = self._look(name, decides)
+        said = "measured before, kept"
         if record is None:
             began = time.monotonic()
             value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
-            record = {"key": self._key(decides), "seconds": round(time.monotonic() - began, 3), "value": value}
+            record = {"seconds": round(time.monotonic() - began, 3), "value": value}
             said = f"{record['seconds']:.1f} s"
             if self.ranks.leads:
-                write_sealed(self._path(name), record)
-                self._written.append(self._path(name))
+                self.ledger.add(name, key, record)
+                self._measured.append((name, key))
         self.seconds[name] = record["seconds"]
         if self.ranks.leads:
             self.say(f"{name}: {said}")
         return record["value"]
 
     def has(self, name: str, decides: dict[str, Any]) -> bool:
-        """Whether `get` would take the part from disk."""
-        return self._read(name, decides) is not None
+        """Whether `get` would take the part from disk. Every rank asks."""
+        return self._look(name, decides)[1] is not None
+
+    def _look(self, name: str, decides: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+        """A part's key, and its record if it was measured of the same."""
+        key = sha256_json([decides, self._made_by])
+        return key, self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
 
     def forget(self) -> None:
-        """Remove what was measured in this attempt: its inputs were not what their digests say."""
-        for path in self._written:
-            path.unlink(missing_ok=True)
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{quote(name, safe=' ')}.json"
-
-    def _key(self, decides: dict[str, Any]) -> str:
-        return sha256_json([decides, self._made_by])
-
-    def _read(self, name: str, decides: dict[str, Any]) -> Any:
-        """A part's record, the same on every rank; None if it was not measured of the same, or is damaged."""
-        record = None
-        if self.ranks.leads:
-            try:
-                record = read_sealed(self._path(name))
-                record = record if record["key"] == self._key(decides) else None
-            except (OSError, ValueError, LookupError, TypeError):
-                record = None
-        return self.ranks.same(record)
+        """Let nothing count that was measured in this attempt: its inputs were not what their digests say."""
+        for name, key in self._measured:
+            self.ledger.add(name, key, None)
 
 
 class Kept(KeptParts):

@@ -14,7 +14,6 @@ With more parts than KV heads, neighbouring parts hold copies of one head's wk a
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from drover.model.config import ModelConfig
 from drover.model.names import EMBEDDING, OUTPUT, module_of, parameter_shapes
 from drover.pipeline.errors import UserError
+from drover.pipeline.files import flush
 from drover.pipeline.formats.base import Weights, same_bits
 from drover.pipeline.formats.huggingface import OutputFile, Source, text_file
 from drover.pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params
@@ -258,8 +258,7 @@ def _part_writer(source: Source, split: Split, part: int) -> Callable[[Path], No
             state[OUTPUT] = state[EMBEDDING] if split.embedding_axis == 0 else _alone(source.read(EMBEDDING, *rows))
         with open(path, "wb") as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
     return write
 
 

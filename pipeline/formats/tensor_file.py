@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from drover.pipeline.files import Count, parsed_json, typed
+from drover.pipeline.files import Count, flush, parsed_json, typed
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -95,7 +95,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
     """Write a safetensors file; returns its record: path (the name alone), bytes, sha256 of what was written.
 
     `tensors` gives the contents in the order of `layouts`, contiguous and in host memory. They are asked for one
-    at a time, and not copied. The file is fsynced, its name in the folder is not (`drover.pipeline.files.sync` does
+    at a time, and not copied. The file is fsynced, its name in the folder is not (`sync` does
     that); after an error it is left as far as it came.
 
     Raises:
@@ -111,7 +111,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
                 size += len(chunk)
                 while chunk:
                     chunk = chunk[file.write(chunk):]
-        os.fsync(file.fileno())
+        flush(file)
     return {"path": path.name, "bytes": size, "sha256": digest.hexdigest()}
 
 

@@ -24,7 +24,7 @@ MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipelin
         "Rollback": "drover.pipeline.records.rollbacks", "Damage": "drover.pipeline.data.sampling.shard_checks",
         "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
         "HeldoutText": "drover.pipeline.evaluation.bits_per_byte",
-        "DamagedCopyError": "drover.pipeline.copies.transfer",
+        "DamagedCopyError": "drover.pipeline.copies.mirror",
         "UserError": "drover.pipeline.errors", "OSError": "builtins", "RuntimeError": "builtins"}
 """The classes of records and errors that ranks tell each other, and the module of each."""
 _LENGTH, _NUMBERS = struct.Struct("<Q"), "biuf"

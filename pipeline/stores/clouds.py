@@ -6,7 +6,6 @@ time; a body that breaks off is read on from where it broke off.
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 import time
@@ -103,32 +102,15 @@ class Cloud:
                                 f"from {answer.range[0]:,} on. It does not read ranges; use another server.")
             return bytes(answer.bytes()), entry
 
-    def put(self, key: str, data: bytes | Path, only_new: bool, replaces: str | None) -> str:
+    def put(self, key: str, data: bytes | Path, only_new: bool) -> str:
         """Write an object; its ETag, if the answer has it."""
         import obstore
-        mode: Any = "create" if only_new else None if replaces is None else self._version(key, replaces)
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
         with self._told(key, "write"):
-            done = obstore.put(self._client, key, data, mode=mode, chunk_size=chunk, max_concurrency=PARTS_AT_ONCE,
-                               use_multipart=size > chunk and mode is None)
+            done = obstore.put(self._client, key, data, mode="create" if only_new else None, chunk_size=chunk,
+                               max_concurrency=PARTS_AT_ONCE, use_multipart=size > chunk and not only_new)
             return done["e_tag"] or ""
-
-    def _version(self, key: str, etag: str) -> dict[str, str | None]:
-        """What obstore takes for the version with this ETag. Google's store writes on condition of an object's
-        generation, not of its ETag, so that is looked up: who replaces the object after this look changes it, too."""
-        if not self._root.startswith("gs:"):
-            return {"e_tag": etag}
-        import obstore
-        changed = Changed(f"{self._root}/{key} is not what it was: somebody else wrote it.")
-        try:
-            with self._told(key, "look at"):
-                about = obstore.head(self._client, key)
-        except Missing:
-            raise changed from None
-        if about["e_tag"] != etag:
-            raise changed
-        return {"e_tag": etag, "version": about["version"]}
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; what is not there is no error."""
@@ -223,11 +205,11 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
         return obstore.store.MemoryStore()
     retries, first, longest, retry_s, request_s = limits
     plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
-    more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
-        _azures_other_names(dict(settings), root) if _kind(root) == "az" else None
     try:
+        more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
+            {"config": _azures_other_names(dict(settings), root)} if _kind(root) == "az" else {}
         return obstore.store.from_url(
-            root, config=more,
+            root, **more,
             client_options={"timeout": timedelta(seconds=request_s), **({"allow_http": True} if plain else {})},
             retry_config={"max_retries": int(retries), "retry_timeout": timedelta(seconds=retry_s),
                           "backoff": {"init_backoff": timedelta(seconds=first),
@@ -253,26 +235,21 @@ def _written(settings: dict[str, str]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _shared_credentials(settings: dict[str, str]) -> Any:
-    """The keys that other programs take from AWS's files, where the environment has none; obstore reads no files."""
+def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
+    """What gives the keys that AWS's own programs take from their files, where the environment has none: obstore reads
+    no files."""
     given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
-    if any(name in settings for name in given):
-        return None
-    profile, found = settings.get("AWS_PROFILE", "default"), dict[str, str]()
-    for (variable, usual), section in zip(_AWS_FILES, (f"profile {profile}", profile), strict=True):
-        parser = configparser.RawConfigParser()
-        try:
-            parser.read(_aws_file(settings, variable, usual), encoding="utf-8")
-        except (configparser.Error, UnicodeDecodeError):
-            continue
-        for name in (section, profile):
-            if parser.has_section(name):
-                found |= dict(parser.items(name))
-    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
-             "aws_session_token": "session_token"}
-    names |= {} if {"AWS_REGION", "AWS_DEFAULT_REGION"} & settings.keys() else {"region": "region"}
-    return {ours: found[theirs] for theirs, ours in names.items() if theirs in found} or None
+    if any(name in settings for name in given) or not any(_written(settings)):
+        return {}
+    import boto3
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+    try:
+        session = boto3.Session()
+        return {"credential_provider": Boto3CredentialProvider(session)} if session.get_credentials() else {}
+    except BotoCoreError as error:
+        raise ValueError(str(error)) from None
 
 
 def _azures_other_names(settings: dict[str, str], root: str) -> Any:

@@ -6,7 +6,6 @@ which fails where there is one, a replacement under a lock on the file that it r
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +62,7 @@ class Folder:
                 return file.read(-1 if stop is None else stop - start), entry
         return self._told(f"/{key}", "read", read)
 
-    def put(self, key: str, data: bytes | Path, only_new: bool, replaces: str | None) -> str:
+    def put(self, key: str, data: bytes | Path, only_new: bool) -> str:
         """Write a file; its ETag."""
         path = Path(f"/{key}")
 
@@ -71,8 +70,6 @@ class Folder:
             with _content(data) as content:
                 if only_new:
                     _write_new(path, content)
-                elif replaces is not None:
-                    _replace(path, content, replaces)
                 else:
                     with atomic_file(path) as file:
                         _copy(content, file)
@@ -130,18 +127,3 @@ def _write_new(path: Path, content: bytes | IO[bytes]) -> None:
         raise Exists(f"file://{path} is there already.") from None
     finally:
         finished.unlink(missing_ok=True)
-
-
-def _replace(path: Path, content: bytes | IO[bytes], etag: str) -> None:
-    """Replace the file if its ETag is that. Who waits for the lock finds afterwards that the file at the path is not
-    the one that it locked."""
-    changed = Changed(f"file://{path} is not what it was when it was read: somebody else wrote it.")
-    try:
-        with open(path, "r+b") as old:  # NFS locks nothing for one only that is not open for writing
-            fcntl.flock(old, fcntl.LOCK_EX)
-            if _entry("", path.stat()).etag != etag:
-                raise changed
-            with atomic_file(path) as file:
-                _copy(content, file)
-    except FileNotFoundError:
-        raise changed from None

@@ -16,7 +16,7 @@ class Exists(UserError):  # noqa: N818
 
 
 class Changed(UserError):  # noqa: N818
-    """It is not what it was: the object to be replaced, or the one that is being read, has another ETag."""
+    """It is not what it was: the object that is being read has another ETag."""
 
 
 @dataclass(frozen=True)

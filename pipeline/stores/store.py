@@ -12,9 +12,7 @@ import io
 import os
 import platform
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -26,6 +24,7 @@ from drover.pipeline.errors import UserError
 from drover.pipeline.files import atomic_file
 from drover.pipeline.stores.clouds import Cloud
 from drover.pipeline.stores.folders import Folder
+from drover.pipeline.stores.ordered_map import ordered_map
 from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
 
 __all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url", "preflight"]
@@ -148,22 +147,20 @@ class Store:
         until = entry.size if until is None else min(until, entry.size)
         return io.BufferedReader(_Blocks(self._in_order(path, start, entry, until, known)), LITTLE_BYTES)
 
-    def put(self, path: str, data: bytes | Path, *, only_new: bool = False, replaces: str | None = None) -> Entry:
+    def put(self, path: str, data: bytes | Path, *, only_new: bool = False) -> Entry:
         """Write an object, whole or not at all; a large file in parts, unless on a condition.
 
         Args:
             data: bytes, or the file that has them.
             only_new: only if there is none.
-            replaces: only if the one that is there has this ETag.
 
         Raises:
             Exists: with `only_new`, it is there.
-            Changed: with `replaces`, it has another ETag, or is gone.
             UserError: also where the store has another size than was sent. What became of a conditional write whose
                 answer was lost is not known: look at what is there.
         """
         size = data.stat().st_size if isinstance(data, Path) else len(data)
-        etag = self._backend().put(self._key(path), data, only_new, replaces)
+        etag = self._backend().put(self._key(path), data, only_new)
         entry = self.head(path)
         if entry is None or (entry.size != size and etag in ("", entry.etag)):
             there = "nothing is there" if entry is None else f"{entry.size:,} are there"
@@ -208,20 +205,8 @@ class Store:
 
     def _blocks(self, path: str, start: int, stop: int, etag: str) -> Iterator[bytes]:
         """The bytes [start, stop) in blocks, a few of which are asked for ahead."""
-        ranges = ((at, min(at + BLOCK_BYTES, stop)) for at in range(start, stop, BLOCK_BYTES))
-        if stop - start <= BLOCK_BYTES:
-            yield from (self.read(path, *part, etag=etag) for part in ranges)
-            return
-        pool, asked = ThreadPoolExecutor(AHEAD), deque[Future[bytes]]()
-        try:
-            for part in ranges:
-                asked.append(pool.submit(self.read, path, *part, etag=etag))
-                if len(asked) == AHEAD:
-                    yield asked.popleft().result()
-            while asked:
-                yield asked.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        yield from ordered_map(lambda at: self.read(path, at, min(at + BLOCK_BYTES, stop), etag=etag),
+                               range(start, stop, BLOCK_BYTES), AHEAD)
 
     def _backend(self) -> Folder | Cloud:
         return Folder() if self._root == "file://" else Cloud(self._root)
@@ -256,8 +241,8 @@ class _Blocks(io.RawIOBase):
 
 
 def preflight(store: Store) -> None:
-    """Write a small object, compare it, have both conditions refused, and delete it. Some servers keep the framing of
-    an upload as if it were content, or write in spite of a condition.
+    """Write a small object, compare it, have a second one of its name refused, and delete it. Some servers keep the
+    framing of an upload as if it were content, or write in spite of a condition.
 
     Raises:
         UserError: what the store does not do.
@@ -273,9 +258,6 @@ def preflight(store: Store) -> None:
         with suppress(Exists):
             store.put(path, b"other", only_new=True)
             raise _unfit(store, "an object that is there was written over, although it was to be written only if new")
-        with suppress(Changed):
-            store.put(path, b"other", replaces=f'"{"0" * 32}"')
-            raise _unfit(store, "an object was replaced that is not the one to be replaced")
         if store.read(path, etag=entry.etag) != data:
             raise _unfit(store, "a refused write has changed the object")
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file, sync, write_sealed
+from drover.pipeline.files import problem_of, publish, renamed, write_sealed
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
     FORMAT,
@@ -60,9 +60,7 @@ class Checkpoints:
         if final.exists():  # damaged, or it would have been loaded: the marker goes first
             (final / MARKER).unlink(missing_ok=True)
             shutil.rmtree(final)
-        sync(temporary)
-        temporary.rename(final)
-        sync(self.folder)
+        publish(temporary, final)
         return final
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
@@ -87,9 +85,8 @@ class Checkpoints:
             damaged += 1
             if self.ranks.leads:
                 # Otherwise it would count as one of the newest when old ones are pruned.
-                aside = path.with_name(f"{path.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+                shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
+                renamed(path, f"{path.name}.damaged")
         if damaged:
             raise UserError(f"Every finished checkpoint in {self.folder} is damaged (see above). Put sound files back "
                             f"(and take .damaged off the folder's name), or start training again with --force.")
@@ -110,16 +107,8 @@ class Checkpoints:
 
     def damage(self, path: Path, records: list[dict[str, Any]]) -> list[str]:
         """What is wrong with a checkpoint's files; each rank hashes its share, all get the answer."""
-        found = []
-        for record in records[self.ranks.rank::self.ranks.world]:
-            file = path / record["path"]
-            if not file.is_file():
-                found.append(f"{file.name} is missing")
-            elif file.stat().st_size != record["bytes"]:
-                found.append(f"{file.name} has {file.stat().st_size} bytes instead of {record['bytes']}")
-            elif sha256_file(file) != record["sha256"]:
-                found.append(f"{file.name} has other content than was written")
-        return [problem for part in self.ranks.gather(found) for problem in part]
+        found = [problem_of(path / record["path"], record) for record in records[self.ranks.rank::self.ranks.world]]
+        return [problem for part in self.ranks.gather(found) for problem in part if problem]
 
     def prune(self, keep: int, permanent_every: int | None) -> None:
         """Remove all but the newest `keep` complete checkpoints, permanent and needed ones; markers go first."""

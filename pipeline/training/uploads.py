@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,12 +30,10 @@ from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.manifest import differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.start_record import STARTED, read_start
-from drover.pipeline.copies.checkpoints import RECORDS, CopiedCheckpoints, prefix_of
-from drover.pipeline.copies.claim import RUN, Lock, RunRecord
-from drover.pipeline.copies.transfer import DamagedCopyError, fetch, send
+from drover.pipeline.contract.start_record import STARTED, change_start
+from drover.pipeline.copies.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.errors import UserError, is_full_disk, listed
-from drover.pipeline.files import atomic_file, output_record, read_record, sha256_file, write_sealed
+from drover.pipeline.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
@@ -49,13 +47,14 @@ from drover.pipeline.records.checkpoints import (
 )
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.rollbacks import ROLLBACKS
-from drover.pipeline.stores.store import Store, preflight
+from drover.pipeline.stores.store import Missing, Store, preflight
 from drover.pipeline.training.async_saver import Event, tried
 from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.copied_checkpoints import RECORDS, CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
-OWNER = "copying.json"
-"""In the train folder: `Owner`."""
+TRAINING = "copying.json"
+"""In the train folder: `Training`."""
 LOGS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
 """Files that only grow: of one that is being written to, whole lines are taken. The first two have lines of steps."""
 OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
@@ -71,13 +70,11 @@ PATIENCE = timedelta(days=365)
 
 
 @dataclass(frozen=True)
-class Owner:
-    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it. holder: under which
-    name this folder alone locks the store."""
+class Training:
+    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it."""
 
     id: str
     folder: str
-    holder: str
 
 
 class Uploads:
@@ -93,23 +90,17 @@ class Uploads:
         """Claim the store.
 
         Raises:
-            UserError: it is another run's, another process uploads there, or it cannot be used; the same on every rank.
+            UserError: it is another run's, or it cannot be used; the same on every rank.
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
         self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
         self._copied, self._stopped, self._problem = list[int](), False, ""
         self._left_out = deque[int]()  # of two threads
         self._final = threading.Lock()  # held while a copy becomes complete or is removed
-        self._release = ExitStack()
-        self._lock: Lock | None = None
         self._worker: BackgroundWorker[tuple[int, float]] | None = None
         if self.url is not None:
             self._copies = CopiedCheckpoints(Store(self.url))
-            try:
-                self._copied, work.drift = ranks.by_leader(self._claim)
-            except BaseException:
-                self.close()
-                raise
+            self._copied, work.drift = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
@@ -174,10 +165,10 @@ class Uploads:
         """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
         if self._worker is None or not self.ranks.leads:
             return
-        self._stop()
+        self.close()
         try:
             with self._final:
-                self._refuse(stopped=False)
+                self._owner.refuse_lost()
                 self._remove([step for step in self._copies.found().whole if step > after])
         except UserError as error:
             self.say(f"Their copies in {self.url} could not be removed ({error}); the next start does it, if it finds "
@@ -203,12 +194,7 @@ class Uploads:
                      f"{self.checkpoints.folder}; the next start copies it, if it finds this folder")
 
     def close(self) -> None:
-        """Upload no more and leave the store to others, whatever came of it. Idempotent."""
-        self._stop()
-        self._release.close()
-
-    def _stop(self) -> None:
-        """What is being sent does not become a copy, and nothing is waited for."""
+        """Upload no more: what is being sent does not become a copy, and nothing is waited for. Idempotent."""
         self._stopped = True
         if self._worker is not None:
             self._worker.close(0.0, drop=True)
@@ -226,7 +212,7 @@ class Uploads:
                 self._channel.same(None)  # the other ranks' threads end
         broken = f"{self._worker.error}." if self._worker.error else ""
         late = f"it was not done after {limit.total_seconds():g} s."
-        problem = "" if self.uploaded == step else self._lost() or broken or self._problem or late
+        problem = "" if self.uploaded == step else broken or self._problem or late
         self.close()
         return problem
 
@@ -234,29 +220,22 @@ class Uploads:
         """The steps in the store, and the drift of the training that they are of. For rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
-        record, mark = RunRecord(store), _mark(folder)
-        mine = read_record(folder / OWNER, Owner)
-        if problem := self._conflict(record.content, mine, mark):
+        self._owner, mark = Owner(store), _mark(folder)
+        theirs, mine = self._owner.content, read_record(folder / TRAINING, Training)
+        if problem := self._conflict(theirs, mine, mark):
             if not complete_checkpoints(folder):
                 (folder / STARTED).unlink(missing_ok=True)  # nothing was started: other settings may be tried
             raise UserError(problem)
-        known = mine if mine is not None and mine.folder == mark else Owner(uuid4().hex, mark, uuid4().hex)
-        lock = Lock(store, known.holder, self.say)
-        lock.take()
-        self._lock = lock
-        self._release.callback(lock.release)
-        theirs = record.content
-        owner = dataclasses.replace(known, id=theirs["id"] if theirs else known.id)
-        write_sealed(folder / OWNER, asdict(owner))
+        here = mine is not None and mine.folder == mark
+        if theirs is not None and not here:
+            self.say(f"takes over {store.url} from {describe(theirs)}, which copies nothing there any more")
+        training = Training(theirs["id"] if theirs else mine.id if mine is not None and here else uuid4().hex, mark)
+        write_sealed(folder / TRAINING, asdict(training))
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
                  *self.work.drift]
         if drift != self.work.drift:  # accepted before the folder was lost: kept for the manifest
-            started = read_start(folder)
-            assert started is not None, "the stage was begun"
-            write_sealed(folder / STARTED, asdict(dataclasses.replace(started, drift=drift)))
-        content = {"name": self.work.config.name, "id": owner.id, "fingerprint": self.work.fingerprint, "drift": drift}
-        if theirs is None or any(theirs[key] != value for key, value in content.items()):
-            record.write(**content)
+            change_start(folder, drift=drift)
+        self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint, drift=drift)
         found, complete = self._copies.found(), complete_checkpoints(folder)
         if found.unfinished:
             self.say(f"removed what a start that ended had copied in part to {store.url}: "
@@ -271,21 +250,23 @@ class Uploads:
         """Whether the copy is of a checkpoint that was set aside here, by its marker: the step may be another's."""
         folders = list((self.work.folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))
         try:
-            files = self._copies.read(step) if folders else []
+            files = self._copies.of(step).read()["files"] if folders else []
         except DamagedCopyError:
             return False
         markers = [record["sha256"] for record in files if record["path"] == MARKER]
         return any((folder / MARKER).is_file() and sha256_file(folder / MARKER) in markers for folder in folders)
 
-    def _conflict(self, theirs: dict[str, Any] | None, mine: Owner | None, mark: str) -> str:
+    def _conflict(self, theirs: dict[str, Any] | None, mine: Training | None, mark: str) -> str:
         """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
         url, name = self.url, self.work.config.name
         if theirs is None:
             found = self._copies.found()
             steps = sorted([*found.whole, *found.unfinished])
-            return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {RUN} that says "
-                    f"whose they are. Nothing there is touched; give another train.checkpoint.copy_to, or move away "
-                    f"what is there.") if steps else ""
+            return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} that "
+                    f"says whose they are. Nothing there is touched; give another train.checkpoint.copy_to, or move "
+                    f"away what is there.") if steps else ""
+        if "id" not in theirs:
+            return f"{url} holds what was copied of {theirs['name']}, no checkpoints. Give another address."
         same = mine is not None and mine.id == theirs["id"]
         ways = ("Nothing there is overwritten. Give this run another train.checkpoint.copy_to, or move away what is "
                 "there.")
@@ -318,18 +299,18 @@ class Uploads:
 
     def _fetch(self, step: int) -> None:
         """Fetch a checkpoint; every rank takes a share of the files. UserError and OSError, the same on every rank."""
-        final, store, ranks = self.checkpoints.path(step), self._copies.store, self.ranks
+        final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
         def ready() -> list[dict[str, Any]]:
-            files = self._copies.read(step)
+            files = _listed(copy)
             needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
             if free < needed:
                 raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
                                 f"free where {self.work.folder} is: the disk is too full to fetch it. Free some space, "
                                 f"and run the same command again.")
             self.checkpoints.make_room(temporary)
-            self.say(f"fetching {final.name} from {store.url} "
+            self.say(f"fetching {final.name} from {self.url} "
                      f"({needed / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
@@ -342,8 +323,7 @@ class Uploads:
 
         try:
             files = ranks.by_leader(ready)
-            found = ranks.gather(tried(lambda: fetch(store, prefix_of(step), temporary, files[ranks.rank::ranks.world]),
-                                       temporary))
+            found = ranks.gather(tried(lambda: copy.fetch(temporary, files[ranks.rank::ranks.world]), temporary))
             if error := _first(sorted(found, key=lambda one: not isinstance(one, Exception) or not is_full_disk(one))):
                 raise error
             ranks.by_leader(publish)
@@ -351,18 +331,12 @@ class Uploads:
             if ranks.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
 
-    def _refuse(self, stopped: bool = True) -> None:
-        """UserError if the store is another process's by now, or (stopped) copying was stopped. Called before anything
-        that others may see is changed: a process that stood still for long hears of it here first."""
-        if stopped and self._stopped:
-            raise UserError(self._lost() or "copying was stopped.")
-        if self._lock is not None and not self._lock.held():
-            raise UserError(self._lost())
-
-    def _lost(self) -> str:
-        if self._lock is None or not self._lock.lost:
-            return ""
-        return f"{self._lock.lost}, and this run copies nothing there any more."
+    def _refuse_stopped(self) -> None:
+        """UserError if nothing is to be copied any more, or the store is another process's by now: called before
+        anything that others may see is changed."""
+        if self._stopped:
+            raise UserError("copying was stopped.")
+        self._owner.refuse_lost()
 
     def _follow(self, _: tuple[int, float]) -> None:
         """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
@@ -391,7 +365,7 @@ class Uploads:
                 self._left_out.append(step)
                 return
             if self._worker.closing:
-                if failures >= self.config.attempts or self._lost():
+                if failures >= self.config.attempts:
                     return
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
@@ -415,36 +389,44 @@ class Uploads:
         one by one, would be neither the old nor the new."""
         files: list[dict[str, Any]] = read_marker(self.checkpoints.path(step))["files"]
         with self._final:
-            self._refuse()
+            self._refuse_stopped()
             if self.uploaded == step:
                 self.uploaded = -1
-            self._copies.reopen(step)
+            self._copies.of(step).reopen()
         return files
 
     def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
         """Send this rank's share; why it failed."""
         share = files[self.ranks.rank::self.ranks.world]
-        return _first([tried(lambda: send(self._copies.store, self.checkpoints.path(step), prefix_of(step), share))])
+        return _first([tried(lambda: self._copies.of(step).send(self.checkpoints.path(step), share))])
 
     def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
         """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
-        store, prefix, folder = self._copies.store, prefix_of(step), self.checkpoints.path(step)
-        self._refuse()  # sending took long
+        copy, folder = self._copies.of(step), self.checkpoints.path(step)
+        self._refuse_stopped()  # sending took long
         all_files = [*files, output_record(folder, folder / MARKER)]
-        send(store, folder, prefix, all_files[-1:])
+        copy.send(folder, all_files[-1:])
         for name, data in train_records(self.work.folder, step).items():
-            self._refuse()
-            store.put(f"{prefix}{RECORDS}{name}", data)
+            self._refuse_stopped()
+            copy.store.put(f"{RECORDS}{name}", data)
             all_files.append({"path": f"{RECORDS}{name}", "bytes": len(data),
                               "sha256": hashlib.sha256(data).hexdigest()})
         with self._final:
-            self._refuse()
-            self._copies.finish(step, all_files)
+            self._refuse_stopped()
+            copy.finish(str(step), all_files)
         self._bytes = sum(record["bytes"] for record in all_files)
 
     def _prune(self) -> None:
-        self._refuse()
+        self._owner.refuse_lost()
         self._copies.prune(self.config.keep, self.config.permanent_every)
+
+
+def _listed(copy: Mirror) -> list[dict[str, Any]]:
+    """The files of a copy that was there a moment ago; DamagedCopyError if they are not known."""
+    try:
+        return list(copy.read()["files"])
+    except Missing as error:
+        raise DamagedCopyError(str(error)) from None
 
 
 def train_records(folder: Path, step: int) -> dict[str, bytes]:
@@ -483,8 +465,7 @@ def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> Non
             if _continues(path.name, data, here):
                 continue
             if here and not _continues(path.name, here, data):
-                names = (mine.with_name(f"{mine.name}.replaced-{number}") for number in itertools.count(1))
-                aside = mine.rename(next(name for name in names if not name.exists()))
+                aside = renamed(mine, f"{mine.name}.replaced")
                 say(f"{mine.name} is not what went on with the checkpoint; it is set aside as {aside.name}")
         with atomic_file(mine) as file:
             file.write(data)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-import shutil
 import statistics
 import sys
 import threading
@@ -24,6 +23,7 @@ from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.tree import Config
 from drover.pipeline.console import duration
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.files import renamed
 from drover.pipeline.parallel.ranks import PATIENCE
 from drover.pipeline.records.hangs import HUNG_STATUS, IN_FULL, HungRank, hang_folder, write_record
 from drover.pipeline.training.rank_agreement import node_name
@@ -185,6 +185,4 @@ def _set_aside(folder: Path) -> None:
     """Keep what an earlier start of the same name left (outside of Slurm all have one name) out of the way."""
     if not folder.is_dir():
         return
-    aside = folder.with_name(f"{folder.name}.earlier")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
+    renamed(folder, f"{folder.name}.earlier")

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.files import read_lines
 from tests.conftest import environment, warm_server
 from tests.stages.test_shard import files_source, write_config
@@ -40,8 +41,8 @@ class Twelve:
         return {line["process"] for line in read_lines(self.log, appended=True) if "process" in line}
 
     def records(self):
-        """When each unit was recorded as done."""
-        return {int(path.stem): path.stat().st_mtime_ns for path in (self.folder / "units/read").rglob("*.json")}
+        """What is recorded of each unit that is done."""
+        return {int(name): record for name, _, record in Ledger(self.folder / "units/read").lines()}
 
     def wait_for(self, process, *units):
         """Wait until all these units are started."""

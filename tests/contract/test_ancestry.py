@@ -140,13 +140,6 @@ def test_a_stage_before_that_was_deleted_has_not_changed(made):
     ask(made, "train")
 
 
-def test_only_the_first_rank_looks_at_files(made, monkeypatch):
-    (made / "corpus.txt").write_text("other text\n")
-    for rank, body, status in ((3, lambda work: None, 0), (0, never, 2)):
-        monkeypatch.setenv("RANK", str(rank))
-        assert call(made, "encode", body) == status
-
-
 def test_a_job_goes_on_with_what_its_submission_began(made, monkeypatch, capsys):
     """Nobody is there at night to answer for a corpus that has grown; it was asked for when the jobs were queued."""
     monkeypatch.setenv("DROVER_CHAIN", "c1")

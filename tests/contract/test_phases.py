@@ -3,7 +3,7 @@
 import errno
 import fcntl
 import itertools
-import json
+import os
 import signal
 from collections import Counter
 
@@ -16,7 +16,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run, done_parts
 from drover.pipeline.contract.stage_work import Unit
 from drover.pipeline.contract.stages import STAGES, Stage
-from drover.pipeline.contract.units import UnitRecords, unit_keys
+from drover.pipeline.contract.tasks import PARTS, Ledger
 from drover.pipeline.errors import UnusableInputError, UserError
 from drover.pipeline.files import output_record, read_json, write_text
 from tests.cut_off import cut_off
@@ -156,8 +156,8 @@ def test_phases_without_units_are_done_at_once_the_last_included(count, monkeypa
     for phase in phases:
         for index in range(2):
             assert count("--part", f"{index}/2", "--phase", phase) == 0
-    for phase in ("sort", "end"):
-        assert read_json(folder(count) / f"units/parts/{phase}.1-of-2.json")["units"] == 0
+    marked = {name: record["units"] for name, _, record in Ledger(folder(count) / PARTS).lines()}
+    assert marked["sort.1-of-2"] == marked["end.1-of-2"] == 0
     assert done_parts(Run(load_config(count.place / "c.yaml")), "count", 2, "sort") == {0, 1}
     assert read_manifest(folder(count)) is None
     assert count() == 0 and set(count.made.values()) == {1}
@@ -165,17 +165,16 @@ def test_phases_without_units_are_done_at_once_the_last_included(count, monkeypa
 
 def left(path):
     """What there is in a stage's folder of its records and of what is to go with the commit."""
-    return {str(found.relative_to(path)) for name in ("staging", "units", "scratch.json")
+    return {str(found.relative_to(path)) for name in ("staging", "units")
             for found in [path / name, *(path / name).glob("*")] if found.exists()}
 
 
-LASTING = {"units", "units/sum", "units/sum.jsonl"}
+LASTING = {"units", "units/sum"}
 
 
 @pytest.mark.slow
 def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypatch, capsys):
     """No unit that is recorded is done again, nothing half-made stays, and what was to go with the commit goes."""
-    monkeypatch.setattr("drover.pipeline.contract.units.MANY", 1)
     monkeypatch.setattr(stage_work, "git_state", dict)
     count.units = {phase: [f"{phase}-{number}" for number in range(2)] for phase in PHASES}
     count.scratch = "staging", "never-made"
@@ -184,13 +183,13 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
         here = folder(count, f"k{number}")
         write_text(here / "staging/deep/x", "much")
         status = cut_off(lambda here=here: count(name=here.parent.name), here.parent, number)
-        recorded = {path.stem for path in here.glob("units/[rs]*/*.json")}
+        recorded = {name for path in here.glob("units/[rs]*") for name, _, _ in Ledger(path).lines()}
         committed, before = read_manifest(here) is not None, left(here)
         count.made.clear()
         capsys.readouterr()
         assert count(name=here.parent.name) == 0 and not recorded & set(count.made)
         told = "removed what was left behind when it was committed: " in capsys.readouterr().out
-        assert told == (committed and not before <= {*LASTING, "scratch.json"})
+        assert told == (committed and not before <= LASTING)
         assert not (committed and count.made) and left(here) == LASTING
         assert not list(here.rglob("*.tmp"))
         found = contents(here), read_manifest(here).outputs
@@ -212,48 +211,55 @@ def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
     assert told in capsys.readouterr().err and not folder(count).exists()
 
 
-def test_many_units_are_gathered_in_one_file(count, monkeypatch, capsys):
-    monkeypatch.setattr("drover.pipeline.contract.units.MANY", 30)
-    monkeypatch.setattr(stage_work, "MANY", 30)
-    monkeypatch.setattr("drover.pipeline.contract.threads.AT_ONCE", 7)  # several batches
-    whole = folder(count) / "units/read.jsonl"
-    for index in range(2):
-        assert count("--part", f"{index}/2") == 0 and not whole.exists()
-    assert count("--part", "0/2", "--phase", "sort") == 0
-    *lines, seal = [json.loads(line) for line in whole.read_text().splitlines()]
-    assert [line["unit"] for line in lines] == [f"n-{number:05d}" for number in range(40)] and set(seal) == {"seal"}
-    for path in (folder(count) / "units/read").rglob("*.json"):
-        path.unlink()  # nobody needs them now
-    assert count("--part", "1/2", "--phase", "sort") == 0 and count("--part", "0/1", "--phase", "sum") == 0
-    (folder(count) / "n-00017.txt").unlink()
-    count.made.clear()
+def test_a_unit_whose_output_is_lost_cut_or_too_long_is_done_again(count, capsys):
     assert count() == 0
-    assert set(count.made) == {"n-00017"}
-    assert capsys.readouterr().out.count("n-00017.txt is missing or cut") == 1
-    count.made.clear()
-    (folder(count) / "n-00018.txt").write_text("longer than what a unit writes")
-    assert count() == 0 and set(count.made) == {"n-00018"}, "the finished stage is mended"
-    assert len(whole.read_text().splitlines()) == 41
-    whole.write_text(whole.read_text().replace("n-00018", "n-00019", 1))  # damaged
-    (folder(count) / "n-00020.txt").write_text("4")
-    count.made.clear()
-    assert count() == 0 and set(count.made) == {"n-00020"}
+    for content in (None, "4", "x" * 99):
+        (folder(count) / "n-00017.txt").unlink()
+        if content is not None:
+            write_text(folder(count) / "n-00017.txt", content)
+        count.made.clear()
+        assert count() == 0 and set(count.made) == {"n-00017"}
+    assert capsys.readouterr().out.count("n-00017.txt is missing or cut") == 3
 
 
-def test_records_that_one_parser_reads_otherwise_are_not_gathered(tmp_path, monkeypatch):
-    monkeypatch.setattr("drover.pipeline.contract.units.MANY", 2)
-    units = [Unit("one", 1), Unit("two", {"large": 2 ** 70, "name": "\udce9"})]
-    keys, store = unit_keys({"config": {}}, "read", units), UnitRecords(tmp_path, "read", print)
-    assert keys == unit_keys({"config": {}}, "read", units) and len(set(keys.values())) == 2
-    for large, gathered in ((2 ** 70, False), (float("nan"), False), (2 ** 60, True)):
-        records = {"one": {"count": 1}, "two": {"count": large, "name": "\udce9"[:not gathered]}}
-        store.gather(keys, records)
-        assert store.is_gathered() == gathered and not list(tmp_path.rglob("*.tmp"))
-    assert store.found(keys) == records
+VALUES = ("one", "k", 1), ("two", "k", {"large": 2**70, "name": "\udce9", "text": "a\nb\u2028"}), ("one", "l", [1.5])
 
 
-def test_no_folder_holds_more_than_a_thousand_records(tmp_path):
-    store = UnitRecords(tmp_path, "read", print)
-    held = Counter(store.path(f"s-1-{number:05d}").parent for number in range(12_500))
-    assert len(held) == 13 and set(held.values()) == {1000, 500}
-    assert store.path("vocabulary").parent == store.folder == tmp_path / "units/read"
+def test_a_ledger_cut_anywhere_has_the_tasks_whose_lines_are_whole_and_goes_on(tmp_path):
+    ledger = Ledger(tmp_path / "ledger")
+    for task in VALUES:
+        ledger.add(*task)
+    [path] = ledger.folder.iterdir()
+    data = path.read_bytes()
+    for cut in range(len(data) + 1):
+        path.write_bytes(data[:cut])
+        whole = data[:cut].count(b"\n")
+        assert list(ledger.lines()) == list(VALUES[:whole])
+        ledger.add("three", "k", cut)
+        whole += data[cut:cut + 1] == b"\n"  # which is set right
+        assert list(ledger.lines()) == [*VALUES[:whole], ("three", "k", cut)]
+
+
+def test_a_damaged_line_of_a_ledger_does_not_count(tmp_path):
+    ledger = Ledger(tmp_path)
+    for task in VALUES:
+        ledger.add(*task)
+    [path] = tmp_path.iterdir()
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 6]) + data[at + 1:])
+        assert set(map(str, ledger.lines())) < set(map(str, VALUES)), at
+
+
+def test_ledgers_of_several_processes_are_one_and_what_is_taken_back_is_not_done(tmp_path):
+    ledger = Ledger(tmp_path)
+    for name, key, record in VALUES:
+        ledger.add(name, key, record)
+        (path,) = tmp_path.glob(f"*-{os.getpid()}.jsonl")
+        path.rename(tmp_path / f"node-{name}-{key}.jsonl")
+    ledger.add("one", "k", 2)
+    ledger.add("two", "k", None)
+    assert ledger.found({"two": "k", "one": "l", "three": "k"}) == {"two": VALUES[1][2], "one": [1.5]}
+    ledger.add("four", "k", 1)
+    ledger.add("four", "k", None)
+    assert set(ledger.of_key("k")) == {"one", "two"}

@@ -92,30 +92,6 @@ def test_force_id_forces_once(place):
     assert not (place / "runs/a/shard/half.txt").exists() and state(place) == ("done", None)
 
 
-def test_on_a_full_disk_the_last_word_takes_the_room_kept_for_it(place, monkeypatch):
-    """With no byte left, neither the reason nor a second attempt's could be written."""
-    folder = place / "runs/a/shard"
-    reserve, write = folder / "STATE.reserve", state_module.write_sealed
-    full: list[int] = []
-
-    def scarce(path, value):
-        if full and reserve.exists():
-            raise OSError(28, "No space left on device", str(path))
-        write(path, value)
-    monkeypatch.setattr(state_module, "write_sealed", scarce)
-
-    def fill(work):
-        assert reserve.stat().st_size == state_module.RESERVE_BYTES
-        full.append(1)
-        raise OSError(28, "No space left on device", str(work.folder / "x"))
-    assert call(place, "shard", fill) == 2 and state(place) == ("failed", None)
-    assert "is full" in read_state(folder).reason and not reserve.exists()
-
-    full.clear()
-    assert call(place, "shard", copy_corpus) == 0 and state(place) == ("done", None)
-    assert not reserve.exists()
-
-
 def test_progress_is_written_now_and_then_and_ends_nothing(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(state_module.time, "monotonic", lambda: clock[0])

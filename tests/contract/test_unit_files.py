@@ -15,10 +15,10 @@ from drover.pipeline.contract.external_inputs import HASHES, gathered
 from drover.pipeline.contract.listing import LISTING
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stage_work import Unit
 from drover.pipeline.contract.stages import STAGES, Stage
+from drover.pipeline.contract.tasks import PARTS, Ledger, Unit
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, read_json, write_json, write_text
+from drover.pipeline.files import output_record, write_text
 from tests.block_digests import block_digests
 from tests.stages.test_shard import files_source, write_config
 
@@ -86,10 +86,10 @@ def upper(tmp_path, monkeypatch):
 
 def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
     """Which a kill between it and the clearing of what it needs no more finds in order."""
-    def killed(folder):
+    def killed(manifest, folder):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr("drover.pipeline.contract.stage_work.remove_scratch", killed)
+        patch.setattr("drover.pipeline.contract.manifest.Manifest.remove_scratch", killed)
         assert upper() == 130
     assert upper.state.kind == "done" and (upper.folder / LISTING).is_file()
     assert upper() == 0 and upper.hashed == []
@@ -108,9 +108,8 @@ def test_a_finished_stage_compares_files_in_the_form_they_were_hashed_in(upper, 
     for path in (upper.place / "in").iterdir():
         os.utime(path, (1, 1))
     large = upper.place / "in/large.txt"
-    stat, plain = large.stat(), hashlib.sha256(large.read_bytes()).hexdigest()  # of another form: it is not taken
-    write_json(upper.place / "runs/a" / HASHES, {
-        str(large): {"bytes": LARGE, "mtime_ns": stat.st_mtime_ns, "sha256": plain}})
+    plain = hashlib.sha256(large.read_bytes()).hexdigest()  # of another form: it is not taken
+    Ledger(upper.place / "runs/a" / HASHES).add(str(large), f"{LARGE} {large.stat().st_ctime_ns}", plain)
     for _ in range(3):
         assert upper.state.kind == "done"
     assert sorted(upper.hashed) == ["large.txt", "one.txt", "three.txt", "two.txt"], "once, and remembered"
@@ -148,8 +147,7 @@ def test_parts_that_see_other_files_say_so_and_the_last_call_decides(upper, caps
     (upper.place / "in/one.txt").write_text("another text\n")
     assert upper("--part", "1/2") == 0
     assert "1 of its input files is new, gone or changed since it was begun (t/one.txt)" in capsys.readouterr().out
-    assert read_json(upper.folder / "units/parts/read.0-of-2.json")["key"] != \
-        read_json(upper.folder / "units/parts/read.1-of-2.json")["key"]
+    assert len({key for _, key, _ in Ledger(upper.folder / PARTS).lines()}) == 2
     assert upper() == 0
     assert (upper.folder / "one-0.txt").read_text() == "ANOTHER TEXT\n"
     hashes = {record["name"]: record["sha256"] for record in read_manifest(upper.folder).files}

@@ -23,8 +23,8 @@ from drover.launch.slurm.job.srun import SlurmHost, read_end
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.parts import PARTS, last_word_file
 from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
+from drover.pipeline.contract.tasks import PARTS, Part, last_word_file
 from drover.pipeline.files import write_json, write_text
 
 KILLED = "srun: error: n2: task 1: Killed\n"
@@ -137,7 +137,7 @@ class Job:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)
                 say("done")
             else:
-                write_json(self.stage / PARTS / f"{self.spec.phase}.{element}-of-{self.spec.parts}.json", {})
+                Part(element, self.spec.parts, self.spec.phase).mark(self.stage, "", {})
             return StepEnd(0)
         if what == "asked":
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})

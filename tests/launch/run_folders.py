@@ -15,6 +15,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS, Progress
+from drover.pipeline.contract.tasks import Part
 from drover.pipeline.files import append_line, write_json, write_text
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -59,7 +60,7 @@ class HandMade:
 
     def part(self, stage: str, phase: str, index: int, of: int) -> None:
         """An element's share that is done."""
-        write_json(self.folder / stage / "units" / "parts" / f"{phase}.{index}-of-{of}.json", {})
+        Part(index, of, phase).mark(self.folder / stage, "", {})
 
     def attempt(self, event: str, stage: str, job: str, *, seconds: float = 600, start: int = 0, **more: Any) -> None:
         """A line of launch/attempts/."""

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drover.pipeline.contract.signed import MessageError
-from drover.pipeline.copies.transfer import DamagedCopyError
+from drover.pipeline.copies.mirror import DamagedCopyError
 from drover.pipeline.data.chosen_documents import Chosen
 from drover.pipeline.data.sampling.shard_checks import Damage
 from drover.pipeline.data.shard_table import ShardTable

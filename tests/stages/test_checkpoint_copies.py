@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
-from drover.pipeline.copies.claim import LOCK
 from drover.pipeline.stores.store import Store
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.stages.training import (
     assert_equal_to_the_bit,
     events,
@@ -78,7 +77,7 @@ def test_what_a_kill_left_of_a_copy_goes_and_a_store_that_stumbles_costs_nothing
         wait_for(lambda: faults[-1].met and len(copies(url).unfinished.get(8, [])), of=process)
     finally:
         kill(process)
-    assert copies(url).whole == [4] and list(copies(url).unfinished) == [8] and Store(url).head(LOCK) is not None
+    assert copies(url).whole == [4] and list(copies(url).unfinished) == [8]
     shutil.rmtree(train_folder(fresh) / "checkpoints")
     faults += [bucket.fail("cut", 2, method="GET", path="safetensors"),
                bucket.fail("error", 2, method="GET", path="safetensors")]
@@ -88,7 +87,6 @@ def test_what_a_kill_left_of_a_copy_goes_and_a_store_that_stumbles_costs_nothing
     assert_equal_to_the_bit(fresh)
     # A copy that takes long is followed by that of the newest step: step 12 may have been passed over.
     assert copies(url).whole in ([12, 16], [8, 16]) and not copies(url).unfinished and proven(fresh)
-    assert Store(url).head(LOCK) is None
 
 
 def test_damaged_copies_and_checkpoints_give_way_to_sound_ones(copied):
@@ -163,4 +161,4 @@ def test_copying_can_begin_later_and_a_longer_run_goes_on_in_the_store(copied):
     shutil.rmtree(train_folder(copied[0]))
     run_train(copied[0], url, "train.steps=20")
     assert read_manifest(train_folder(copied[0])).drift == drift != []
-    assert json.loads((place / "run.json").read_text())["drift"] == drift
+    assert json.loads((place / "owner.json").read_text())["drift"] == drift

@@ -1,6 +1,6 @@
 """Conversion: what transformers loads computes what was trained, in both export types, and nothing half counts."""
 
-import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,8 +14,8 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.convert import convert
 from drover.pipeline.copies.__main__ import main
-from drover.pipeline.copies.checkpoints import COPY
 from drover.pipeline.copies.export import copy_export
+from drover.pipeline.copies.mirror import COPY, OWNER, SENT
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import read_json, sha256_file
 from drover.pipeline.formats.sharded_tensors import CheckpointReader
@@ -186,14 +186,14 @@ def test_an_export_that_is_done_is_copied_later_without_being_made_again(convert
     assert state(converted).kind == "done" and state(converted, url).kind == "partial"
     assert f"to be copied to {url}" in str(state(converted, url))
     assert copying(converted, url) == 0
-    assert f"copied to {url}" in capsys.readouterr().out
+    assert f", 0 were there already in {url}" in capsys.readouterr().out
     assert state(converted, url).kind == "done" and read_json(folder / "STATE.json")["status"] == "done"
     assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()} == before
-    assert {entry.path for entry in Store(url).list()} == {*before, COPY}
+    assert {entry.path for entry in Store(url).list()} == {*before, COPY, OWNER}
 
     assert copying(converted, url) == 0 and "up to date" in capsys.readouterr().out
-    (folder / "copied.json").unlink()
-    assert copying(converted, url) == 0 and "is this export already" in capsys.readouterr().out
+    shutil.rmtree(folder / SENT)
+    assert copying(converted, url) == 0 and "0 files sent" in capsys.readouterr().out
 
     fetched = tmp_path / "fetched"
     (tmp_path / "fetched.tmp").mkdir()  # the user's
@@ -214,31 +214,8 @@ def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_se
     assert copying(converted, url) == 0
     Store(url).put("model.safetensors.index.json", b"{}")
     assert main([url, fetched]) == 2
-    assert "model.safetensors.index.json has 2 bytes instead of" in capsys.readouterr().err
+    assert "model.safetensors.index.json has other content" in capsys.readouterr().err
     assert not (tmp_path / "fetched").exists()
-
-
-def test_a_new_export_of_the_same_run_takes_the_place_of_the_old_one(converted, tmp_path, monkeypatch):
-    """What is to go is named until it is gone; what is somebody else's stays."""
-    store = Store(f"file://{tmp_path}/store")
-    assert copying(converted, store.url) == 0
-    content = json.loads(store.read(COPY))
-    old = [*content["files"], {"path": "model-00099.safetensors", "bytes": 1, "sha256": "0" * 64}]
-    for name in ("model-00099.safetensors", "README.md", "other/model.safetensors"):
-        store.put(name, b"x")
-    store.put(COPY, json.dumps({**content, "files": old}).encode())
-    (converted.parent / "runs/mini/convert/copied.json").unlink()
-
-    def away(store, paths):
-        raise UserError("the store is away.")
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "delete", away)
-        assert copying(converted, store.url) == 2
-    between = json.loads(store.read(COPY))
-    assert not between["whole"] and between["files"] == old
-    assert copying(converted, store.url) == 0 and json.loads(store.read(COPY)) == content
-    assert store.head("model-00099.safetensors") is None
-    assert store.read("README.md") == store.read("other/model.safetensors") == b"x"
 
 
 def test_what_a_killed_preflight_left_does_not_take_the_place_from_the_run(tmp_path, monkeypatch):
@@ -252,7 +229,7 @@ def test_what_a_killed_preflight_left_does_not_take_the_place_from_the_run(tmp_p
     record = {"path": "hf/config.json", "bytes": 2, "sha256": sha256_file(tmp_path / "convert/hf/config.json")}
     manifest = SimpleNamespace(outputs=[record], digest="a")
     copy_export(store.url, "mini", tmp_path / "convert", manifest, lambda text: None)
-    assert store.read("config.json") == b"{}" and json.loads(store.read(COPY))["whole"]
+    assert store.read("config.json") == b"{}" and store.head(COPY)
 
 
 def test_what_is_not_this_run_s_is_not_written_over(converted, tmp_path, capsys):
@@ -260,9 +237,7 @@ def test_what_is_not_this_run_s_is_not_written_over(converted, tmp_path, capsys)
     store = Store(url)
     store.put("precious", b"x")
     assert copying(converted, url) == 2 and "holds precious" in capsys.readouterr().err
-    store.put(COPY, b'{"format": 1, "run": "other", "whole": true, "files": []}')
-    assert copying(converted, url) == 2 and "of the run other, not of mini" in capsys.readouterr().err
-    store.put(COPY, b"torn")
-    assert copying(converted, url) == 2 and "not one that Drover put there" in capsys.readouterr().err
+    store.put(OWNER, b'{"format": 1, "name": "other", "writer": "a"}')
+    assert copying(converted, url) == 2 and "holds what was copied of other, not of mini" in capsys.readouterr().err
     assert main([f"file://{tmp_path}/nothing", str(tmp_path / "fetched")]) == 2
     assert "holds no copy" in capsys.readouterr().err and store.read("precious") == b"x"

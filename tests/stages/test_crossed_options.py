@@ -8,7 +8,6 @@ import yaml
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.copies.claim import LOCK
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.opening import used
 from drover.pipeline.files import read_lines
@@ -82,7 +81,6 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     run_with_faults(fresh, f"{faults}{late};kill:rank=1,step=11", *settings, ranks=2, expect=1)
     if lost:  # what happened after the last copy happens again
         shutil.rmtree(run / "train")
-        Store(url).delete([LOCK])  # as if long ago: so long the next one waits for whoever held it
     said = run_with_faults(fresh, faults, *settings, ranks=2)
     assert "Traceback" not in said.stderr and ("fetching step-000000" in said.stdout) == lost
     assert SECRET not in said.stdout + "".join(path.read_text() for path in run.rglob("*.json*"))

@@ -13,8 +13,8 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_state
+from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.convert import convert
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
 from drover.pipeline.encode import encode
 from drover.pipeline.evaluate import evaluate
 from drover.pipeline.files import read_json, sha256_file
@@ -22,6 +22,7 @@ from drover.pipeline.shard import shard
 from drover.pipeline.stores.store import Store
 from drover.pipeline.tokenizer import make_tokenizer
 from drover.pipeline.train import train
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED
 from tests.stages.small_run import TASK
 from tests.stages.training import copy_run, curve, run_train
@@ -207,5 +208,5 @@ def test_what_convert_and_evaluate_read(trained, capsys):
                  "encode/heldout/more-00000.arrow", "tokenizer/vocabulary.json"):
         with flipped(run / name) as path:
             refused(capsys, trained, "evaluate", path)
-        assert not list((run / "evaluate/units").rglob("*.json")), "what was measured of damaged inputs is not kept"
+        assert not list(Ledger(run / "evaluate/units/measured").lines()), "what was measured of damaged inputs counts"
     assert do(trained, "evaluate") == 0

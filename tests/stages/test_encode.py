@@ -138,8 +138,9 @@ def test_both_encoders_make_the_same_bytes_and_one_ends_what_the_other_began(run
     told = run("encode", copy, "--force", "encode.encoder=reference").out
     assert "the reference encodes (sentencepiece)" in told and arrows(copy) == right
     (folder / "manifest.json").unlink()
-    for path in sorted((folder / "units/encode").rglob("*.json"))[1:]:
-        path.unlink()
+    [ledger] = (folder / "units/encode").iterdir()
+    first, *_ = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(first)
     run("encode", copy)
     assert read_manifest(folder).digest == whole.digest
     assert (encoders(copy)["fast_shards"], encoders(copy)["reference_shards"]) == (len(right) - 1, 1)

@@ -6,10 +6,9 @@ import shutil
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
-from drover.pipeline.copies.claim import LOCK
 from drover.pipeline.files import read_lines
 from drover.pipeline.stores.store import Store
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.conftest import run_stage, write_config
 from tests.object_store import SECRET
 from tests.stages.training import assert_equal_to_the_bit, kill, lines, proven, run_with_faults, start, train_folder
@@ -60,7 +59,6 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
         before, lines(fresh, "local"), strict=False))
     shutil.rmtree(run / "train")
     shutil.rmtree(tmp_path / "cache")
-    Store(copies).delete([LOCK])  # as if long ago: so long the next one waits for whoever held it
     said = run_stage("train", stored, *SETTINGS, ranks=2).stdout
     assert f"fetching step-{LAST:08} from {copies}" in said and f"continuing after step {LAST}" in said
     events = list(read_lines(run / "train/events.jsonl"))
@@ -73,7 +71,7 @@ def test_a_run_of_which_all_is_in_a_store_and_the_machine_is_lost_equals_a_local
     assert SECRET not in kept + said
     shutil.copytree(train_folder(fresh, "local"), train_folder(stored, "local"))
     found = CopiedCheckpoints(Store(copies)).found()
-    assert found.whole == [12, 16] and not found.unfinished and Store(copies).head(LOCK) is None
+    assert found.whole == [12, 16] and not found.unfinished
     assert_equal_to_the_bit(stored, to="local")
     assert read_manifest(run / "train").counts["steps"] == 16 and proven(stored) and proven(fresh, "local")
     assert not list((run / "encode").rglob("*.arrow"))

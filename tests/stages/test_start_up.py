@@ -72,7 +72,7 @@ def channels(monkeypatch, world=3):
     for rank in range(world):
         for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        found.append(Channel.of("train"))
+        found.append(Channel.here())
     return found
 
 
@@ -101,7 +101,7 @@ def test_a_rank_takes_plugins_from_its_own_command_line_and_none_from_rank_0(mon
     first, other = channels(monkeypatch, 2)
     (tmp_path / "of_rank_0.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
     first._send({"config": {"plugins": [str(tmp_path / "of_rank_0.py")]}, "with_plugins": told, "inputs": {},
-                 "fingerprint": {}, "drift": None})
+                 "files": [], "fingerprint": {}, "drift": None})
     assert other.listen("train", lambda: ["our.module"]).config.plugins == ["our.module"] * told
     assert not (tmp_path / "of_rank_0.ran").exists()
 
@@ -122,7 +122,7 @@ def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(mon
     def channel(**more):
         for name, value in {**settings, **more}.items():
             monkeypatch.setenv(name, str(value))
-        return Channel.of("train")
+        return Channel.here()
     for attempt, status in enumerate((2, 0)):
         first, second = (channel(TORCHELASTIC_RESTART_COUNT=attempt, RANK=rank) for rank in range(2))
         first.end(status)
@@ -131,12 +131,12 @@ def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(mon
         channel(TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
 
 
-def test_who_is_alone_or_reads_for_itself_needs_no_channel(monkeypatch):
+def test_who_is_alone_needs_no_channel(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Channel.of("train") is None
+    assert Channel.here() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Channel.of("train") is not None and Channel.of("evaluate") is None
+    assert Channel.here() is not None
 
 
 def test_command_lines_that_differ_are_told_apart():

@@ -134,7 +134,7 @@ def test_a_finished_run_can_be_mended_prolonged_and_forced(begun):
     assert manifest.counts["steps"] == 20 and "train.steps: 16 -> 20" in manifest.drift[0]["differences"]
     assert "up to date" in said("train.steps=20")
     said("train.steps=2", "train.warmup_steps=1", "--force")
-    assert (begun.parent / "runs/whole/train.replaced-1/checkpoints/step-00000020/COMPLETE.json").is_file()
+    assert (begun.parent / "runs/whole/train.replaced/checkpoints/step-00000020/COMPLETE.json").is_file()
 
 
 def test_a_damaged_newer_checkpoint_is_not_kept_in_place_of_a_sound_one(begun):

@@ -94,11 +94,10 @@ def test_keys_are_taken_from_the_files_of_other_programs_also_where_they_are_ren
         os.utime(keys, ns=(version, version))
         nothing_set.setenv("AWS_PROFILE", profile)
         assert clouds.client("s3://bucket") is clouds.client("s3://bucket")
-        config = clouds.client("s3://bucket").config
-        return [config.get(name) for name in ("access_key_id", "secret_access_key", "region")]
-    assert found(1, "mine") == ["mine-1", "x", "us-east-7"] and found(2, "default") == ["default-2", "x", None]
-    nothing_set.setenv("AWS_REGION", "us-east-1")
-    assert found(3, "mine") == ["mine-3", "x", None], "the environment has one"
+        provider = clouds.client("s3://bucket").credential_provider
+        return [provider()[name] for name in ("access_key_id", "secret_access_key")], provider.config.get("region")
+    assert found(1, "mine") == (["mine-1", "x"], "us-east-7") and found(2, "default") == (["default-2", "x"], None)
+    refused(UserError, r"s3://bucket cannot be opened: .*\(absent\)", found, 3, "absent")
 
 
 def test_without_obstore_it_is_told_what_to_install(monkeypatch, tmp_path):

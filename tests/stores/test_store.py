@@ -1,12 +1,7 @@
 """What every store does, on a disk, in memory and at servers of each cloud."""
 
-import errno
-import fcntl
 import hashlib
-import os
 import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -38,8 +33,7 @@ def test_objects_are_listed_in_the_order_of_their_paths_read_replaced_and_delete
         assert store.read(entry.path, etag=entry.etag) == store.stream(entry.path, entry=entry).read() == data
         assert store.fetch(entry.path, tmp_path / "x") == hashlib.sha256(data).hexdigest()
     assert store.head("a/x/nothing") is None and store.head("a") is None
-    [etag] = [entry.etag for entry in entries if entry.path == "b"]
-    assert store.put("b", b"56789", replaces=etag).size == 5
+    assert store.put("b", b"56789").size == 5
     store.delete(["b", "nothing", "a/b/c"])
     store.delete([])
     store.delete(["nothing"])
@@ -74,54 +68,19 @@ def test_large_objects_are_written_in_parts_streamed_and_fetched(store, big, tmp
     assert target.read_bytes() == big and [path.name for path in target.parent.iterdir()] == ["copy"]
 
 
-def test_conditions_are_kept(store, tmp_path):
-    first = store.put("lock", b"1", only_new=True)
+def test_what_is_to_be_new_is_written_once_and_what_is_replaced_is_another(store, tmp_path):
+    first = store.put("one", b"1", only_new=True)
     with pytest.raises(Exists):
-        store.put("lock", b"2", only_new=True)
-    second = store.put("lock", b"22", replaces=first.etag)
-    for path in ("lock", "absent"):
-        with pytest.raises(Changed):
-            store.put(path, b"3", replaces=first.etag)
-    assert store.read("lock") == b"22" and store.head("lock").etag == second.etag != first.etag
+        store.put("one", b"2", only_new=True)
+    second = store.put("one", b"22")
+    assert store.read("one") == b"22" and store.head("one").etag == second.etag != first.etag
     (tmp_path / "data").write_bytes(b"from a file")
     assert store.put("other", tmp_path / "data", only_new=True).size == 11
     with pytest.raises(Changed):
-        store.stream("lock", entry=first).read()
-
-
-def test_of_many_who_write_on_condition_one_does(store):
-    def at_once(text, **condition):
-        barrier = threading.Barrier(6)
-
-        def attempt(number):
-            barrier.wait()
-            try:
-                store.put("one", text % number, **condition)
-            except (Exists, Changed):
-                return []
-            return [text % number]
-        with ThreadPoolExecutor(6) as pool:
-            [won] = [text for texts in pool.map(attempt, range(6)) for text in texts]
-        assert store.read("one") == won
-    at_once(b"%d", only_new=True)
-    at_once(b"new %d", replaces=store.head("one").etag)
+        store.stream("one", entry=first).read()
 
 
 def test_a_store_is_its_url_in_every_process(tmp_path):
     store = Store(f"file://{tmp_path}/p/")
     store.put("x", b"12")
     assert pickle.loads(pickle.dumps(store)) == store and pickle.loads(pickle.dumps(store)).read("x") == b"12"
-
-
-def test_a_file_is_replaced_where_only_what_is_open_for_writing_can_be_locked(tmp_path, monkeypatch):
-    """As on NFS."""
-    flock, store = fcntl.flock, Store(f"file://{tmp_path}")
-
-    def of_nfs(file, operation):
-        if operation & fcntl.LOCK_EX and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        flock(file, operation)
-    monkeypatch.setattr("fcntl.flock", of_nfs)
-    first = store.put("lock", b"1")
-    assert store.put("lock", b"22", replaces=first.etag).size == 2 and store.read("lock") == b"22"
-    refused(UserError, "write failed", Store(f"file://{tmp_path}/lock").put, "x", b"1")

@@ -85,7 +85,7 @@ def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):
         report = verify(whole)
         for back in undo:
             back()
-        assert not set(map(str, paths)) - named(report), f"{place}: {report.lines()}"
+        assert not (missed := set(map(str, paths)) - named(report)), f"{place}: {missed}"
         assert all(problem.do and problem.what for problem in report.problems)
     assert not verify(whole).problems
 

@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from drover.pipeline.files import read_sealed, seal_of, sealed_text, write_sealed
-from drover.tools.verify.checks import Check
+from drover.pipeline.files import Ledger, read_sealed, seal_of, sealed_text, write_sealed
+from drover.tools.verify.checks import Check, Findings, check_ledger
 
 
 @pytest.mark.parametrize("filename, expected", [(None, ["run/a.tar", "run/b.arrow"]), ("run/b.arrow", ["run/b.arrow"])])
@@ -31,3 +31,21 @@ def test_seals(tmp_path):
     for content, expected in ((sealed_text("a: 1\n"), "sealed"), ("a: 1\n", "not sealed")):
         text.write_text(content)
         assert seal_of(text) == expected and yaml.safe_load(content) == {"a": 1}
+
+
+def test_a_changed_byte_of_a_ledger_is_found_and_a_torn_line_is_none(tmp_path):
+    ledger = Ledger(tmp_path)
+    for name in "ab":
+        ledger.add(name, "k", {"text": name * 50})
+    [path] = tmp_path.iterdir()
+    data = path.read_bytes()
+
+    def problems(content):
+        path.write_bytes(content)
+        found = Findings()
+        check_ledger(found, path, "Delete it")
+        return len(found.problems)
+    for at in range(len(data)):
+        assert problems(data[:at] + bytes([data[at] ^ 1 << at % 6]) + data[at + 1:]), at
+    whole = data.index(b"\n") + 1
+    assert not any(problems(data[:cut] + torn) for cut in range(whole, len(data) - 3) for torn in (b"", b"\n"))

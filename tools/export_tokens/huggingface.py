@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from drover.pipeline.files import read_json, sha256_json, write_json
+from drover.pipeline.files import flush, read_json, sha256_json, write_json
 from drover.tools.export_tokens.part import Part, Region, region_of
 
 ROWS_AT_ONCE = 1000
@@ -59,8 +58,7 @@ def write_part(job: tuple[Path, Part, Any]) -> list[Region]:
                         pa.array([shard.source] * (high - low), pa.string()),
                         pa.array(shard.text_bytes(low, high))],
                         schema=schema))
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
     return [region_of(path)]
 
 

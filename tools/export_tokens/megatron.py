@@ -9,7 +9,6 @@ document is one sequence. Unsigned ids of four bytes have no code, so they are w
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.errors import UserError
+from drover.pipeline.files import flush
 from drover.tools.export_tokens.part import Part, Region
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -97,6 +97,5 @@ def _write(path: Path, pieces: Iterable[tuple[int, bytes]]) -> list[Region]:
             file.seek(start)
             file.write(content)
             regions.append((path.name, start, len(content), hashlib.sha256(content).hexdigest()))
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
     return regions

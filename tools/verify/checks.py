@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.files import read_json, seal_of, sha256_file
+from drover.pipeline.files import read_json, seal_of, sealing, sha256_file
 from drover.tools.verify.shards import text_problems, token_problems
 
 NOT_SEALED = "notes that carry no seal: only seen to be readable"
@@ -185,6 +186,15 @@ def check_seal(found: Findings, path: Path, do: str, required: bool = False) -> 
                 read_json(path)
         except ValueError as error:
             found.problem(path, f"it is no JSON ({error})", do)
+
+
+def check_ledger(found: Findings, path: Path, do: str) -> None:
+    """A ledger of finished tasks, whose lines are sealed one by one; a kill leaves the last one of a start torn."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if sealing(line) != "sealed" and re.search(rb'"seal": ".{64}|[0-9a-f]{64}', line[-90:]):
+                found.problem(path, f"line {number} is not what was written: its seal does not fit", do)
+    found.files, found.bytes = 1, path.stat().st_size
 
 
 def check_plan(found: Findings, path: Path) -> None:

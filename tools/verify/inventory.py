@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from drover.pipeline.contract.external_inputs import HASHES
 from drover.pipeline.contract.locks import LOCKS
 from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import PROGRESS, RESERVE
-from drover.pipeline.data.stored.copying import COPIES as SENT_NOTES
+from drover.pipeline.contract.state import PROGRESS
+from drover.pipeline.contract.tasks import UNITS
+from drover.pipeline.copies.mirror import SENT as SENT_NOTES
 from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.errors import UserError
 from drover.pipeline.files import seal_of
@@ -30,6 +32,7 @@ from drover.tools.verify.checks import (
     Findings,
     Recorded,
     check_file,
+    check_ledger,
     check_plan,
     check_seal,
     check_shard,
@@ -53,7 +56,7 @@ _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)
 _CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it aside "
                "and continues from the one before")
 _ENDLESS = (".log", ".txt", ".err", ".out")
-_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl", RESERVE)
+_OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
 
 
 @dataclass
@@ -193,7 +196,10 @@ class Inventory(Findings):
             self.checks.append(Check(check_plan, (path,), (path,), passing=True))
         elif name == PROGRESS or parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
             self.note(LOGS, path)
-        elif parts[0] == "units" or (path.suffix == ".json" and len(parts) == 1):
+        elif parts[0] == UNITS and path.suffix == ".jsonl":
+            do = f"Delete it: --stage {stage} does again what it needs"
+            self.checks.append(Check(check_ledger, (path, do), (path,), passing=True))
+        elif parts[0] == UNITS or (path.suffix == ".json" and len(parts) == 1):
             self._sealed(path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
                          f"Delete it: --stage {stage} writes what it needs of it", passing=True)
         elif unfinished or name in _OPEN:
@@ -257,6 +263,8 @@ class Inventory(Findings):
                 self._file(self.folder, reports[name], "Delete it and run --stage report --force")
             elif first == "tensorboard":
                 self.checks.append(Check(check_tensorboard, (path,), (path,), passing=True))
+            elif first == HASHES:
+                self.checks.append(Check(check_ledger, (path, "Delete it, if nothing runs"), (path,), passing=True))
             elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
             elif first == "evaluations" or _set_aside(first):
@@ -279,7 +287,7 @@ def _is_shard(stage: str, record: dict[str, Any]) -> bool:
 
 
 def _set_aside(name: str) -> bool:
-    return name.endswith((".tmp", ".damaged", ".partial")) or name.startswith("set-aside-") or ".replaced-" in name
+    return name.endswith((".tmp", ".damaged", ".partial")) or name.startswith("set-aside-") or ".replaced" in name
 
 
 def _mend(stage: str) -> str:

@@ -127,8 +127,9 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
                            f"so none gets a strike")
     clocks = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     middle = median(clocks.values() or [0])
+    apart = CLOCK_S / 2 if len(clocks) == 2 else CLOCK_S  # of two the middle is halfway between them
     blame({node: f"its clock is {abs(at - middle):.0f} s {'fast' if at > middle else 'slow'}"
-           for node, at in clocks.items() if abs(at - middle) > CLOCK_S}, "differ in their clocks")
+           for node, at in clocks.items() if abs(at - middle) > apart}, "differ in their clocks")
     for what in (PRODUCT, EXCHANGE) if count > 2 else (PRODUCT,):  # of two nodes nobody knows whose the link is
         times = [(report, report.times[what]) for report in reports
                  if what in report.times and report.node not in bad]

@@ -47,8 +47,8 @@ from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, prune
 from drover.launch.slurm.trust import usable_code
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.parts import PARTS, Part
 from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
+from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.errors import UserError
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
@@ -258,7 +258,7 @@ class Runner:
     def _is_committed(self) -> bool:
         """Whether the manifest is there; for an element of an array, the record that its part is done."""
         folder = self.spec.folder
-        return (self.part is not None and self.part.marker(folder).exists()) or read_manifest(folder) is not None
+        return (self.part is not None and self.part.is_marked(folder)) or read_manifest(folder) is not None
 
     def _newest_step(self) -> int | None:
         """Of the newest complete checkpoint; None if there is none."""

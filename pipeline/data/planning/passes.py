@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drover.pipeline.contract.units import Unit
+from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.data.planning.near_duplicates import label_components, near_column, read_labels, resolve_partition
 from drover.pipeline.data.planning.runs import (
     DIGEST,

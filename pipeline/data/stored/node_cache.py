@@ -12,7 +12,7 @@ its writer and has its full size from the start, so that the bound and a full di
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import os
 import platform
@@ -26,6 +26,7 @@ from typing import BinaryIO
 
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.files import lock_file, publish, sync
 from drover.pipeline.stores.outcomes import Missing
 
 CHUNK_BYTES = 1 << 20
@@ -36,7 +37,7 @@ FAILURES = 3
 PAUSE_S = 1.0
 """Before a shard is asked for again; before each further time twice as long."""
 POLL_S = 0.05
-"""How often a process that needs room looks whether others have fetched what they were fetching."""
+"""How often a process that needs a shard, or room, looks whether others have fetched what they were fetching."""
 RECENT_S = 60.0
 """What was fetched or opened in this time is not removed for a shard that is not needed yet."""
 _OWN = re.compile(r"[0-9a-f]{64}\.arrow")
@@ -84,11 +85,19 @@ class NodeCache:
             return found
         began = time.perf_counter()
         try:
-            with self._locked(f"lock-{sha256[:3]}"):
-                if (found := self._found(sha256, size, remove=True)) is not None:  # by another process meanwhile
-                    self.figures.add(hits=not ahead)
-                    return found
-                return self._fetch(name, sha256, size, read, ahead)
+            while True:
+                with self._locked():
+                    if (found := self._found(sha256, size, remove=True)) is not None:  # by another process meanwhile
+                        self.figures.add(hits=not ahead)
+                        return found
+                    fetching = self._being_fetched()
+                    if sha256 not in fetching and (reserved := self._reserve(sha256, size, ahead)) is not None:
+                        break
+                if sha256 not in fetching and (ahead or size > self.limit or not fetching):
+                    return None
+                if self._closed.wait(POLL_S):  # then it is there, or there is something to remove
+                    raise Closed
+            return self._fetch(name, sha256, size, read, *reserved)
         finally:
             if not ahead:
                 self.figures.add(wait_s=time.perf_counter() - began)
@@ -104,8 +113,8 @@ class NodeCache:
             if not self.folder.is_dir() or self.folder.is_symlink() or status.st_uid != os.getuid():
                 raise UserError(f"{self.folder}, where token shards are to be kept (train.cache.folder), is not a "
                                 f"folder of yours. Give another train.cache.folder.")
-            with self._locked("lock-room"):
-                self._remove_leftovers()
+            with self._locked():
+                self._being_fetched()
         except OSError as error:
             raise UserError(f"Token shards cannot be kept in {self.folder} (train.cache.folder): {error.strerror}. "
                             f"Give a folder on a disk of this node that can be written to and has locks.") from None
@@ -127,17 +136,9 @@ class NodeCache:
             path.unlink(missing_ok=True)
         return None
 
-    def _fetch(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], ahead: bool) -> int | None:
-        """Fetch the shard and give it its name; a descriptor of it. For whoever holds its lock."""
-        while True:
-            others = self._others_fetch()  # before room is looked for: they may end meanwhile
-            if (reserved := self._reserve(sha256, size, ahead)) is not None:
-                break
-            if ahead or size > self.limit or not others:
-                return None
-            if self._closed.wait(POLL_S):  # when these have been fetched, there will be something to remove
-                raise Closed
-        temporary, writing = reserved
+    def _fetch(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], temporary: Path,
+               writing: int) -> int | None:
+        """Fetch the shard into the file that was reserved for it, and give that its name; a descriptor of it."""
         try:
             for attempt in range(TRIES):
                 if (found := self._download(name, writing, size, read)) == sha256:
@@ -150,15 +151,15 @@ class NodeCache:
                                 f"It was changed in the store, or copied from another run. Copy this run's shards "
                                 f"there again (python -m drover.tools.copy_tokens), or give the place that has them as "
                                 f"train.tokens_from.")
-            os.fsync(writing)
+            sync(temporary)  # before the lock is held
             os.utime(writing, ns=(time.time_ns(), _stamp(sha256)))
             descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-            with self._locked("lock-room"):  # who counts what is here finds it once
-                temporary.rename(self._path(sha256))
+            with self._locked():  # who counts what is here finds it once
+                publish(temporary, self._path(sha256))
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError) and is_full_disk(error):  # where room cannot be reserved
-                with self._locked("lock-room"):
+                with self._locked():
                     self._lower_limit()
                 return None
             raise
@@ -196,16 +197,14 @@ class NodeCache:
 
     def _reserve(self, sha256: str, size: int, ahead: bool) -> tuple[Path, int] | None:
         """An empty file of this size, open and locked, for which room was made; None where there is none."""
-        with self._locked("lock-room"):
-            self._remove_leftovers()  # they count, and may be what fills the disk
-            while size <= self.limit and self._make_room(self._used() + size - self.limit, ahead):
-                try:
-                    return self._allocate(sha256, size)
-                except OSError as error:
-                    if not is_full_disk(error):
-                        raise UserError(f"{self.folder} (train.cache.folder) cannot be written to: {error.strerror}. "
-                                        f"Give another train.cache.folder.") from None
-                self._lower_limit()
+        while size <= self.limit and self._make_room(self._used() + size - self.limit, ahead):
+            try:
+                return self._allocate(sha256, size)
+            except OSError as error:
+                if not is_full_disk(error):
+                    raise UserError(f"{self.folder} (train.cache.folder) cannot be written to: {error.strerror}. "
+                                    f"Give another train.cache.folder.") from None
+            self._lower_limit()
         return None
 
     def _lower_limit(self) -> None:
@@ -218,7 +217,7 @@ class NodeCache:
         path = self.folder / f"{sha256}.{platform.node()}-{os.getpid()}-{id(self):x}-{self._number}.tmp"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor)
             if size and hasattr(os, "posix_fallocate"):  # macOS has none: there a full disk shows when it is written
                 os.posix_fallocate(descriptor, 0, size)
             os.truncate(descriptor, size)
@@ -258,25 +257,28 @@ class NodeCache:
                 with suppress(FileNotFoundError):  # a fetch that failed, or what was written to since, by another
                     yield entry.name, entry.stat()
 
-    def _others_fetch(self) -> bool:
-        """Whether something is being fetched now."""
-        return any(_FETCHED.fullmatch(entry.name) for entry in os.scandir(self.folder))
-
-    def _remove_leftovers(self) -> None:
-        """Remove what killed processes were fetching."""
+    def _being_fetched(self) -> set[str]:
+        """Hashes of what is being fetched now. What killed processes were fetching is removed: it counts, and may be
+        what fills the disk."""
+        found = set()
         for entry in list(os.scandir(self.folder)):
-            if _FETCHED.fullmatch(entry.name) and _is_free(Path(entry.path)):
-                Path(entry.path).unlink(missing_ok=True)
+            if _FETCHED.fullmatch(entry.name):
+                if _is_free(Path(entry.path)):
+                    Path(entry.path).unlink(missing_ok=True)
+                else:
+                    found.add(entry.name[:64])
+        return found
 
     def _path(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.arrow"
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Hold a lock against all threads of all processes of this node."""
-        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock against all threads of all processes of this node: to look, make room, reserve and name."""
+        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not lock_file(descriptor, wait=True):
+                raise OSError(errno.ENOLCK, "its file system has no locks")
             yield
         finally:
             os.close(descriptor)
@@ -294,7 +296,7 @@ def _is_free(path: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
     except BlockingIOError:
         return False
     finally:

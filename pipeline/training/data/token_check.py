@@ -13,14 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.input_check import committed
 from drover.pipeline.data.sampling.packing import forget
 from drover.pipeline.data.sampling.shard_checks import Damage, ShardChecks
 from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_sealed, write_sealed
+from drover.pipeline.files import read_sealed, renamed, write_sealed
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, step_of
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 from drover.pipeline.training.hooks import Hook
@@ -172,10 +171,11 @@ class TokenCheck(Hook):
         for path in named_after_steps(folder):
             step = step_of(path)
             if step > last:
-                _rename(path)
+                renamed(path, f"{SET_ASIDE}{path.name}")
                 aside.append(path.name)
+                measured = evaluation_folder(self.work.run.folder, step)
                 with suppress(OSError):  # most often there is none
-                    _rename(evaluation_folder(self.work.run.folder, step))
+                    renamed(measured, f"{SET_ASIDE}{measured.name}")
         self.loop.event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
         told = [f"Checkpoints that may be made of it are set aside as {folder}/{SET_ASIDE}*: {', '.join(aside)}. "
                 f"Training will go on from step {last}."] if aside else []
@@ -199,8 +199,3 @@ class TokenCheck(Hook):
         self._sound = sound
         if self.ranks.leads:
             write_sealed(self.work.folder / COMPARED, {"encode": self._of, "sound_to": sound[0], "samples": sound[1]})
-
-
-def _rename(path: Path) -> None:
-    names = (path.with_name(f"{SET_ASIDE}{path.name}{ending}") for ending in ("", *(f".{n}" for n in range(2, 1000))))
-    path.rename(next(name for name in names if not name.exists()))

@@ -44,7 +44,7 @@ from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.files import read_record, write_json
+from drover.pipeline.files import flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """What of a step's record is no curve: counted is where the run stands, not how it goes."""
@@ -247,7 +247,7 @@ class JsonLines:
     def close(self) -> None:
         """Make everything durable."""
         for file in self._files.values():
-            os.fsync(file.fileno())
+            flush(file)
             file.close()
 
     def _write(self, name: str, record: dict[str, Any]) -> None:

@@ -32,5 +32,5 @@ def stored(url: str, records: list[dict[str, Any]], cache: Path, *, shards: floa
 
 def copy(folder: Path, records: list[dict[str, Any]], url: str) -> str:
     """Copy the shards; the URL."""
-    copy_shards(folder, records, {"vocab_size": 65536}, url)
+    copy_shards(folder, records, url)
     return url

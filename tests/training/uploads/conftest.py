@@ -1,18 +1,13 @@
 """A saver and its uploads on a group of one."""
 
-from functools import partial
-
 import pytest
 
-from drover.pipeline.copies.claim import Lock
-from drover.pipeline.training import uploads as module
 from tests.training.uploads.saving import Gate, parts_of
 
 
 @pytest.fixture()
 def setting(tmp_path, ranks, monkeypatch):
-    """(saver, uploads, copies, said) with a folder as the store, and a gate before it. The lock's own thread sleeps."""
-    monkeypatch.setattr(module, "Lock", partial(Lock, beat_s=1000.0))
+    """(saver, uploads, copies, said) with a folder as the store, and a gate before it."""
     gate = Gate(monkeypatch)
     made = parts_of(tmp_path / "train", ranks, f"file://{tmp_path}/store")
     yield *made, gate

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import torch
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.copies.checkpoints import CopiedCheckpoints
-from drover.pipeline.copies.claim import LOCK
+from drover.pipeline.copies.mirror import OWNER
 from drover.pipeline.errors import UserError
 from drover.pipeline.formats.sharded_tensors import whole
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from drover.pipeline.stores.store import Store
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.uploads import Uploads
 from tests.waiting import wait_for
 
@@ -89,7 +89,7 @@ def kept(saver):
 
 def store_put_as_another(store):
     """Beside the gate, which holds back what goes through the store."""
-    (Path(store.url.removeprefix("file://")) / LOCK).write_text('{"token": "b"}')
+    (Path(store.url.removeprefix("file://")) / OWNER).write_text('{"format": 1, "name": "mini", "writer": "b"}')
 
 
 def waited(uploads, step, limit_s=1000.0):

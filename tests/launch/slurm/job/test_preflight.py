@@ -94,6 +94,12 @@ def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     assert not judge(reports, places).bad
 
 
+@pytest.mark.parametrize(("apart", "said"), [(6.0, 1), (4.0, 0)])
+def test_of_two_nodes_whose_clocks_differ_it_is_said_and_none_is_blamed(apart, said):
+    found = judge([replace(SOUND[0], clock_at=1000.0), replace(SOUND[1], clock_at=1000.0 + apart)], NODES[:2], 4.0)
+    assert not found.bad and sum("2 of 2 nodes differ in their clocks" in text for text in found.told) == said
+
+
 def told(reports, nodes):
     """What the runner hears."""
     found = judge(reports, nodes)

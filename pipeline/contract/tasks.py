@@ -1,0 +1,137 @@
+"""Tasks that are done once: the ledger of those that are finished, whoever did them, and the shares of several jobs.
+
+A task has a name and a key, which is a hash of all that decides its result. It is finished when the ledger has its
+record under that key. A stage's units, the results of an evaluation and the parts of an export are tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import Ledger as Ledger
+from drover.pipeline.files import sha256_json
+from drover.pipeline.stores.ordered_map import ordered_map
+
+UNITS = "units"
+PARTS = Path(UNITS) / "parts"
+Record = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A task of a stage: a readable name, and what the worker needs for it."""
+
+    name: str
+    payload: Any
+
+
+def unit_keys(identity: Mapping[str, Any], phase: str, units: Iterable[Unit]) -> dict[str, str]:
+    """The key of each unit: a hash of the stage's identity, the phase and the payload."""
+    before = sha256_json([dict(identity), phase]).encode()  # once: it may name a million files
+    return {unit.name: hashlib.sha256(before + _canonical(unit.payload)).hexdigest() for unit in units}
+
+
+def with_outputs(records: dict[str, Record], folder: Path, say: Callable[[str], None]) -> dict[str, Record]:
+    """Those records whose `outputs` are in the stage's folder, in the size that was recorded."""
+    sizes = ((name, folder / output["path"], output["bytes"]) for name, record in records.items()
+             for output in record.get("outputs", []))
+    lost = {name: path for name, path, there in
+            ordered_map(lambda item: (*item[:2], _size(item[1]) == item[2]), sizes, batch=512) if not there}
+    for path in lost.values():
+        say(f"{path} is missing or cut: making it again")
+    return {name: record for name, record in records.items() if name not in lost}
+
+
+def finished_units(stage_folder: Path) -> int:
+    """How many units of all phases the stage in a folder has records of."""
+    return sum(len({name for name, _, _ in Ledger(folder).lines()})
+               for folder in (stage_folder / UNITS).glob("*") if folder != stage_folder / PARTS)
+
+
+def _canonical(payload: Any) -> bytes:
+    """The payload as JSON, equal for equal ones."""
+    import orjson
+    try:
+        return orjson.dumps(payload, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # large numbers, keys that are no text, the names of files that are not UTF-8
+        return json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One share of several of a phase's units: `index` counts from 0."""
+
+    index: int
+    count: int
+    phase: str
+
+    @classmethod
+    def parse(cls, text: str, phase: str) -> Part:
+        """Read `I/N`; UserError if it is not one."""
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        part = cls(int(found[1]), int(found[2]), phase) if found else cls(0, 0, phase)
+        if not part.index < part.count:
+            raise UserError(f"--part {text} is not a part of a whole. Give I/N: I counts from 0 and is less than N, as "
+                            f"in --part 0/4.")
+        return part
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def tag(self) -> str:
+        """For file names: `0-of-4`."""
+        return f"{self.index}-of-{self.count}"
+
+    def of(self, units: Sequence[T]) -> Sequence[T]:
+        """Every count-th unit: neighbours are alike in size, so the shares are too."""
+        return units[self.index::self.count]
+
+    @property
+    def word(self) -> str:
+        """Name of the file in `PARTS` with the last word of this share (`drover.pipeline.contract.state`)."""
+        return last_word_file(self.phase, self.index, self.count)
+
+    def mark(self, folder: Path, key: str, facts: Record) -> None:
+        """Note in the folder of a stage that this share is done, under the identity that has that `key`."""
+        Ledger(folder / PARTS).add(f"{self.phase}.{self.tag}", key, facts)
+
+    def is_marked(self, folder: Path) -> bool:
+        """Whether the share is done, under whatever identity."""
+        return self.index in marked_parts(folder, self.count, self.phase)
+
+
+def last_word_file(phase: str, index: int, count: int) -> str:
+    """Name of the file in `PARTS` with the last word of a share that was stopped."""
+    return f"{phase}.{index}-of-{count}.state.json"
+
+
+class ShareDone(Exception):  # noqa: N818 - no error: it leaves the stage's body, which goes on to things for all units
+    """A part of a stage has done its share of the units."""
+
+
+def identity_key(fingerprint: dict[str, Any]) -> str:
+    """The key of a share: a hash of the settings and inputs that its units were made of."""
+    return sha256_json(fingerprint)
+
+
+def marked_parts(folder: Path, count: int, phase: str, key: str | None = None) -> set[int]:
+    """Which of `count` parts of a phase of the stage in `folder` are done; with `key`, only under that identity."""
+    pattern = re.compile(rf"{re.escape(phase)}\.([0-9]+)-of-{count}")
+    return {int(found[1]) for name, own, _ in Ledger(folder / PARTS).lines()
+            if key in (None, own) and (found := pattern.fullmatch(name))}

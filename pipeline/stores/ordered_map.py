@@ -1,0 +1,44 @@
+"""A pool of threads that keeps the order of what it is given."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
+from typing import TypeVar
+
+THREADS = 16
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS, *, batch: int = 1,
+                name: str = "") -> Iterator[Result]:
+    """`function` of each item, in order, by threads; `items` is taken from as results are.
+
+    Args:
+        batch: items that a thread is given at a time. Fewer than two batches take no thread.
+        name: of the threads.
+
+    Raises:
+        what `function` raises, of the first item that fails; no other is begun then.
+    """
+    rest = iter(items)
+    batches = iter(lambda: list(islice(rest, batch)), [])
+    first = list(islice(batches, 2))
+    if len(first) < 2:
+        yield from map(function, chain.from_iterable(first))
+        return
+    def each(some: list[Item]) -> list[Result]:
+        return list(map(function, some))
+    pool, waiting = ThreadPoolExecutor(threads, name), deque[Future[list[Result]]]()
+    try:
+        for some in chain(first, batches):
+            waiting.append(pool.submit(each, some))
+            if len(waiting) == threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,278 @@
+"""Copies in a store: whole or none at each moment, one owner's, sent and fetched by hash."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from drover.pipeline.contract.tasks import Ledger
+from drover.pipeline.copies.export import fetch_copy
+from drover.pipeline.copies.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.stored.copying import copy_shards, digest, digest_of, survey
+from drover.pipeline.errors import UserError
+from drover.pipeline.files import output_record
+from drover.pipeline.stores.store import Missing, Store
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
+from tests.data.stored.made import CLOUDS, make_shards
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(f"file://{tmp_path}/store")
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder of seven files, and their records."""
+    folder = tmp_path / "here"
+    (folder / "deeper").mkdir(parents=True)
+    for number in range(7):
+        (folder / ("deeper" if number % 2 else ".") / f"{number}.bin").write_bytes(bytes([number]) * 1000 * number)
+    return folder, [output_record(folder, path) for path in sorted(folder.rglob("*.bin"))]
+
+
+@pytest.fixture
+def copy(store, files, tmp_path):
+    """Function: copy so many of the files, under a name."""
+    def copied(count=7, name="mini", of=None, url=store.url, ledger="ledger"):
+        return copy_files(url, name, of or str(count), files[0], files[1][:count], ledger=Ledger(tmp_path / ledger))
+    return copied
+
+
+def objects(store):
+    """Path and content of all files of a copy."""
+    return {entry.path: store.read(entry.path) for entry in store.list() if entry.path not in (OWNER, COPY)}
+
+
+def meant(files, count=7):
+    return {record["path"]: (files[0] / record["path"]).read_bytes() for record in files[1][:count]}
+
+
+@pytest.mark.parametrize("kind", ["file", "moto_server", *CLOUDS])
+def test_what_is_there_is_not_sent_again(store, files, copy, request, kind):
+    store = store if kind == "file" else Store(request.getfixturevalue(kind).url_of("a/b"))
+    assert str(copy(url=store.url)) == "7 files sent (0.0 MB), 0 were there already"
+    assert objects(store) == meant(files)
+    Mirror(store).compare(files[1], lambda: None)
+    assert (copy(url=store.url).sent, copy(url=store.url, ledger="lost").sent) == (0, 0)
+    store.put("6.bin", bytes(6000))  # another content of the same size
+    with pytest.raises(UserError, match=r"6\.bin: sha256"):
+        Mirror(store).compare(files[1], lambda: None)
+    store.delete(["4.bin"])
+    assert copy(url=store.url).sent == 2 and objects(store) == meant(files)
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+def cut_off(monkeypatch, at):
+    """From its write or removal of that number on, counted from 1, the store is out of reach; a dict with how many."""
+    made = {"changes": 0}
+
+    def dying(original):
+        def change(*arguments, **more):
+            made["changes"] += 1
+            if made["changes"] >= at:
+                raise Killed
+            return original(*arguments, **more)
+        return change
+    for name in ("put", "delete"):
+        monkeypatch.setattr(Store, name, dying(getattr(Store, name)))
+    return made
+
+
+def test_cut_off_before_any_change_a_copy_is_the_old_one_the_new_one_or_none_and_goes_on(
+        store, files, copy, monkeypatch, tmp_path):
+    """What is to go is named until it is gone; what is somebody else's stays."""
+    monkeypatch.setattr("drover.pipeline.copies.mirror.AT_ONCE", 1)
+    monkeypatch.setattr("drover.pipeline.copies.mirror.preflight", lambda store: None)
+    for at in count(1):
+        place = store.join(str(at))
+        copy(7, url=place.url)
+        place.put("README.md", b"somebody else's")
+        (files[0] / "0.bin").write_bytes(b"new")
+        changed = [output_record(files[0], files[0] / "0.bin"), *files[1][1:3]]
+        with monkeypatch.context() as patch, suppress(Killed):
+            made = cut_off(patch, at)
+            copy_files(place.url, "mini", "new", files[0], changed, ledger=Ledger(tmp_path / "ledger"))
+        with suppress(Missing):
+            found = Mirror(place).read()
+            Mirror(place).compare(found["files"], lambda: None)
+            assert found["of"] in ("7", "new")
+        copy_files(place.url, "mini", "new", files[0], changed, ledger=Ledger(tmp_path / "ledger"))
+        assert objects(place) == {**{record["path"]: (files[0] / record["path"]).read_bytes() for record in changed},
+                                  "README.md": b"somebody else's"}
+        assert Mirror(place).read()["of"] == "new"
+        (files[0] / "0.bin").write_bytes(b"")
+        if made["changes"] < at:
+            break
+    assert at > 5
+
+
+def test_a_place_of_somebody_else_is_left_as_it_is(store, copy):
+    store.put("precious", b"x")
+    with pytest.raises(UserError, match=r"holds precious and perhaps more, but no owner\.json"):
+        copy()
+    store.delete(["precious"])
+    copy(4)
+    before = objects(store)
+    with pytest.raises(UserError, match="holds what was copied of mini, not of other"):
+        copy(name="other")
+    store.put(OWNER, b"{}")
+    with pytest.raises(UserError, match="is not what Drover puts there"):
+        copy()
+    assert objects(store) == before
+
+
+@pytest.mark.parametrize("of", ["file", "moto_server", *CLOUDS])
+def test_of_many_who_claim_a_place_at_once_one_has_it(store, of, request):
+    store = store if of == "file" else Store(request.getfixturevalue(of).url)
+    owners = [Owner(store) for _ in range(6)]
+
+    def claim(owner):
+        with suppress(UserError):
+            owner.claim(name=str(id(owner)))
+            return owner
+    with ThreadPoolExecutor(6) as pool:
+        [one] = filter(None, pool.map(claim, owners))
+    one.refuse_lost()
+    assert Owner(store).content["name"] == str(id(one))
+
+
+def test_the_last_process_that_claims_a_place_has_it(store):
+    first, second = Owner(store), Owner(store)
+    first.claim(name="mini", id="1")
+    with pytest.raises(UserError, match=r"process \d+ on .* took it over"):
+        second.claim(name="mini", id="2")
+    again = Owner(store)
+    assert again.content["id"] == "1"
+    again.claim(name="mini", id="1")
+    with pytest.raises(UserError, match=r"process \d+ on .* took it over"):
+        first.refuse_lost()
+    again.refuse_lost()
+    store.delete([OWNER])
+    with pytest.raises(UserError, match=r"owner\.json was removed"):
+        again.refuse_lost()
+
+
+def test_a_claim_whose_answer_was_lost_is_ours(store, monkeypatch):
+    put = Store.put
+
+    def lost(self, path, data, **condition):
+        put(self, path, data, **condition)
+        return put(self, path, data, **condition)  # as a client does that has had no answer
+    monkeypatch.setattr(Store, "put", lost)
+    owner = Owner(store)
+    owner.claim(name="mini")
+    owner.refuse_lost()
+
+
+def test_a_process_that_lost_the_place_finishes_no_copy(store, copy, monkeypatch):
+    send = Mirror.send
+
+    def meanwhile(self, *arguments):
+        Owner(store).claim(name="mini", files=[])
+        return send(self, *arguments)
+    monkeypatch.setattr(Mirror, "send", meanwhile)
+    with pytest.raises(UserError, match="took it over"):
+        copy()
+    with pytest.raises(Missing):
+        Mirror(store).read()
+
+
+def test_what_is_sent_comes_back_byte_for_byte(store, files, copy, tmp_path):
+    with pytest.raises(UserError, match="holds no copy that Drover made"):
+        fetch_copy(store.url, tmp_path / "there")
+    copy()
+    assert fetch_copy(store.url, tmp_path / "there") == 1000 * sum(range(7))
+    assert {str(path.relative_to(tmp_path / "there")): path.read_bytes()
+            for path in (tmp_path / "there").rglob("*.bin")} == meant(files)
+    store.delete([COPY])
+    with pytest.raises(UserError, match=r"not finished\. Wait for the run mini"):
+        fetch_copy(store.url, tmp_path / "there")
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda path: path.write_bytes(bytes([9]) * 6000), "is not what was written: sha256"),
+    (lambda path: path.write_bytes(b"x"), "has 1 bytes instead of 6,000"), (Path.unlink, "is missing")])
+def test_a_file_that_has_changed_since_it_was_written_is_not_sent(store, files, copy, change, told):
+    change(files[0] / "6.bin")
+    with pytest.raises(UserError, match=rf"6\.bin {told}"):
+        copy()
+    assert store.head("6.bin") is None and store.head(COPY) is None
+
+
+@pytest.mark.parametrize(("content", "told"), [(None, "is missing"), (bytes([9]) * 6000, "has other content")])
+def test_an_object_that_is_not_what_was_put_there_is_named(store, files, copy, tmp_path, content, told):
+    copy()
+    store.delete(["6.bin"]) if content is None else store.put("6.bin", content)
+    with pytest.raises(DamagedCopyError, match=rf"6\.bin {told}"):
+        Mirror(store).fetch(tmp_path / "there", files[1])
+
+
+@pytest.mark.parametrize("path", ["../6.bin", "/x/6.bin", "a/../../6.bin"])
+def test_a_list_that_names_files_outside_of_its_folder_is_damaged(store, path):
+    content = {"format": 1, "of": "a", "files": [{"path": path, "bytes": 1, "sha256": "a"}]}
+    store.put(COPY, json.dumps(content).encode())
+    with pytest.raises(DamagedCopyError, match="no path inside the folder"):
+        Mirror(store).read()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"format": 1, "of": "a", "files": [{"path": "a"}]}'])
+def test_a_torn_list_of_files_is_a_damaged_copy(store, content):
+    store.put(COPY, content)
+    with pytest.raises(DamagedCopyError, match=r"copy\.json is damaged"):
+        Mirror(store).read()
+
+
+def copy_step(copies, files, step, finished=True):
+    copies.of(step).send(*files)
+    if finished:
+        copies.of(step).finish(str(step), files[1])
+
+
+def test_without_its_list_there_is_no_copy_and_the_newest_and_the_permanent_ones_stay(store, files):
+    copies = CopiedCheckpoints(store)
+    copy_step(copies, files, 7, finished=False)
+    for path in ("step-0000000x/a", "other"):
+        store.put(path, b"not ours")
+    for step in (4, 8, 12, 16, 20):
+        copy_step(copies, files, step)
+    found = copies.found()
+    assert found.whole == [4, 8, 12, 16, 20] and list(found.unfinished) == [7] and len(found.unfinished[7]) == 7
+    assert copies.prune(1, 8) == [4, 12] and copies.found().whole == [8, 16, 20]
+    assert copies.prune(2, None) == [8] and copies.prune(2, None) == [] and copies.found().whole == [16, 20]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Token shards in a folder, and a place for them."""
+    folder = tmp_path / "encode"
+    return SimpleNamespace(folder=folder, records=make_shards(folder), store=Store(f"file://{tmp_path}/there"))
+
+
+def test_a_place_that_does_not_have_these_shards_is_refused(made):
+    records, table, url = made.records, ShardTable.of(made.records), made.store.url
+    with pytest.raises(UserError, match=r"copy\.json is not there.*tools\.copy_tokens"):
+        survey(url, table, digest(records))
+    copy_shards(made.folder, records, url)
+    with pytest.raises(UserError, match="holds what was copied of the token shards"):
+        copy_shards(made.folder, records[:4], url)
+    assert digest_of(table) == digest(records) and len(survey(url, table, digest(records))) == 6
+    other = [*records[:5], {**records[5], "sha256": "0" * 64}]
+    with pytest.raises(UserError, match=r"holds other token shards.*1 of 6 differ: train/text-00005\.arrow"):
+        survey(url, ShardTable.of(other), digest(other))
+    made.store.put(records[0]["path"], b"cut")
+    made.store.delete([records[1]["path"]])
+    with pytest.raises(UserError, match=r"2 of 6 token shards") as refused:
+        survey(url, table, digest(records))
+    assert all(text in str(refused.value) for text in ("00000.arrow has 3 bytes instead", "00001.arrow is missing"))
+    made.store.put(COPY, b"{}")
+    with pytest.raises(UserError, match=r"copy\.json is damaged"):
+        survey(url, table, digest(records))
