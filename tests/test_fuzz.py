@@ -19,7 +19,7 @@ import torch
 from drover.launch.slurm.chain import read_chains
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.nodes import spared
+from drover.launch.slurm.nodes import strikes
 from drover.launch.slurm.scheduler import NoScheduler
 from drover.launch.slurm.trust import check_submission
 from drover.launch.status import main as status
@@ -317,7 +317,7 @@ def _show_status(folder: Path) -> None:
 def _read_job(folder: Path) -> None:
     run = folder / "run"
     specs = sorted((run / "launch/jobs").glob("*.json"))
-    _each(lambda: read_chains(run), lambda: spared(run), lambda: list(map(JobSpec.load, specs)),
+    _each(lambda: read_chains(run), lambda: strikes(run), lambda: list(map(JobSpec.load, specs)),
           lambda: [check_submission(path, "ab") for path in specs])
 
 
