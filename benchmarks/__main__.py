@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.measuring import Record, positive
-from drover.pipeline.contract.command_line import Parser, Program
+from drover.pipeline.core.command_line import Parser, Program
 
 MODULES = {name: name for name in ("train", "generate", "data")} | {"gpu": "suite", "layouts": "suite"}
 

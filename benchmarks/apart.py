@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.contract.orphans import end_with_parent
+from drover.pipeline.core.orphans import end_with_parent
 
 Message = tuple[str, Any]
 

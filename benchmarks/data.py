@@ -29,8 +29,8 @@ from benchmarks.measuring import (
     version_of,
 )
 from drover.pipeline.contract.manifest import Manifest, read_manifest
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json
 
 FILES = 4
 """That the corpus is cut into, so that two processes have something each."""

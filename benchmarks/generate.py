@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.measuring import RATES, Record, alternated, compared, positive, timed
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch

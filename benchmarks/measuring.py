@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.console import markdown
-from drover.pipeline.files import write_json, write_text
+from drover.pipeline.core.console import markdown
+from drover.pipeline.core.files import write_json, write_text
 
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")

@@ -34,7 +34,7 @@ from benchmarks.measuring import Record, Row, positive
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 GOOD = ("ok", "missing", "not here", "left out")
 """How a case may end in the self-test."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.apart import Apart
 from benchmarks.measuring import Record, Row, Taken, alternated, compared, positive
 from benchmarks.suite import cases_of, derived, work
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 CANDIDATES = {case["name"]: {"recipe": "benchmarks/cpu", "accumulation": 1, "documents": False, "kept": True, **case}
               for case in cases_of("train")}

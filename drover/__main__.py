@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from drover.pipeline.contract.command_line import RUNS, Program, complain
-from drover.pipeline.errors import UserError, meant
+from drover.pipeline.core.command_line import RUNS, Program, complain
+from drover.pipeline.core.errors import UserError, meant
 
 COMMANDS = {
     "init": ("tools.init:main", "write a configuration for a folder of your text"),

@@ -21,13 +21,13 @@ from drover.pipeline.config.places import blocked
 from drover.pipeline.config.shapes import export_problem
 from drover.pipeline.config.shipped import HOOKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import readable, say
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
+from drover.pipeline.core.console import readable, say
+from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.data.readers import absent_columns
-from drover.pipeline.errors import UserError, listed
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
-from drover.pipeline.stores.store import Store, preflight
+from drover.pipeline.storage.store import Store, preflight
 
 _AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS",
           "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_", "AZURE_FEDERATED_TOKEN_FILE")

@@ -21,8 +21,8 @@ from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import duration, readable
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.console import duration, readable
 from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")

@@ -22,9 +22,9 @@ from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.stages import largest_share
-from drover.pipeline.stores.object_files import InputFile, ObjectFile
+from drover.pipeline.storage.object_files import InputFile, ObjectFile
 
 if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from drover.pipeline.contract.signed import SECRET
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 POLL_S = 0.1
 BROKEN_S = 12.0

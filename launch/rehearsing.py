@@ -17,10 +17,10 @@ from drover.launch.processes import answer_of
 from drover.pipeline.config.checks import vocabulary_size
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import say
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import IMPORTED_FROM
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import UserError
 
 LIMIT_S = 300.0
 """Should a rehearsal take longer, the job is submitted without."""

@@ -33,8 +33,8 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import Parser, Program, add_json, add_run
+from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config

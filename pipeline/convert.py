@@ -12,8 +12,8 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from drover.pipeline.contract.state import write_state
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, publish, sync, write_text
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, publish, sync, write_text
 
 if TYPE_CHECKING:
     from drover.model.config import ModelConfig
@@ -28,7 +28,7 @@ float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."
 
 def convert(work: Work) -> None:
     """Make the folder where that is not done yet, and copy it to where `convert.copy_to` says."""
-    from drover.pipeline.copies.export import copy_export
+    from drover.pipeline.storage.export import copy_export
 
     if work.run.manifest(work.name) is None:
         _convert(work)

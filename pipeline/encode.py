@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
-from drover.pipeline.errors import UserError, listed
-from drover.pipeline.files import output_record, read_json
 from drover.pipeline.tokenization.base import Tokenizer, reads_back
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
 from drover.pipeline.tokenization.gate import admitted

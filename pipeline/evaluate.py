@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
 from drover.pipeline.evaluation.tasks import chosen_tasks, go_offline
-from drover.pipeline.files import output_record, sha256_json, write_json, write_text
 
 if TYPE_CHECKING:
     from drover.model.llama import Llama

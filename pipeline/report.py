@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from drover.pipeline.files import output_record, write_text
+from drover.pipeline.core.files import output_record, write_text
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.stage_work import Work

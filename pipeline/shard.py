@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.kinds import outside_sources
 from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.core.errors import UnusableInputError, UserError, listed
+from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import keeps_examples, source_card
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.filters.base import libraries
@@ -32,8 +34,6 @@ from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.data.sources import input_files, reading_units
 from drover.pipeline.data.text_shards import SPLITS
-from drover.pipeline.errors import UnusableInputError, UserError, listed
-from drover.pipeline.files import atomic_file, output_record, sha256_file
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import ShardConfig

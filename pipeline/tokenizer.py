@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import copy_file, output_record, write_json
 from drover.pipeline.data.text_shards import read_texts, shard_records
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import copy_file, output_record, write_json
 from drover.pipeline.tokenization.base import Tokenizer, loses_marks
 from drover.pipeline.tokenization.bpe_training import train_bpe
 from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from tests.conftest import REPOSITORY
 
 MOST = 4

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from drover.pipeline.files import write_text
+from drover.pipeline.core.files import write_text
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.training.hooks import Hook, HookSettings
 from drover.pipeline.training.replicas import INTEGERS

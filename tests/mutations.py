@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 DEEP, DIGITS = "@deep@", "@digits@"
 """Stand for what json.dumps cannot write: lists in lists, and a number of more digits than Python reads."""

@@ -259,8 +259,8 @@ def moto_application() -> Iterator[tuple[str, FaultyServer]]:
 
 def hurry(patch: pytest.MonkeyPatch) -> None:
     """Have repeated requests not wait long (for processes that are started, nothing shortens that)."""
-    patch.setattr("drover.pipeline.stores.clouds.FIRST_WAIT_S", 0.02)
-    patch.setattr("drover.pipeline.stores.clouds.LONGEST_WAIT_S", 0.1)
+    patch.setattr("drover.pipeline.storage.clouds.FIRST_WAIT_S", 0.02)
+    patch.setattr("drover.pipeline.storage.clouds.LONGEST_WAIT_S", 0.1)
 
 
 @pytest.fixture

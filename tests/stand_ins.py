@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.state import read_state
-from drover.pipeline.files import output_record, write_text
+from drover.pipeline.core.files import output_record, write_text
 
 
 def copy_corpus(work):

@@ -17,7 +17,7 @@ from pyarrow import parquet
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.records.metrics import read_metrics
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.store import Store
 from tests.conftest import REPOSITORY, environment, write_config
 from tests.dirty_corpus import Planted, write_dirty
 from tests.object_store import set_environment

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, environment, write_config
 from tests.waiting import HANG_S

@@ -32,13 +32,13 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, read_start, sound_start
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Part, marked_parts
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import append_line, write_json, write_sealed
 from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
 from drover.pipeline.data.shard_table import ShardTable, open_shards
 from drover.pipeline.data.text_shards import read_shard, read_texts, shard_records
 from drover.pipeline.data.token_shards import read_batch
-from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation.tasks import find_tasks
-from drover.pipeline.files import append_line, write_json, write_sealed
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.records.generation_settings import read_settings

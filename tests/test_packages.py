@@ -10,11 +10,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from drover.launch.submit import main
-from drover.pipeline import errors as packages
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.outside import absent_packages
+from drover.pipeline.core import errors as packages
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.filters.base import libraries
-from drover.pipeline.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.refusal import refused
 

@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run_and_plugins
+from drover.pipeline.config.plugins import add_run_and_plugins
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
+from drover.pipeline.core.command_line import Parser, Program, add_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_lines
 from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
 from drover.pipeline.training.determinism import was_deterministic
 

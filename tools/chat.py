@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from drover.pipeline.contract.command_line import Parser, Program, complain
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import Parser, Program, complain
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.prompts import ChatTemplate, chat_template, ending_ids, prompt_ids, readable_bytes
 from drover.tools.model_options import add_model_options, add_sampling_options, asked_sampling, opened_model
 

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.console import aligned, markdown
-from drover.pipeline.contract.command_line import Parser, Program, find_model, find_run, refuse_low
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.errors import UserError, require
+from drover.pipeline.core.command_line import Parser, Program, find_model, find_run, refuse_low
+from drover.pipeline.core.console import aligned, markdown
+from drover.pipeline.core.errors import UserError, require
+from drover.pipeline.core.files import sha256_file, write_json, write_text
 from drover.pipeline.evaluation.comparing import Candidate, Conditions, differences, measured, rows
 from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
-from drover.pipeline.files import sha256_file, write_json, write_text
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 
 FORMAT = 1

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from drover.pipeline.console import ProgressBar, say
-from drover.pipeline.contract.command_line import Parser, Program, add_run_and_plugins
+from drover.pipeline.config.plugins import add_run_and_plugins
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import run_in
+from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.console import ProgressBar, say
 
 
 def add_options(parser: Parser) -> None:
@@ -25,9 +26,9 @@ def add_options(parser: Parser) -> None:
 def work(options: argparse.Namespace) -> None:
     """Copy, and compare where that is asked for."""
     run = run_in(options.run)
-    from drover.pipeline.copies.mirror import Mirror
     from drover.pipeline.data.stored.copying import copy_shards
-    from drover.pipeline.stores.store import Store
+    from drover.pipeline.storage.mirror import Mirror
+    from drover.pipeline.storage.store import Store
 
     manifest, folder = run.finished("encode"), run.stage_folder("encode")
     held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile

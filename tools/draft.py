@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import lock_file, publish, read_json, remove_temporary, sha256_json, write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import lock_file, publish, read_json, remove_temporary, sha256_json, write_json
 
 _WORK = ".work"
 """Folder inside the draft: plan.json, what the folder is made of, and the ledger of finished parts."""

@@ -25,11 +25,11 @@ from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
-from drover.pipeline.console import duration
-from drover.pipeline.contract.command_line import Parser, Program, refuse_low
+from drover.pipeline.core.command_line import Parser, Program, refuse_low
+from drover.pipeline.core.console import duration
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_text
 from drover.pipeline.data.readers import file_format
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import write_text
 
 CPU_SHARE = 0.6
 """Of the speed of matrix products, what training reaches on CPUs: the middle of what was measured

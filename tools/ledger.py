@@ -7,8 +7,8 @@ from typing import Any
 
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.exclusion import Excluded
-from drover.pipeline.files import read_lines
 from drover.pipeline.records.metrics import standing_lines
 from drover.pipeline.records.rollbacks import excluded_by, is_abandoned, read_rollbacks
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table

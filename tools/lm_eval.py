@@ -22,8 +22,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.contract.command_line import complain
-from drover.pipeline.errors import UserError, require
+from drover.pipeline.core.command_line import complain
+from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.evaluation.tasks import find_tasks, write_absolute, write_groups
 
 INCLUDE = "--include_path"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from drover.model.generation.sampling import Sampling
 from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.contract.command_line import find_model
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import find_model
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import open_model
 from drover.pipeline.records.weight_files import weights_folder
 

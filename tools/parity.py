@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from drover.pipeline.contract.command_line import Parser, Program, find_run
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import Parser, Program, find_run
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.metrics import read_metrics
 
 WINDOWS = 10

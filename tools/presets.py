@@ -17,9 +17,9 @@ from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS, preset
-from drover.pipeline.console import aligned
-from drover.pipeline.contract.command_line import Parser, Program, add_json, refuse_low
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
+from drover.pipeline.core.console import aligned
+from drover.pipeline.core.errors import UserError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16

@@ -11,9 +11,9 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import TypeVar
 
-from drover.pipeline.contract.orphans import end_with_parent
 from drover.pipeline.contract.threads import usable_cores
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.orphans import end_with_parent
 
 AHEAD = 2
 """Items handed out for each process: what is done too early waits in memory."""

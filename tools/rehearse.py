@@ -21,8 +21,8 @@ import sys
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.command_line import Parser, Program, add_json
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import Parser, Program, add_json
+from drover.pipeline.core.errors import UserError
 
 
 def add_options(parser: Parser) -> None:

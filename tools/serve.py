@@ -17,8 +17,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from drover.pipeline.contract.command_line import Parser, Program
-from drover.pipeline.errors import UserError, require
+from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.evaluation.open_model import run_of
 from drover.pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
 from drover.pipeline.records.weight_files import weights_folder

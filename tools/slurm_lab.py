@@ -31,8 +31,8 @@ from pathlib import Path
 
 import psutil
 
-from drover.pipeline.contract.command_line import Parser, Program
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.errors import UserError
 
 PACKAGES = ["slurm-wlm", "slurmdbd", "munge", "mariadb-server"]
 PROGRAMS = ["slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "munged"]

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.console import ProgressBar, say
-from drover.pipeline.contract.command_line import Parser, Program, find_model
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, sync
+from drover.pipeline.core.command_line import Parser, Program, find_model
+from drover.pipeline.core.console import ProgressBar, say
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, sync
 from drover.pipeline.formats.meta_params import PARTS
 from drover.pipeline.formats.record import FORMAT, RECORD
 from drover.pipeline.records.weight_files import weights_folder

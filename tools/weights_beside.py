@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.run import run_in
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.record import weights_record
 from drover.pipeline.records.generation_settings import IDS, read_settings, settings_file

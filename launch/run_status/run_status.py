@@ -13,8 +13,8 @@ from typing import Literal, get_args
 from drover.launch.run_status.run_files import RunFiles, when
 from drover.launch.slurm.scheduler import ENDED, LAST, UNKNOWN, JobInfo
 from drover.launch.slurm.wait_reasons import EXPECTED, is_stuck, meaning
-from drover.pipeline.console import duration
 from drover.pipeline.contract.state import Progress
+from drover.pipeline.core.console import duration
 
 Jobs = Mapping[str, JobInfo] | None
 """What Slurm says by job id; None: it does not answer."""

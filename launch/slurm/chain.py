@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.launch.slurm.scheduler import JobInfo, Scheduler
-from drover.pipeline.files import lock_file, read_record, write_json
+from drover.pipeline.core.files import lock_file, read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"

@@ -16,8 +16,8 @@ from drover.launch.slurm.start_logs import output, rank_log
 from drover.launch.status import look
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import STOP, read_attempts
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import write_text
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_text
 
 POLL_S = 0.5
 

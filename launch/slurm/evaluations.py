@@ -27,14 +27,15 @@ from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.submit.sbatch import submit_job
 from drover.pipeline.config.loading import config_hash, load_config, save_config
+from drover.pipeline.config.plugins import add_run_and_plugins
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.background import BackgroundWorker
-from drover.pipeline.contract.command_line import Parser, Program, add_run_and_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.contract.state import now
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, sha256_file
+from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, sha256_file
 from drover.pipeline.records.checkpoints import (
     CHECKPOINTS,
     MARKER,

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_record, write_text
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_record, write_text
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from drover.launch.slurm.scheduler import Scheduler
-from drover.pipeline.console import first
 from drover.pipeline.contract.state import Time, now
-from drover.pipeline.files import append_line, read_lines
+from drover.pipeline.core.console import first
+from drover.pipeline.core.files import append_line, read_lines
 
 NODES = Path("launch") / "nodes.jsonl"
 STRIKES = 2

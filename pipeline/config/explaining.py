@@ -16,7 +16,7 @@ from drover.pipeline.config.field_names import suggestion
 from drover.pipeline.config.places import OUTSIDE
 from drover.pipeline.config.section import is_execution, section_of
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "min_length": "of length >=", "pattern": "like"}
 

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, PydanticUserError, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from drover.pipeline.config.section import Section, advice, sentence
-from drover.pipeline.errors import UserError, all_told, listed
+from drover.pipeline.core.errors import UserError, all_told, listed
 
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

@@ -18,8 +18,8 @@ from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.config.yaml_source import Dumper, Path_, Written, read_yaml, written
-from drover.pipeline.errors import UserError, listed
-from drover.pipeline.files import sealed_text, sha256_json, write_text
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import sealed_text, sha256_json, write_text
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 """Where the profiles of clusters are that are named without a folder."""

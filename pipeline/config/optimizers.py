@@ -11,7 +11,7 @@ from typing import Any
 
 from drover.pipeline.config.kinds import imported
 from drover.pipeline.config.training import Setting, TrainConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from drover.pipeline.config.kinds import source_of
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.shipped import FILTERS, SINKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError, absent
+from drover.pipeline.core.errors import UserError, absent
 
 OURS = "drover."
 

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from drover.pipeline.errors import UserError, is_full_disk
-from drover.pipeline.stores.store import SCHEMES, Store, is_url
+from drover.pipeline.core.errors import UserError, is_full_disk
+from drover.pipeline.storage.store import SCHEMES, Store, is_url
 
 OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
 """Names of settings that say where files from outside of the run are: what is read there, not where, decides."""

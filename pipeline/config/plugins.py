@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.errors import UserError, printable
+from drover.pipeline.core.command_line import add_run
+from drover.pipeline.core.errors import UserError, printable
 
 _LOADED: dict[str, Path] = {}
 
@@ -71,6 +72,12 @@ def add_plugin_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plugin", type=_from_command_line, metavar="FILE",
                         help="import this plugin, a file or module (may be given several times); those that a run's "
                              "config.yaml names are not imported")
+
+
+def add_run_and_plugins(parser: argparse.ArgumentParser) -> None:
+    """RUN and --plugin, for programs that work on one run."""
+    add_run(parser)
+    add_plugin_option(parser)
 
 
 def imported(names: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from drover.pipeline.errors import meant
+from drover.pipeline.core.errors import meant
 
 
 class Section(BaseModel):

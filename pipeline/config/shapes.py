@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from drover.model.config import MOST_LAYERS, ModelConfig, RopeScaling, YarnScaling
 from drover.pipeline.config.yaml_source import read_yaml
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json, typed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, typed
 
 POSITIONS = ("context_length", "rope_theta", "rope_scaling")
 """What of a shape may be changed by name where weights are there: how a context is extended."""

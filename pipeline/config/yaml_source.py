@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 
 import yaml
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import typed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import typed
 
 Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""

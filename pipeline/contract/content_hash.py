@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from drover.pipeline.stores.object_files import open_input
+from drover.pipeline.storage.object_files import open_input
 
 BLOCK_BYTES = 1 << 23
 """Size of a block; fixed, since recorded hashes depend on it."""

@@ -14,11 +14,8 @@ from typing import NoReturn
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
-from drover.pipeline.console import say
-from drover.pipeline.contract.command_line import INTERRUPTED, Parser, complain
 from drover.pipeline.contract.locks import NETWORK_S, StageLock, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
-from drover.pipeline.contract.orphans import end_with_parent
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work, processes
@@ -29,7 +26,10 @@ from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import Part, ShareDone
 from drover.pipeline.contract.telling import Channel, Ended, asked
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UnusableInputError, UserError, is_full_disk, listed
+from drover.pipeline.core.command_line import INTERRUPTED, Parser, complain
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_disk, listed
+from drover.pipeline.core.orphans import end_with_parent
 
 SILENCE_S = 3.0
 """How long a rank other than 0 keeps its error to itself."""

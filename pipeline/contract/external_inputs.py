@@ -19,16 +19,16 @@ from pydantic import BaseModel
 from drover.pipeline.config.places import OUTSIDE
 from drover.pipeline.config.section import flatten
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import say
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, content_hash, hash_of_blocks
 from drover.pipeline.contract.manifest import Difference
 from drover.pipeline.contract.stages import Stage
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.errors import AbsentInputError, UserError
-from drover.pipeline.files import changed_ns
-from drover.pipeline.stores.object_files import InputFile, ObjectStat
-from drover.pipeline.stores.ordered_map import ordered_map
-from drover.pipeline.stores.store import is_url
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import AbsentInputError, UserError
+from drover.pipeline.core.files import changed_ns
+from drover.pipeline.core.ordered_map import ordered_map
+from drover.pipeline.storage.object_files import InputFile, ObjectStat
+from drover.pipeline.storage.store import is_url
 
 HASHES = ".hashes"
 """In a run folder: a ledger of hashes of files whose size or time is not what a manifest says."""

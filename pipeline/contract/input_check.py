@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 
 CHUNK_BYTES = 1 << 22
 """Read and hashed at once; all the memory that is taken."""

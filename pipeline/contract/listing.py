@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file, changed_ns, sha256_file, sha256_json
-from drover.pipeline.stores.object_files import InputFile
-from drover.pipeline.stores.ordered_map import ordered_map
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file, changed_ns, sha256_file, sha256_json
+from drover.pipeline.core.ordered_map import ordered_map
+from drover.pipeline.storage.object_files import InputFile
 
 LISTING = "listing.jsonl"
 """In the folder of a stage that is begun: a line [name, bytes, mtime_ns] for each file that its units read."""

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from drover.pipeline.console import say
 from drover.pipeline.contract.tasks import Part
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import lock_file
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import lock_file
 
 LOCKS = ".locks"
 EARLIER_S = 180.0

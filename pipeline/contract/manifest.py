@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import (
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import (
     Count,
     Inside,
     Outputs,

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from drover.pipeline.config.shapes import POSITIONS
-from drover.pipeline.console import say
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
@@ -15,7 +14,8 @@ from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import sound_start
 from drover.pipeline.contract.state import PROGRESS, STATE
 from drover.pipeline.contract.tasks import Part, finished_units
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import UserError
 
 MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
 """What another value of leaves a checkpoint's weights and moments what they are."""

@@ -18,8 +18,8 @@ from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, di
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
 from drover.pipeline.contract.tasks import finished_units, identity_key, marked_parts
-from drover.pipeline.errors import UserError, all_told, listed
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.errors import UserError, all_told, listed
+from drover.pipeline.core.files import sha256_file
 
 KEEPS = "will be made as asked now; what still fits of its results is kept"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import ProgressBar, duration, say
 from drover.pipeline.contract.external_inputs import places
 from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
 from drover.pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
@@ -42,8 +41,9 @@ from drover.pipeline.contract.tasks import (
 )
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import problem_of, read_json, remove_temporary, renamed
+from drover.pipeline.core.console import ProgressBar, duration, say
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",

@@ -14,8 +14,8 @@ from typing import Any
 
 import drover
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
-from drover.pipeline.stores.object_files import InputFile
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.storage.object_files import InputFile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The folder with `pipeline`, `model` and the others."""
@@ -177,7 +177,7 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
-          due="drover.pipeline.copies.export:due",
+          due="drover.pipeline.storage.export:due",
           code=("model", "pipeline/formats", "pipeline/records/checkpoints.py",
                 "pipeline/records/generation_settings.py", "pipeline/tokenization/export.py")),
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.manifest import Drifts, Identity, OutsideFiles
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_record, write_sealed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_record, write_sealed
 
 STARTED = "started.json"
 

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import append_line, read_lines, read_record, write_note, write_sealed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import append_line, read_lines, read_record, write_note, write_sealed
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"

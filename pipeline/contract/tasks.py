@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import Ledger as Ledger
-from drover.pipeline.files import sha256_json
-from drover.pipeline.stores.ordered_map import ordered_map
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Ledger as Ledger
+from drover.pipeline.core.files import sha256_json
+from drover.pipeline.core.ordered_map import ordered_map
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"

@@ -26,8 +26,8 @@ from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_json
 
 CONNECT = timedelta(minutes=30)
 """How long a rank looks for rank 0's store: ranks of one start come minutes apart."""

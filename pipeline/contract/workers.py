@@ -22,10 +22,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from drover.pipeline.contract.orphans import end_with_parent
 from drover.pipeline.contract.stopping import SIGNALS, Stopped, StopRequest
 from drover.pipeline.contract.tasks import Record, Unit
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.orphans import end_with_parent
 
 POLL_S = 0.5
 """Between two looks whether the stage is to stop, while units are done."""

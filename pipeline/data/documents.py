@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from drover.pipeline.errors import is_full_disk
+from drover.pipeline.core.errors import is_full_disk
 
 Place = int | str | None
 """1-based line or record number; in a part of a file what stands after the `@` of an id; None for a file as a whole."""

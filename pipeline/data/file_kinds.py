@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path, PurePath
 
 from drover.pipeline.data.streams import COMPRESSIONS, unpacked
-from drover.pipeline.stores.object_files import ObjectReader
+from drover.pipeline.storage.object_files import ObjectReader
 
 HEAD = 4096
 """Bytes that are looked at."""

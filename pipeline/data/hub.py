@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.config.data import HubSource
-from drover.pipeline.errors import UnusableInputError, UserError
+from drover.pipeline.core.errors import UnusableInputError, UserError
 
 
 def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:

@@ -30,7 +30,7 @@ from drover.pipeline.data.columnar import arrow_records, check_columns, parquet_
 from drover.pipeline.data.documents import Limit, PlainText, Records, Unreadable, damage
 from drover.pipeline.data.file_kinds import mistaken
 from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file, reach, separated
-from drover.pipeline.stores.object_files import InputFile
+from drover.pipeline.storage.object_files import InputFile
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""

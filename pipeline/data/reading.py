@@ -19,6 +19,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from drover.pipeline.config.data import FilesSource, HubSource, Source, StdlibSource
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.data_card import DataCard
 from drover.pipeline.data.documents import (
     Document,
@@ -41,9 +43,7 @@ from drover.pipeline.data.hub import hub_rows
 from drover.pipeline.data.planning.signatures import Signer
 from drover.pipeline.data.readers import file_records, python_records
 from drover.pipeline.data.streams import Input, Piece
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file, output_record
-from drover.pipeline.stores.store import Changed, Missing
+from drover.pipeline.storage.store import Changed, Missing
 
 STAGING = "staging"
 DROPPED = "dropped"

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.manifest import check_record
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Count
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import Count
 
 NUMBERS = ("bytes", "docs", "tokens", "data_offset", "offsets_offset", "bytes_offset", "keys_offset")
 """Fields of an output record that are whole numbers, in the order of the columns."""

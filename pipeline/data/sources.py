@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
+from drover.pipeline.core.errors import AbsentInputError, UserError, listed
+from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data.readers import FORMATS, divisible, file_format
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
-from drover.pipeline.errors import AbsentInputError, UserError, listed
-from drover.pipeline.files import changed_ns
-from drover.pipeline.stores.object_files import InputFile, ObjectFile, find
-from drover.pipeline.stores.store import is_url
+from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
+from drover.pipeline.storage.store import is_url
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config

@@ -26,10 +26,10 @@ from pathlib import Path, PurePath
 from typing import IO, Any
 
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import changed_ns
-from drover.pipeline.stores.object_files import ObjectReader, content_number
-from drover.pipeline.stores.store import Changed, is_url
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import changed_ns
+from drover.pipeline.storage.object_files import ObjectReader, content_number
+from drover.pipeline.storage.store import Changed, is_url
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 20

@@ -20,9 +20,9 @@ import orjson
 
 from drover.pipeline.contract.input_check import committed, refuse_changed, wrong
 from drover.pipeline.contract.manifest import check_record
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Count, atomic_file
 from drover.pipeline.data.documents import Document, from_json, key_fits
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import Count, atomic_file
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Manifest

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file
 
 FORMAT = 1
 KEY_BYTES = 16

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.orphans import end_with_parent
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.orphans import end_with_parent
 from drover.pipeline.evaluation.heldout import TextWanted, byte_counts, read_texts, training_byte_counts
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.evaluation.items import ANSWER_BITS, BITS
 from drover.pipeline.evaluation.paired import difference, score
-from drover.pipeline.files import sha256_file
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.run import Run

@@ -18,7 +18,7 @@ from torch import Tensor
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.writer import stream
 from drover.model.llama import Llama
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.parallel.ranks import gathered
 from drover.pipeline.tokenization.base import Tokenizer

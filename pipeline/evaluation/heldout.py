@@ -11,12 +11,12 @@ import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.chosen_documents import Chosen
 from drover.pipeline.data.shard_table import Shards, ShardTable, open_by_source
 from drover.pipeline.data.stored.opening import opener_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.errors import UserError
 
 
 def byte_counts(text: bytes) -> np.ndarray:

@@ -14,7 +14,7 @@ from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.tasks import UNITS, Ledger
-from drover.pipeline.files import sha256_json
+from drover.pipeline.core.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 LIBRARIES = ("torch", "lm_eval", "datasets")

@@ -17,8 +17,8 @@ import torch
 from lm_eval.api.registry import register_model
 
 from drover.pipeline.config.evaluation import EvaluateConfig
-from drover.pipeline.contract.command_line import find_model
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.command_line import find_model
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import deliverable, open_model, run_of
 from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_record
 from drover.pipeline.evaluation.open_model import OpenedModel, run_of
-from drover.pipeline.files import read_record
 from drover.pipeline.records.generation_settings import read_settings, settings_file
 
 END_OF_TURN = "<|eot_id|>"

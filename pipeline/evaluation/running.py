@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
 from drover.pipeline.evaluation.tasks import TaskFile, go_offline, write_absolute
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import yaml
 
 from drover.pipeline.config.yaml_source import read_task
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drover.model.config import ModelConfig
 from drover.model.names import parameter_shapes
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.huggingface import Read
 from drover.pipeline.formats.tensor_file import rectangle_in
 

@@ -19,7 +19,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama, Part
 from drover.model.names import EMBEDDING, NORM, OUTPUT, parameter_shapes, their_name
 from drover.model.rope import RotaryTable
-from drover.pipeline.console import quiet_imports
+from drover.pipeline.core.console import quiet_imports
 from drover.pipeline.formats.weights import HuggingFaceWeights
 
 Read = Callable[[str], Tensor]

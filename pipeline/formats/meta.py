@@ -23,8 +23,8 @@ from torch import Tensor
 
 from drover.model.config import ModelConfig
 from drover.model.names import EMBEDDING, OUTPUT, module_of, parameter_shapes
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import flush
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import flush
 from drover.pipeline.formats.base import Weights, same_bits
 from drover.pipeline.formats.huggingface import OutputFile, Source, text_file
 from drover.pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params

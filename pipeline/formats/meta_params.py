@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from drover.model.config import ModelConfig, RopeScaling
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json
 
 PARAMS = "params.json"
 PARTS = (1, 2, 4, 8, 16)

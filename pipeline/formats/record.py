@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypedDict
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import shape_from
-from drover.pipeline.files import Outputs, read_record
+from drover.pipeline.core.files import Outputs, read_record
 
 RECORD = "weights.json"
 FORMAT = 1

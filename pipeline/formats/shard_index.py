@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.files import Count
+from drover.pipeline.core.files import Count
 from drover.pipeline.formats.tensor_file import DTYPES
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

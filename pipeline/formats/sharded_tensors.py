@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import Count, Inside, atomic_file, parsed_json, typed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Count, Inside, atomic_file, parsed_json, typed
 from drover.pipeline.formats.shard_index import Cut, Entry, Index, Rectangle, corners, overlapping
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,

@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from drover.pipeline.files import Count, flush, parsed_json, typed
+from drover.pipeline.core.files import Count, flush, parsed_json, typed
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -31,8 +31,8 @@ from drover.model.names import (
     zero_biases,
 )
 from drover.pipeline.config.shapes import read_shape, shape_from
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import Inside, read_record
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Inside, read_record
 from drover.pipeline.formats.base import Weights
 from drover.pipeline.formats.huggingface import OutputFile, Source
 from drover.pipeline.formats.meta import MetaWeights

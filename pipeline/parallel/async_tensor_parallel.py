@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 def overlapping(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.nn.attention
 from drover.model.attention.backend import Where
 from drover.model.attention.choosing import Choice, choose
 from drover.model.config import ModelConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 OWN = "fa2"
 """The flash kernels that torch has itself."""

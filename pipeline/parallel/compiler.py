@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.compiling import compiles
 
 

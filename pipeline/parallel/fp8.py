@@ -21,8 +21,8 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import quiet_imports
-from drover.pipeline.errors import UserError, require
+from drover.pipeline.core.console import quiet_imports
+from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.parallel.compiling import compiles
 
 MULTIPLE = 16

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from drover.pipeline.config.checks import grid_problems
 from drover.pipeline.config.parallel import GridSizes, ParallelConfig
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.parallel.ranks import Ranks
 
 AXES = GridSizes._fields

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.contract.signed import MessageError
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipeline.formats.shard_index",
         "Rollback": "drover.pipeline.records.rollbacks", "Damage": "drover.pipeline.data.sampling.shard_checks",
         "ShardTable": "drover.pipeline.data.shard_table", "Chosen": "drover.pipeline.data.chosen_documents",
         "HeldoutText": "drover.pipeline.evaluation.bits_per_byte",
-        "DamagedCopyError": "drover.pipeline.copies.mirror",
-        "UserError": "drover.pipeline.errors", "OSError": "builtins", "RuntimeError": "builtins"}
+        "DamagedCopyError": "drover.pipeline.storage.mirror",
+        "UserError": "drover.pipeline.core.errors", "OSError": "builtins", "RuntimeError": "builtins"}
 """The classes of records and errors that ranks tell each other, and the module of each."""
 _LENGTH, _NUMBERS = struct.Struct("<Q"), "biuf"
 

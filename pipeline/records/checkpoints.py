@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from drover.pipeline.errors import OtherVersionError, UserError
-from drover.pipeline.files import Outputs, like, read_record
+from drover.pipeline.core.errors import OtherVersionError, UserError
+from drover.pipeline.core.files import Outputs, like, read_record
 
 CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""

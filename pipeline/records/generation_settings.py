@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.files import read_record, write_json
+from drover.pipeline.core.files import read_record, write_json
 from drover.pipeline.records.checkpoints import CHECKPOINTS
 from drover.pipeline.records.weight_files import HUGGING_FACE, RUN, weights_folder
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.state import read_attempts
-from drover.pipeline.files import read_lines
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.records.hangs import HANGS, read_hang
 from drover.pipeline.records.metrics import Event, Line
 

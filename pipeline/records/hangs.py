@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.console import spelled
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import append_line, read_lines, read_record, write_sealed
+from drover.pipeline.core.console import spelled
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import append_line, read_lines, read_record, write_sealed
 
 HUNG_STATUS = 14
 """How a process that found itself hanging ends."""

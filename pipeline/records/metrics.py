@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from drover.pipeline.contract.state import Time
-from drover.pipeline.files import Count, read_lines
+from drover.pipeline.core.files import Count, read_lines
 
 PLAN_CHANGED = "plan_changed"
 """The event of a start that goes on along another plan. Its `number` counts such starts; each line of metrics.jsonl

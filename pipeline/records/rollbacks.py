@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.core.files import read_record, write_sealed
 from drover.pipeline.data.exclusion import Excluded, Range, spelled
-from drover.pipeline.files import read_record, write_sealed
 
 ROLLBACKS = "rollbacks.json"
 

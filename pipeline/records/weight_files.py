@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import MARKER, complete_checkpoints
 
 RUN = "config.yaml"

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.errors import NotRehearsedError, UserError
+from drover.pipeline.core.errors import NotRehearsedError, UserError
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.fitting import verdict
 from drover.pipeline.rehearsal.report import brief, ends_and_middle, fullest

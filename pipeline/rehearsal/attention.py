@@ -11,7 +11,7 @@ import torch
 from drover.model.attention.backend import Where
 from drover.model.attention.choosing import choose, load
 from drover.model.attention.varlen import Varlen
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 class FlashKernel(Varlen):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import readable
+from drover.pipeline.core.console import readable
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.lost_time import GAIN, lost
 from drover.pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from drover.pipeline.console import readable
+from drover.pipeline.core.console import readable
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import vocabulary_size
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import aligned, readable
+from drover.pipeline.core.console import aligned, readable
 from drover.pipeline.parallel.stages import bubble, stage_layers
 from drover.pipeline.rehearsal.memory import KINDS, Peak
 

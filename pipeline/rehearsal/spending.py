@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.training import KEPT_ACTIVATIONS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import readable
-from drover.pipeline.errors import NotRehearsedError, UserError
+from drover.pipeline.core.console import readable
+from drover.pipeline.core.errors import NotRehearsedError, UserError
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.fitting import TIGHT, changed, named, possible
 from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost

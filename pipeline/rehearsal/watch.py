@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drover.pipeline.errors import NotRehearsedError
+from drover.pipeline.core.errors import NotRehearsedError
 from drover.pipeline.rehearsal.memory import Memory
 from drover.pipeline.rehearsal.traffic import NAMESPACES, Traffic
 

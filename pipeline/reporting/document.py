@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from drover.pipeline.console import duration, readable
+from drover.pipeline.core.console import duration, readable
 
 
 def compact(value: float) -> str:

@@ -16,7 +16,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_attempts
-from drover.pipeline.files import read_lines, read_record
+from drover.pipeline.core.files import read_lines, read_record
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, read_metrics

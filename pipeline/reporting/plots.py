@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from drover.pipeline.console import readable
+from drover.pipeline.core.console import readable
 from drover.pipeline.reporting.document import Lines, Series, compact, spread
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).resolve().parent / "templates"), autoescape=True,

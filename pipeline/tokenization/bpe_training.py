@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file
 from drover.pipeline.tokenization.base import SIZE_MULTIPLE, SPECIAL_TOKENS
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN

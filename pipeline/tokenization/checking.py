@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.text_shards import read_shard, refuse_changed_shard
-from drover.pipeline.errors import UnusableInputError
 from drover.pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
 from drover.pipeline.tokenization.kinds import load_tokenizer, placed
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.files import copy_file, read_record, write_json, write_text
+from drover.pipeline.core.files import copy_file, read_record, write_json, write_text
 from drover.pipeline.tokenization.base import PAD, Tokenizer
 from drover.pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.tokenization.base import Flat, Tokenizer
 
 NAME = "fastokens"

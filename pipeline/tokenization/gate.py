@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from drover.pipeline.core.errors import UserError, install
 from drover.pipeline.data.text_shards import read_shard
-from drover.pipeline.errors import UserError, install
 from drover.pipeline.tokenization.base import Tokenizer
 from drover.pipeline.tokenization.fast import KINDS, NAME, EncoderError, FastEncoder, installed_version
 from drover.pipeline.tokenization.kinds import load_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 

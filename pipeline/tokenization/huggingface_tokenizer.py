@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import parsed_json, read_record, sha256_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import parsed_json, read_record, sha256_file
 from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, joined
 from drover.pipeline.tokenization.byte_level import byte_of_character
 

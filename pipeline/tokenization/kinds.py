@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import Count, Inside, read_record, sha256_file, write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import Count, Inside, read_record, sha256_file, write_json
 from drover.pipeline.tokenization.hub import fetched, names_the_hub
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, joined
 from drover.pipeline.tokenization.byte_level import merges
 

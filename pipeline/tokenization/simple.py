@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_record, sha256_file, write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_record, sha256_file, write_json
 from drover.pipeline.tokenization.base import Flat, Tokenizer, byte_piece, joined
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 

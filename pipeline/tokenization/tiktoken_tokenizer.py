@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.tokenization.base import Flat, Tokenizer, joined
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character, merges
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file
 from drover.pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.signed import MessageError
-from drover.pipeline.errors import UserError, is_full_disk
+from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 from drover.pipeline.parallel.host_channel import HostChannel

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import problem_of, publish, renamed, write_sealed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import problem_of, publish, renamed, write_sealed
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
     FORMAT,

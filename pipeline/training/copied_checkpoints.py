@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drover.pipeline.copies.mirror import COPY, Mirror
 from drover.pipeline.records.checkpoints import checkpoint_name
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.mirror import COPY, Mirror
+from drover.pipeline.storage.store import Store
 
 RECORDS = "records/"
 """Below a step: what of the train folder goes on with it."""

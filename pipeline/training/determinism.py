@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drover.pipeline.console import readable
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.console import readable
+from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 
 from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Range, spelled
-from drover.pipeline.errors import UserError
 
 PHASED = " (with train.phases: end the phase at this step by `until`, and add one with a lower `lr`)"
 

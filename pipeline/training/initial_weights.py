@@ -17,8 +17,8 @@ from torch import Tensor
 from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.errors import UserError, listed
-from drover.pipeline.files import read_json
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import read_json
 from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks

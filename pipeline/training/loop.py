@@ -23,9 +23,9 @@ from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work, git_state, software_versions
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import write_state
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import output_record
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.errors import UserError, listed
-from drover.pipeline.files import output_record
 from drover.pipeline.parallel.compiling import compiles
 from drover.pipeline.parallel.fp8 import fp8_lines
 from drover.pipeline.parallel.grid import Grid

@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from drover.pipeline.config.training import ProfileConfig
-from drover.pipeline.files import copy_file, write_text
+from drover.pipeline.core.files import copy_file, write_text
 from drover.pipeline.training.hooks import Hook
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from drover.pipeline.console import duration
+from drover.pipeline.core.console import duration
 
 
 class ProgressLine:

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from drover.pipeline.config.loading import config_hash
-from drover.pipeline.console import first, spelled
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_json
+from drover.pipeline.core.console import first, spelled
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 SHOWN_NODES = 4

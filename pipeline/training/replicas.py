@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drover.pipeline.console import first
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.console import first
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.engines.engine import Engine, LocalWeights

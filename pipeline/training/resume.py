@@ -13,8 +13,8 @@ import torch
 
 from drover.pipeline.config.phases import Phase, PhasePlan, tokens_text
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.console import first
-from drover.pipeline.errors import UserError, listed
+from drover.pipeline.core.console import first
+from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, read_index
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress, read_marker

@@ -26,14 +26,13 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.manifest import differences
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, change_start
-from drover.pipeline.copies.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
-from drover.pipeline.errors import UserError, is_full_disk, listed
-from drover.pipeline.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
+from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.errors import UserError, is_full_disk, listed
+from drover.pipeline.core.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import (
@@ -47,7 +46,8 @@ from drover.pipeline.records.checkpoints import (
 )
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.rollbacks import ROLLBACKS
-from drover.pipeline.stores.store import Missing, Store, preflight
+from drover.pipeline.storage.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
+from drover.pipeline.storage.store import Missing, Store, preflight
 from drover.pipeline.training.async_saver import Event, tried
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import RECORDS, CopiedCheckpoints

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import duration
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.files import renamed
+from drover.pipeline.core.console import duration
+from drover.pipeline.core.files import renamed
 from drover.pipeline.parallel.ranks import PATIENCE
 from drover.pipeline.records.hangs import HUNG_STATUS, IN_FULL, HungRank, hang_folder, write_record
 from drover.pipeline.training.rank_agreement import node_name

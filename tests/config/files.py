@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 def write(path, content):

@@ -7,7 +7,7 @@ from drover.pipeline.config.explaining import explain
 from drover.pipeline.config.field_names import ELSEWHERE, MEANINGS, all_keys, suggestion
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.config.files import refusal, write
 
 

@@ -9,7 +9,7 @@ import yaml
 from drover.launch.submit import main as submit
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.stand_ins import never
 
 

@@ -10,7 +10,7 @@ from drover.pipeline.config.loading import dump_config, load_config
 from drover.pipeline.config.plugins import loaded_plugins, plugin_files, plugin_folders
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, register_stage
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 @pytest.fixture

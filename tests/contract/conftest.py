@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.files import read_lines
+from drover.pipeline.core.files import read_lines
 from tests.conftest import environment, warm_server
 from tests.stages.test_shard import files_source, write_config
 from tests.stand_ins import call, never

@@ -9,7 +9,7 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import parse_stages
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 

@@ -14,8 +14,8 @@ from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file, output_record, write_text
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file, output_record, write_text
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.contract.locks import lock
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.conftest import REPOSITORY, environment
 from tests.waiting import wait_for
 

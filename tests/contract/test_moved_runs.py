@@ -8,11 +8,11 @@ import yaml
 
 from drover.launch.run_status.run_files import read_run
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.command_line import find_run
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import Run, run_in
+from drover.pipeline.core.command_line import find_run
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.encode import encode
-from drover.pipeline.errors import UserError
 from drover.pipeline.records.metrics import plan_changes, read_metrics
 from drover.tools.audit import main as audit
 from tests.stand_ins import call, copy_corpus, count_bytes, never

@@ -13,7 +13,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run, done_parts
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.shard import shard
 from tests.contract.conftest import ended
 from tests.waiting import wait_for

@@ -17,8 +17,8 @@ from drover.pipeline.contract.run import Run, done_parts
 from drover.pipeline.contract.stage_work import Unit
 from drover.pipeline.contract.stages import STAGES, Stage
 from drover.pipeline.contract.tasks import PARTS, Ledger
-from drover.pipeline.errors import UnusableInputError, UserError
-from drover.pipeline.files import output_record, read_json, write_text
+from drover.pipeline.core.errors import UnusableInputError, UserError
+from drover.pipeline.core.files import output_record, read_json, write_text
 from tests.cut_off import cut_off
 from tests.stages.test_shard import files_source, write_config
 

@@ -7,8 +7,8 @@ from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stage_work import set_aside
 from drover.pipeline.contract.state import PROGRESS, Progress, ProgressRecord, read_state, write_state
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json, write_json, write_text
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, write_json, write_text
 from tests.stand_ins import call, copy_corpus, count_bytes, never, state
 
 

@@ -9,7 +9,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import PROGRESS, Progress, read_state
 from drover.pipeline.contract.tasks import marked_parts
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from tests.contract.conftest import ended
 from tests.stages.training import is_running
 from tests.waiting import wait_for

@@ -17,8 +17,8 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, Stage
 from drover.pipeline.contract.tasks import PARTS, Ledger, Unit
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, write_text
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, write_text
 from tests.block_digests import block_digests
 from tests.stages.test_shard import files_source, write_config
 

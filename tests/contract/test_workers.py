@@ -12,7 +12,7 @@ from drover.pipeline.contract import workers as module
 from drover.pipeline.contract.stopping import StopRequest
 from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.waiting import HANG_S, wait_for
 
 PHASES, UNITS, AT = 3, 40, 3

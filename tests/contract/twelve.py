@@ -15,8 +15,8 @@ from pathlib import Path
 from drover.pipeline.contract import stopping
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.stage_work import Unit
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import append_line, atomic_file, output_record
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import append_line, atomic_file, output_record
 
 
 def make(folder, number):

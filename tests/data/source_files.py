@@ -11,10 +11,10 @@ import zstandard
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
-from drover.pipeline.files import changed_ns
 
 RECORDS = [{"text": "one\ntwo", "name": "a", "stars": 1},
            {"text": 'comma, "quote", ü €  \u2028', "name": "b", "stars": 2},

@@ -10,10 +10,10 @@ import zipfile
 import pytest
 import zstandard
 
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, sha256_json, write_json
 from drover.pipeline.data.file_kinds import mistaken
 from drover.pipeline.data.sources import input_files, reading_units
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json, sha256_json, write_json
 from tests.data.source_files import batch, config_of, files_source, read, texts, write_batches
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'

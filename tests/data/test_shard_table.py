@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import token_shards
 from drover.pipeline.data.provenance import documents_of
 from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, open_shards, size_problems
-from drover.pipeline.errors import UserError
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
 
 MIXTURE = {"web": 3.0, "code": 1.0}

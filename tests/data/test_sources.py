@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.config.data import HubSource, ShardConfig, StdlibSource
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
-from drover.pipeline.errors import UserError
 from tests.data.source_files import RECORDS, config_of, files_source, lost, payload_of, read, texts, write_jsonl
 
 

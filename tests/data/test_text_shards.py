@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record
 from drover.pipeline.data.documents import Document, from_json, to_json
 from drover.pipeline.data.text_shards import read_documents, read_shard, read_texts, write_members
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record
 from tests.conftest import REPOSITORY, environment
 
 DOCUMENTS = [Document(text, "web", f"page.{number}", {"stars": number, "tags": ["a.b", None]})

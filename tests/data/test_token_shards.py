@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import token_shards
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
-from drover.pipeline.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.token_shards import write_shards
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.files import output_record
 from drover.pipeline.data.comparable_words import comparable_words
 from drover.pipeline.data.documents import Document, digest, document_key, to_json
 from drover.pipeline.data.filters.item_index import ItemIndex
@@ -18,7 +19,6 @@ from drover.pipeline.evaluation.contamination import (
     clean_and_dirty,
     shares_in_training_text,
 )
-from drover.pipeline.files import output_record
 
 ALPHABET = [f"{letter}{number}" for letter in "abcdefgh" for number in range(60)]
 

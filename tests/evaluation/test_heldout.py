@@ -8,9 +8,9 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 import pytest
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.errors import UserError
 from drover.pipeline.evaluation import baselines
 from drover.pipeline.evaluation.baselines import Baselines
 from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText

@@ -13,7 +13,7 @@ from lm_eval.models.utils import handle_stop_sequences
 from lm_eval.tasks import TaskManager
 
 import drover.pipeline.evaluation.lm_eval_model  # noqa: F401 - registers `drover`
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.lm_eval_model import DroverModel
 from drover.pipeline.evaluation.tasks import find_tasks, write_absolute
 from drover.pipeline.tokenization.simple import ByteTokenizer

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.open_model import open_model, run_of
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from tests.refusal import refused

@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 
 from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.items import right_choices
 from drover.pipeline.evaluation.paired import score

@@ -7,7 +7,7 @@ import pytest
 from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.running import TaskRunner
 from drover.pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files

@@ -12,7 +12,7 @@ import drover.pipeline.formats.comparison as comparison
 import drover.pipeline.formats.weights as reading
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.block_by_block import transformers_pass
 from drover.pipeline.formats.comparison import (
     FACTOR,

@@ -11,7 +11,7 @@ import torch
 
 from drover.model.config import ModelConfig, RopeScaling
 from drover.model.presets import PRESETS
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.comparison import SHAPE
 from drover.pipeline.formats.meta_params import config_of, params_of, read_params
 from drover.pipeline.formats.weights import open_weights

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 import drover.pipeline.formats.sharded_tensors as checkpoint
 import drover.pipeline.formats.tensor_file as tensor_file
-from drover.pipeline.errors import UserError, is_full_disk
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.errors import UserError, is_full_disk
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.formats.shard_index import Index, rectangles
 from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, TensorShard, whole, write_index, write_part
 from tests.formats.cutting import cut, part_of, piece, rectangle, write_checkpoint

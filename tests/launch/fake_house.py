@@ -18,8 +18,8 @@ import os, signal, sys, time
 from pathlib import Path
 from drover.pipeline.config.section import identity
 from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, sha256_json, write_text
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, sha256_json, write_text
 
 NAME = "{name}"
 RANK = os.environ.get("RANK", "0")

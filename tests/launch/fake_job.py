@@ -25,7 +25,7 @@ from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part, last_word_file
-from drover.pipeline.files import write_json, write_text
+from drover.pipeline.core.files import write_json, write_text
 
 KILLED = "srun: error: n2: task 1: Killed\n"
 NO_STEP = "srun: error: Unable to create step for job 12: Requested nodes are busy\n"

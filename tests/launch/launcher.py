@@ -23,7 +23,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.files import output_record, sha256_json, write_json, write_text
+from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
 
 SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
             "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")

@@ -16,7 +16,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import PROGRESS, Progress
 from drover.pipeline.contract.tasks import Part
-from drover.pipeline.files import append_line, write_json, write_text
+from drover.pipeline.core.files import append_line, write_json, write_text
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
 """When these runs are looked at."""

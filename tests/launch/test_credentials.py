@@ -11,7 +11,7 @@ import pytest
 from drover.launch.credentials import credential_problems, is_secret, known_form
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.launch.launcher import git, snapshot_of
 
 DRAW = random.Random(0)

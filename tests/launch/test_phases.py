@@ -13,7 +13,7 @@ from drover.launch.forecast import shape_of, state_bytes_per_rank, training_flop
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import TrainingProgress
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,

@@ -12,7 +12,7 @@ from drover.launch.plan import Options
 from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
 TRAIN = {"sequence_length": 512, "batch_tokens": 4096, "micro_batch": 4, "precision": "bf16", "steps": 2,

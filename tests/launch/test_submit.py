@@ -16,7 +16,7 @@ from drover.launch import checks, submit
 from drover.launch.plan import Machine, Options
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 def rows(text):

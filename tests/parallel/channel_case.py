@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from drover.pipeline.contract.signed import SECRET, MessageError, sign
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import host_channel
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.messages import encode

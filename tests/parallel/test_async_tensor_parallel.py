@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.async_tensor_parallel import overlapping
 from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 from tests.parallel.groups import run_case

@@ -10,7 +10,7 @@ import torch
 
 from drover.model.attention.by_document import ByDocument
 from drover.model.config import ModelConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import attention
 from drover.pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
 from tests.conftest import run_stage

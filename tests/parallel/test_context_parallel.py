@@ -10,8 +10,8 @@ from drover.model.attention.choosing import choose
 from drover.model.attention.layout import Layout, attend
 from drover.model.attention.sdpa import Sdpa
 from drover.model.config import ModelConfig
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
-from drover.pipeline.errors import UserError
 from drover.pipeline.parallel.attention import choose_attention
 from drover.pipeline.parallel.context_parallel import _sum, gathered, part_of, places
 from tests.model.agreement import agree

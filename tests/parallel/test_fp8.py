@@ -12,7 +12,7 @@ from drover.model.llama import Llama, initialise
 from drover.model.presets import PRESETS
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
 from drover.pipeline.parallel.fp8 import convert_to_fp8, division, fp8_lines, refuse_without_fp8
 from tests.conftest import slow
@@ -223,7 +223,7 @@ def test_cards_of_amd_are_known_by_their_kind(monkeypatch, kind, sound):
 
 
 def test_without_torchao_it_is_refused_and_other_precisions_are_not(monkeypatch):
-    monkeypatch.setattr("drover.pipeline.errors.find_spec", lambda name: None)
+    monkeypatch.setattr("drover.pipeline.core.errors.find_spec", lambda name: None)
     refused(UserError, r"needs the package torchao, which is not installed here: `pip install", refuse_without_fp8,
             Config(train=settings()), CPU)
     refuse_without_fp8(Config(train=TrainConfig(precision="bf16")), CPU)

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drover.pipeline.contract.signed import MessageError
-from drover.pipeline.copies.mirror import DamagedCopyError
+from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.data.chosen_documents import Chosen
 from drover.pipeline.data.sampling.shard_checks import Damage
 from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.errors import UnusableInputError, UserError
 from drover.pipeline.evaluation.bits_per_byte import HeldoutText
 from drover.pipeline.formats.shard_index import Entry, Index
 from drover.pipeline.parallel.messages import MADE, decode, encode
 from drover.pipeline.records.rollbacks import Rollback
+from drover.pipeline.storage.mirror import DamagedCopyError
 
 COUNTS = np.arange(6, dtype=np.int64)
 NAN = struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0]

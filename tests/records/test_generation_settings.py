@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_json
 from drover.pipeline.records.generation_settings import FILE, keep_settings, read_settings, settings_file
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from drover.pipeline.files import append_line
+from drover.pipeline.core.files import append_line
 from drover.pipeline.records.hangs import HUNG_STATUS, attempt_key, hang_folder, judge_hang, read_hang, write_places
 from drover.pipeline.training.watchdog import Watchdog
 from tests.waiting import HANG_S, wait_for

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.files import write_json
+from drover.pipeline.core.files import write_json
 from drover.pipeline.parallel.ranks import Ranks, start_ranks, stop_ranks
 from drover.pipeline.records.checkpoints import MARKER
 from drover.pipeline.records.pending_evaluations import PendingEvaluations

@@ -3,7 +3,7 @@
 import pytest
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.weight_files import input_files, weight_files, weights_folder
 
 FORMS = {

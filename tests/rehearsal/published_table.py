@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from drover.pipeline.config.batch import with_largest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import markdown
+from drover.pipeline.core.console import markdown
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.lost_time import lost
 from drover.pipeline.rehearsal.memory import KINDS

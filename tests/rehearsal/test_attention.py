@@ -5,7 +5,7 @@ import torch
 
 from drover.model.attention.backend import Where
 from drover.model.attention.varlen import Varlen
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.rehearsal.attention import NAME, on_gpus
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32

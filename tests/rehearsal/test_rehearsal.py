@@ -9,7 +9,7 @@ import pytest
 from drover.launch.forecast import state_bytes_per_rank
 from drover.model.attention.sdpa import Sdpa
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.rehearsal import fitting
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.fitting import changed, verdict

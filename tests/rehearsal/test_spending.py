@@ -12,7 +12,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import NotRehearsedError
+from drover.pipeline.core.errors import NotRehearsedError
 from drover.pipeline.rehearsal import spending
 from drover.pipeline.rehearsal.fitting import TIGHT
 from drover.pipeline.rehearsal.lost_time import FLOPS, NETWORK_BYTES, NODE_BYTES, lost, recomputed_flops

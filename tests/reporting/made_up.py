@@ -10,8 +10,8 @@ from drover.pipeline.contract.listing import hashed_now
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import STAGES
+from drover.pipeline.core.files import write_json
 from drover.pipeline.evaluation.results import DEFINITIONS
-from drover.pipeline.files import write_json
 
 EVIL = "</pre><script>alert(1)</script><img src=https://example.org/x.png onerror=alert(2)> ``` & | done"
 SOURCES = ("stdlib", "prose")

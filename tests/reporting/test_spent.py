@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from drover.pipeline.files import write_json
+from drover.pipeline.core.files import write_json
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html, markdown
 from tests.records.recorded_time import Recorded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.tools.slurm_lab import missing_programs
 from tests.conftest import run_stage
 from tests.slurm.clusters import Cluster, guard

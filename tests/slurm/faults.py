@@ -22,7 +22,7 @@ import yaml
 from drover.launch.slurm.nodes import is_lost
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import StageState, read_attempts, read_state
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from tests.conftest import REPOSITORY, environment, merged
 from tests.faulty import GO, PLUGIN

@@ -10,7 +10,7 @@ import yaml
 from drover.launch.slurm.chain import read_chain
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.files import sha256_file
 from tests.conftest import REPOSITORY
 from tests.dirty_corpus import every_pass, write_dirty
 from tests.waiting import wait_for

@@ -20,7 +20,7 @@ from drover.launch.slurm.submit.snapshot import PARTS
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_attempts, read_state
-from drover.pipeline.files import read_json, read_lines, sha256_file
+from drover.pipeline.core.files import read_json, read_lines, sha256_file
 from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import audit
 from tests.conftest import REPOSITORY, merged, run_stage, write_config

@@ -6,7 +6,7 @@ import pytest
 
 from drover.launch.slurm.chain import read_chain
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.records.pending_evaluations import evaluation_record
 from tests.faulty import PLUGIN
 from tests.slurm.faults import Training

@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.files import read_lines
+from drover.pipeline.core.files import read_lines
 from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow

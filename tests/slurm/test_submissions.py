@@ -13,7 +13,7 @@ import time
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.training.stop_agreement import LOOK_EVERY_S
 from tests.slurm.faults import EVERY, in_order
 

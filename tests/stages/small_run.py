@@ -15,8 +15,8 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.convert import convert
+from drover.pipeline.core.files import output_record, write_json
 from drover.pipeline.encode import encode
-from drover.pipeline.files import output_record, write_json
 from drover.pipeline.formats.weights import MODEL
 from drover.pipeline.records.checkpoints import FORMAT, MARKER, TrainingProgress
 from drover.pipeline.shard import shard

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.store import Store
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.stages.training import (
     assert_equal_to_the_bit,

@@ -13,14 +13,14 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.convert import convert
-from drover.pipeline.copies.__main__ import main
-from drover.pipeline.copies.export import copy_export
-from drover.pipeline.copies.mirror import COPY, OWNER, SENT
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json, sha256_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, sha256_file
 from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.formats.weights import MODEL, HuggingFaceWeights
-from drover.pipeline.stores.store import Store, preflight
+from drover.pipeline.storage.__main__ import main
+from drover.pipeline.storage.export import copy_export
+from drover.pipeline.storage.mirror import COPY, OWNER, SENT
+from drover.pipeline.storage.store import Store, preflight
 from tests.conftest import run_stage
 from tests.stages.small_run import fake_training
 from tests.stages.test_damaged_inputs import flipped

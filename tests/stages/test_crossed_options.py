@@ -8,11 +8,11 @@ import yaml
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.opening import used
-from drover.pipeline.files import read_lines
 from drover.pipeline.records.metrics import read_metrics
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.store import Store
 from drover.tools.copy_tokens import main as copy_tokens
 from tests.conftest import run_stage
 from tests.object_store import SECRET

@@ -15,11 +15,11 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.convert import convert
+from drover.pipeline.core.files import read_json, sha256_file
 from drover.pipeline.encode import encode
 from drover.pipeline.evaluate import evaluate
-from drover.pipeline.files import read_json, sha256_file
 from drover.pipeline.shard import shard
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.store import Store
 from drover.pipeline.tokenizer import make_tokenizer
 from drover.pipeline.train import train
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints

@@ -8,12 +8,12 @@ from tokenizers import models
 import drover.pipeline.encode as encode_stage
 from drover.pipeline.config.data import EncodeConfig
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json
 from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json
 from drover.pipeline.tokenization import fast, gate
 from drover.pipeline.tokenization.base import joined, reads_back
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character

@@ -13,10 +13,10 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import INTERRUPTED, stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.files import read_json
 from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.evaluate import evaluate
-from drover.pipeline.files import read_json
 from drover.pipeline.report import report
 from tests.conftest import start_stage
 from tests.stages.small_run import TASK, told_of

@@ -9,7 +9,7 @@ import pytest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from tests.conftest import REPOSITORY, environment, run_stage, write_config
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.files import read_lines
-from drover.pipeline.stores.store import Store
+from drover.pipeline.core.files import read_lines
+from drover.pipeline.storage.store import Store
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.conftest import run_stage, write_config
 from tests.object_store import SECRET

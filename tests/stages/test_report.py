@@ -5,7 +5,7 @@ import pytest
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.files import write_json
+from drover.pipeline.core.files import write_json
 from drover.pipeline.report import report
 from tests.reporting.made_up import results, write_run
 

@@ -6,7 +6,7 @@ import pytest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.section import identity
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.stages.training import curve, events, run_train
 from tests.training.sinks.reading import (
     board_points,

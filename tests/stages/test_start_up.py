@@ -11,8 +11,8 @@ import torch.distributed as dist
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.signed import SECRET, MessageError
 from drover.pipeline.contract.telling import Channel, Ended, asked
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.errors import UserError
 from drover.pipeline.training.data.opening import refuse_cut_shards
 from tests.stages.training import run_train
 

@@ -7,8 +7,8 @@ import pytest
 
 import drover.pipeline.tokenizer as stage
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import read_json
 from drover.pipeline.data.text_shards import shard_records
-from drover.pipeline.files import read_json
 from drover.pipeline.tokenization import fast
 from drover.pipeline.tokenization.kinds import load_tokenizer
 from tests.conftest import run_stage, write_config

@@ -13,7 +13,7 @@ import pytest
 from drover.launch.submit import main as submit
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import PROGRESS, Progress, read_state
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.goodput import goodput
 from tests.conftest import REPOSITORY, environment, stage_command

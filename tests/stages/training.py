@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from drover.pipeline.files import read_lines
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import audit

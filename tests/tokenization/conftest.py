@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.config.data import TokenizerConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.gate import ODD
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer

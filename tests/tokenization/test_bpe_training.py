@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from drover.pipeline.config.data import TokenizerConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization import bpe_training
 from drover.pipeline.tokenization.base import SPECIAL_TOKENS
 from drover.pipeline.tokenization.bpe_training import PairCounts, train_bpe

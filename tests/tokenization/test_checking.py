@@ -2,8 +2,8 @@
 
 import pytest
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
-from drover.pipeline.errors import UserError
 from drover.pipeline.tokenization.checking import Check, bitmap, from_bitmap, refuse_failures, summed
 from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer

@@ -4,7 +4,7 @@
 import huggingface_hub
 import pytest
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization.hub import fetched, names_the_hub
 from tests.refusal import refused
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from drover.pipeline.tokenization.kinds import (
     FILES,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.files import read_json
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.files import read_json
 from drover.pipeline.reporting.chapters.data import rare_ids as told_of
 from drover.pipeline.tokenization.kinds import load_tokenizer
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drover.pipeline.config.data import TokenizerConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.tokenization import training
 from drover.pipeline.tokenization.training import Sample, chunked, refuse_skipped, sampled, train_sentencepiece
 from tests.refusal import refused

@@ -8,8 +8,8 @@ from drover.pipeline.config.loading import load_config, save_config
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.files import write_sealed
 from drover.pipeline.data.sampling.packing import Alone, make
-from drover.pipeline.files import write_sealed
 from drover.pipeline.records.checkpoints import FORMAT, MARKER
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table

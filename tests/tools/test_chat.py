@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from drover.model.generate import generate
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.prompts import ChatTemplate
 from drover.pipeline.tokenization.base import BOS
 from drover.pipeline.tokenization.export import write_hugging_face

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from drover.pipeline.contract.run import run_in
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.shard_table import open_shards
-from drover.pipeline.files import sha256_file
 from drover.tools.export_tokens.__main__ import main
 from drover.tools.export_tokens.exporting import MANIFEST
 from tests.conftest import run_python, slow

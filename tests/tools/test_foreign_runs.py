@@ -9,9 +9,9 @@ from drover.launch import status, submit
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import run_in
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sealed_text
 from drover.pipeline.encode import encode
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sealed_text
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import audit, chat, compare, copy_tokens, lm_eval, serve, weights
 from drover.tools.export_tokens import __main__ as export_tokens

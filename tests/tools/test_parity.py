@@ -2,8 +2,8 @@
 
 import pytest
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import append_line
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import append_line
 from drover.tools.parity import main, report, windows
 from tests.refusal import refused
 

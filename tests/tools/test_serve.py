@@ -13,9 +13,9 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
+from drover.pipeline.core.files import append_line
 from drover.pipeline.evaluation.open_model import open_model
 from drover.pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
-from drover.pipeline.files import append_line
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import serve
 from drover.tools.serving.asked import Reader

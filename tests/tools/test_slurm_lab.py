@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.tools import slurm_lab
 from drover.tools.slurm_lab import LONGEST_FOLDER, Lab, LabSettings, check_folder, free_ports, is_open, missing_programs
 from tests.conftest import run_python

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drover.pipeline.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
+from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
 from drover.tools.verify.__main__ import main, share_of, verify
 from drover.tools.verify.checks import WENT, check_file, check_seal
 from drover.tools.verify.inventory import CLEARED, FAR, LOGS, Inventory

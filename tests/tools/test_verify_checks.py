@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from drover.pipeline.files import Ledger, read_sealed, seal_of, sealed_text, write_sealed
+from drover.pipeline.core.files import Ledger, read_sealed, seal_of, sealed_text, write_sealed
 from drover.tools.verify.checks import Check, Findings, check_ledger
 
 

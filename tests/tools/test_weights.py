@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json
 from drover.pipeline.formats.weights import load_model, open_weights
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
 from drover.pipeline.tokenization.export import write_hugging_face

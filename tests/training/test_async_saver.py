@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, whole
 from drover.pipeline.records.checkpoints import MARKER, TrainingProgress
 from drover.pipeline.training import async_saver

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.training import loop
 from drover.pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.device_facts import allocator_facts, memory_explained, peak_flops, want_of_memory
 from drover.pipeline.training.profiling import shares_of
 

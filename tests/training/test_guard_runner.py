@@ -7,9 +7,9 @@ import math
 import pytest
 
 from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.provenance import SeenDocument
-from drover.pipeline.errors import UserError
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.engines.engine import StepResult
 from drover.pipeline.training.guard_runner import GuardRunner

@@ -11,8 +11,8 @@ import torch
 from drover.pipeline.config.guarding import GuardConfig
 from drover.pipeline.config.section import identity
 from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
-from drover.pipeline.errors import UserError
 from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
 from drover.pipeline.training.guards import UNLIMITED, Guards
 

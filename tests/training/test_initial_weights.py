@@ -8,7 +8,7 @@ import torch
 
 from drover.model.config import ModelConfig, RopeScaling
 from drover.model.llama import Llama, initialise
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.weights import open_weights
 from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.training.initial_weights import (

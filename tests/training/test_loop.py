@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.loop import Loop
 from drover.pipeline.training.monitor import Monitor
 

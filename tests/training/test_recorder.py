@@ -10,7 +10,7 @@ import torch
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.state import PROGRESS
-from drover.pipeline.files import read_json
+from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training import recorder as module

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.shard_index import Index
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
 from drover.pipeline.records.checkpoints import TrainingProgress

@@ -13,7 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from drover.pipeline.contract.command_line import Parser, Program, add_run_and_plugins
+from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.core.command_line import Parser, Program
 
 
 def add_options(parser: Parser) -> None:

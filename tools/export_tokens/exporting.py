@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.contract.run import Run
+from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.errors import UserError, require
 from drover.pipeline.tokenization.kinds import vocabulary_record
 from drover.tools.draft import Draft
 from drover.tools.export_tokens import huggingface, megatron

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from drover.pipeline.files import flush, read_json, sha256_json, write_json
+from drover.pipeline.core.files import flush, read_json, sha256_json, write_json
 from drover.tools.export_tokens.part import Part, Region, region_of
 
 ROWS_AT_ONCE = 1000

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import flush
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import flush
 from drover.tools.export_tokens.part import Part, Region
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from drover.pipeline.contract.input_check import committed, refuse_changed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file
 
 BLOCK_TOKENS = 1 << 22
 """Tokens that a process holds at once."""

@@ -25,8 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drover.model.generation.writer import Piece
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.evaluation.open_model import run_of
-from drover.pipeline.files import read_lines
 from drover.tools.serving.asked import KEYS, Asked, Reader
 from drover.tools.serving.worker import Job, RefusedError, Worker
 

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.scores import TokenScore
 from drover.model.generation.writer import Piece
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import parsed_json
 from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
-from drover.pipeline.files import parsed_json
 from drover.tools.serving.worker import RefusedError, Text
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 5

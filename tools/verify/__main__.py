@@ -21,9 +21,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drover.pipeline.console import ProgressBar
-from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run_and_plugins
+from drover.pipeline.config.plugins import add_run_and_plugins
 from drover.pipeline.contract.threads import usable_cores
+from drover.pipeline.core.command_line import Parser, Program, add_json
+from drover.pipeline.core.console import ProgressBar
 from drover.tools.processes import in_order, processes_asked
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drover.pipeline.contract.content_hash import content_hash
+from drover.pipeline.core.files import read_json, seal_of, sealing, sha256_file
 from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.files import read_json, seal_of, sealing, sha256_file
 from drover.tools.verify.shards import text_problems, token_problems
 
 NOT_SEALED = "notes that carry no seal: only seen to be readable"

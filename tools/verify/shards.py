@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.text_shards import read_shard
 from drover.pipeline.data.token_shards import TokenShard, column_offsets, read_batch
-from drover.pipeline.errors import UserError
 
 CHUNK = 1 << 22
 """Tokens or keys in memory at once."""

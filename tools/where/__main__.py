@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from drover.pipeline.contract.command_line import Parser, Program, add_json, add_run_and_plugins
+from drover.pipeline.config.plugins import add_run_and_plugins
+from drover.pipeline.core.command_line import Parser, Program, add_json
 
 
 def add_options(parser: Parser) -> None:

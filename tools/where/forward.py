@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import ranges_of, sample_numbers, spelled
 from drover.pipeline.data.provenance import pieces
-from drover.pipeline.errors import UserError
 from drover.tools.where.steps import Steps
 
 

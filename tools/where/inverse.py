@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.provenance import readings
 from drover.pipeline.data.text_shards import SPLITS, SUFFIX
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.errors import UserError
 from drover.tools.processes import processes_asked
 from drover.tools.where.origin import Corpus
 from drover.tools.where.search import DROPPED, Hit, Wanted, key_hits, rejections, text_hits

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.documents import digest, document_key, place_in
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.text_shards import SPLITS, read_documents
 from drover.pipeline.data.token_shards import KEY_BYTES, TokenShard
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_lines
 from drover.tools.processes import in_order
 
 KEYS_AT_ONCE = 1 << 20

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import sample_numbers
-from drover.pipeline.errors import UserError
 from drover.tools.ledger import Ledger, trained_on
 
 What = Literal["trained", "skipped", "left out", "to come"]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from drover.launch.host import StepEnd
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import StageState
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143

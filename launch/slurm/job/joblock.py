@@ -16,8 +16,8 @@ from pathlib import Path
 
 from drover.launch.slurm.chain import guarded
 from drover.launch.slurm.scheduler import Scheduler
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_record, write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 180.0

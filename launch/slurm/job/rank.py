@@ -17,7 +17,7 @@ from pathlib import Path
 
 from drover.launch.processes import end_with_parent
 from drover.launch.slurm.trust import node_folder, private_folder
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 ASKING = (signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's word that the time limit is near goes to all processes of a step; without a handler they would die of it."""

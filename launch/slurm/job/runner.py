@@ -49,7 +49,7 @@ from drover.launch.slurm.trust import usable_code
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import STOP, StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import complete_checkpoints, step_of
 from drover.pipeline.records.hangs import hang_folder, judge_hang, read_hang
 

@@ -19,7 +19,7 @@ from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import address
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.signed import SECRET
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 STEP_TRIES = 4
 """Calls of srun until a step that cannot be made is given up."""

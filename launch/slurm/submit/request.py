@@ -24,12 +24,12 @@ from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.outside import needed_modules
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
-from drover.pipeline.console import say
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
-from drover.pipeline.errors import EXTRAS, UserError, listed, require
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import EXTRAS, UserError, listed, require
 
 
 def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:

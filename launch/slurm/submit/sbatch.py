@@ -19,9 +19,9 @@ from drover.launch.slurm.submit.options import gpus_asked, options_of
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.plugins import plugin_files, plugin_folders
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import spelled
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.console import spelled
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 
 LOGS = Path("logs") / "slurm"
 SPECS = Path("launch") / "jobs"

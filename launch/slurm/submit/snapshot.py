@@ -17,8 +17,8 @@ from zipfile import ZipFile, ZipInfo
 from drover.launch.credentials import files_with_secrets
 from drover.launch.slurm.trust import archive_of, changed_files, unpack
 from drover.pipeline.contract.stages import REPOSITORY, SNAPSHOT
-from drover.pipeline.errors import UserError, listed
-from drover.pipeline.files import atomic_file
+from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.files import atomic_file
 
 CODE = Path("code")
 PACKAGE = "drover"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drover.pipeline.config.shipped import FILTERS, name_of
+from drover.pipeline.core.errors import UnusableInputError, raised_at
 from drover.pipeline.data.documents import Document, as_values, to_json
 from drover.pipeline.data.filters.base import Filter
-from drover.pipeline.errors import UnusableInputError, raised_at
 
 NO_TEXT = "no text was left"
 MOST_REASONS = 50

@@ -13,13 +13,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from drover.pipeline.config.shipped import name_of
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, write_json
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.data.filters.chain import total
 from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, Item, items_of
 from drover.pipeline.data.filters.item_index import ItemIndex
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, write_json
 
 META = "contamination"
 OUTPUT = "contamination.json"

@@ -15,10 +15,10 @@ from drover.pipeline.config.data import FilesSource
 from drover.pipeline.config.kinds import impossible
 from drover.pipeline.config.section import Section, execution
 from drover.pipeline.config.yaml_source import read_task
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Limit, Place, Unreadable, damage, is_shortage
 from drover.pipeline.data.readers import file_format, file_records
 from drover.pipeline.data.streams import Input, Piece
-from drover.pipeline.errors import UserError
 
 _FORMATS = ("jsonl", "json", "parquet", "csv", "arrow")
 _TASK = (".yaml", ".yml")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.shipped import name_of
+from drover.pipeline.core.errors import AbsentInputError, UserError, listed
 from drover.pipeline.data.filters.base import Filter
-from drover.pipeline.errors import AbsentInputError, UserError, listed
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config

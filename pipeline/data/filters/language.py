@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import Field
 
 from drover.pipeline.config.section import execution
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
-from drover.pipeline.errors import UserError
 
 _LABEL = "__label__"
 _ALL = 1_000_000

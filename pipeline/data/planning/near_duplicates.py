@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.planning.runs import (
     DIGEST,
     LINK,
@@ -30,7 +31,6 @@ from drover.pipeline.data.planning.runs import (
 )
 from drover.pipeline.data.planning.signatures import words
 from drover.pipeline.data.reading import STAGING
-from drover.pipeline.files import atomic_file, output_record
 
 AT_ONCE = 1 << 20
 """Links or documents that are handled at once."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from drover.pipeline.contract.tasks import Unit
+from drover.pipeline.core.files import atomic_file, output_record, sha256_json
 from drover.pipeline.data.planning.near_duplicates import label_components, near_column, read_labels, resolve_partition
 from drover.pipeline.data.planning.runs import (
     DIGEST,
@@ -39,7 +40,6 @@ from drover.pipeline.data.planning.runs import (
 from drover.pipeline.data.planning.shards import Pieces, find_borders, pieces_by_hash, pieces_by_tail, plan_shards
 from drover.pipeline.data.planning.signatures import banding
 from drover.pipeline.data.reading import staged
-from drover.pipeline.files import atomic_file, output_record, sha256_json
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import ShardConfig

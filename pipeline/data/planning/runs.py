@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file, output_record, read_json, write_json
 from drover.pipeline.data.documents import Document, from_json
 from drover.pipeline.data.planning.signatures import NONE
 from drover.pipeline.data.reading import HAS_NUL, HAS_U2581, STAGING, staged
 from drover.pipeline.data.text_shards import SPLITS
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file, output_record, read_json, write_json
 
 TRAIN, HELDOUT, DUPLICATE, NEAR_DUPLICATE = range(4)
 FATES = (*SPLITS, "duplicate", "near_duplicate")

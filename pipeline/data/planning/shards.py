@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record
 from drover.pipeline.data.documents import document_key, from_json, key_fits, to_json
 from drover.pipeline.data.planning.runs import SUMS, TRAIN, Layout, Summary, equal_rows, read_document, sums
 from drover.pipeline.data.reading import INDEX, index_row, staged
 from drover.pipeline.data.text_shards import SPLITS, read_documents, write_members
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record
 
 _BYTES = SUMS.index("text_bytes")
 

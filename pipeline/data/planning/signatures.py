@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.config.data import NearDuplicates
+from drover.pipeline.core.files import atomic_file
 from drover.pipeline.data.mixing import GOLDEN, mixed
-from drover.pipeline.files import atomic_file
 
 PRESETS = {"fineweb": (5, 14, 8), "olmo3": (5, 26, 11)}
 """Words of a shingle, bands, rows. FineWeb (Penedo et al. 2024) aims at a Jaccard similarity of 0.75; Olmo 3 (2025) at

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.config.phases import PhasePlan
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch, assemble
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
 from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
 from drover.pipeline.data.sampling.sequences import TokenStream, Windows
 from drover.pipeline.data.shard_table import Shards, joined
-from drover.pipeline.errors import UserError
 
 Sequences = Windows | Bins
 """The sequences of one length of a pool, by number."""

@@ -28,10 +28,10 @@ import numpy as np
 
 from drover.pipeline.config.mixture import SMALLEST_SHARE, share_too_small
 from drover.pipeline.config.phases import Phase, PhasePlan
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_json
 from drover.pipeline.data.exclusion import Excluded, sample_numbers
 from drover.pipeline.data.mixing import GOLDEN, mixed
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_json
 
 VERSION = 2
 """Version of the order. A change that moves any sample must raise it."""

@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from drover.pipeline.core.errors import UserError, all_problems
+from drover.pipeline.core.files import atomic_file, sha256_json
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
 from drover.pipeline.data.sampling.order import Segment, unpermute
 from drover.pipeline.data.sampling.sequences import Overlap, Span
 from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable, most_open
 from drover.pipeline.data.token_shards import Descriptor, TokenShard
-from drover.pipeline.errors import UserError, all_problems
-from drover.pipeline.files import atomic_file, sha256_json
 
 FORMAT = 2
 PLANNED = ("bins", "pieces", "documents", "cut", "tokens")

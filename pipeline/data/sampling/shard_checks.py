@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.console import spelled
 from drover.pipeline.contract.input_check import LEFT_AFTER_S, Expected, Pace, compared, lowest_priority
+from drover.pipeline.core.console import spelled
 from drover.pipeline.data.exclusion import Range, sample_numbers
 
 TOGETHER = 1 << 16

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.copies.mirror import COPY, Copied, DamagedCopyError, Mirror, copy_files, ledger_of, listed_files
+from drover.pipeline.core.errors import UserError, all_problems
+from drover.pipeline.core.files import sha256_json
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.shards import MEND
-from drover.pipeline.errors import UserError, all_problems
-from drover.pipeline.files import sha256_json
-from drover.pipeline.stores.store import Missing, Store
+from drover.pipeline.storage.mirror import COPY, Copied, DamagedCopyError, Mirror, copy_files, ledger_of, listed_files
+from drover.pipeline.storage.store import Missing, Store
 
 
 def copy_shards(folder: Path, outputs: Sequence[dict[str, Any]], url: str,

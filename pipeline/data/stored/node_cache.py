@@ -24,10 +24,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from drover.pipeline.core.errors import UserError, is_full_disk
+from drover.pipeline.core.files import lock_file, publish, sync
 from drover.pipeline.data.stored.figures import Figures
-from drover.pipeline.errors import UserError, is_full_disk
-from drover.pipeline.files import lock_file, publish, sync
-from drover.pipeline.stores.outcomes import Missing
+from drover.pipeline.storage.outcomes import Missing
 
 CHUNK_BYTES = 1 << 20
 TRIES = 2

@@ -10,10 +10,10 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.stored.node_cache import Closed
 from drover.pipeline.data.stored.shards import MEMORY_BYTES, StoredTokens
-from drover.pipeline.errors import UserError
 
 FETCHES = 4
 """Shards that a rank fetches at once."""

@@ -22,14 +22,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.data.stored.node_cache import NodeCache
 from drover.pipeline.data.stored.ranges import RangeMemory
 from drover.pipeline.data.token_shards import Descriptor, TokenShard
-from drover.pipeline.errors import UserError
-from drover.pipeline.stores.outcomes import Changed, Entry, Missing
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.outcomes import Changed, Entry, Missing
+from drover.pipeline.storage.store import Store
 
 MEMORY_BYTES = 1 << 28
 """For parts of shards that were read ahead."""

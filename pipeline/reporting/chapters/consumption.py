@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.filters.chain import total
 from drover.pipeline.data.sampling.consumption import Consumption, planned, train_tokens
-from drover.pipeline.errors import UserError
 from drover.pipeline.reporting.document import ALL, Table
 from drover.pipeline.reporting.facts import Facts
 

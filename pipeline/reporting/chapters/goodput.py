@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from drover.pipeline.console import duration
+from drover.pipeline.core.console import duration
 from drover.pipeline.records.goodput import CAUSES
 from drover.pipeline.reporting.document import ALL, Bars, Block, Table
 from drover.pipeline.reporting.facts import Facts

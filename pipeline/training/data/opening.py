@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.errors import UserError, all_problems, listed
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.sampling.packing import Planner, read
 from drover.pipeline.data.shard_table import Opener, ShardTable, open_by_source, size_problems
-from drover.pipeline.errors import UserError, all_problems, listed
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from drover.pipeline.config.phases import in_phases
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import say
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.copying import digest_of, survey
@@ -19,7 +20,6 @@ from drover.pipeline.data.stored.figures import NAMES, told
 from drover.pipeline.data.stored.opening import GB, reading, used
 from drover.pipeline.data.stored.read_ahead import ReadAhead
 from drover.pipeline.data.stored.shards import Settings, StoredTokens
-from drover.pipeline.errors import UserError
 from drover.pipeline.parallel.ranks import Ranks
 
 

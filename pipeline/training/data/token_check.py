@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.input_check import committed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_sealed, renamed, write_sealed
 from drover.pipeline.data.sampling.packing import forget
 from drover.pipeline.data.sampling.shard_checks import Damage, ShardChecks
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_sealed, renamed, write_sealed
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, step_of
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 from drover.pipeline.training.hooks import Hook

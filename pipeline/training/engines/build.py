@@ -9,7 +9,7 @@ import torch
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.attention import choose_attention, choose_flash
 from drover.pipeline.parallel.compiler import refuse_without_compiler
 from drover.pipeline.parallel.compiling import compiles

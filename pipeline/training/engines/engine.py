@@ -18,9 +18,9 @@ from torch import Tensor
 from drover.model.attention.choosing import Choice
 from drover.model.attention.layout import PLAIN
 from drover.model.loss import IGNORED
-from drover.pipeline.console import first
+from drover.pipeline.core.console import first
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.errors import UserError
 from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard
 from drover.pipeline.parallel.attention import OWN
 from drover.pipeline.parallel.pipeline_parallel import parameter_names

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.pipeline_parallel import parameter_names
 

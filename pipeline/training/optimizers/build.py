@@ -7,7 +7,7 @@ from torch import nn
 
 from drover.pipeline.config.optimizers import optimizer_kind
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.training.optimizers.base import ElementwiseOptimizer, Optimizer, weights_of
 from drover.pipeline.training.optimizers.wrapped import Wrapped

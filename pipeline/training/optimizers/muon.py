@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drover.pipeline.config.optimizers import optimizer_settings
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.training.optimizers.adamw import AdamW
 from drover.pipeline.training.optimizers.base import Optimizer, Weight

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import own
 from drover.pipeline.training.optimizers.base import Optimizer, Weight, gradients
 

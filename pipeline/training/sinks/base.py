@@ -42,9 +42,9 @@ from typing import Any, Protocol
 
 from drover.pipeline.config.kinds import Kind
 from drover.pipeline.config.shipped import SINKS
-from drover.pipeline.contract.background import BackgroundWorker
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.files import flush, read_record, write_json
+from drover.pipeline.core.background import BackgroundWorker
+from drover.pipeline.core.files import flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
 """What of a step's record is no curve: counted is where the run stands, not how it goes."""

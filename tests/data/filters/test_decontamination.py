@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.comparable_words import comparable_words
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters import evaluation_sets, item_index
 from drover.pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
 from drover.pipeline.data.filters.item_index import ItemIndex
-from drover.pipeline.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.data.filters.test_kinds import made, outcome
 from tests.data.source_files import lines, write_batches, write_jsonl

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drover.pipeline.config.section import identity
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.data.filters.test_kinds import made, outcome
 
 pytest.importorskip("fasttext", reason="of the extra `clean`")

@@ -8,6 +8,7 @@ import numpy as np
 from pyarrow import parquet
 
 from drover.pipeline.config.data import ShardConfig
+from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.documents import Document, to_json
 from drover.pipeline.data.planning import runs
 from drover.pipeline.data.planning.passes import decide
@@ -15,7 +16,6 @@ from drover.pipeline.data.planning.shards import write_shard
 from drover.pipeline.data.planning.signatures import Signer, signature_settings
 from drover.pipeline.data.reading import INDEX, index_row, staged
 from drover.pipeline.data.text_shards import SPLITS, read_documents
-from drover.pipeline.files import atomic_file, output_record
 
 
 class Work:

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pytest
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import columnar
 from drover.pipeline.data.reading import unit_documents
-from drover.pipeline.errors import UserError
 from tests.data.source_files import batch, lost, payload_of, texts, told, write_batches
 
 TEXT = ("text", ["text 0", "text 1", "text 2"])

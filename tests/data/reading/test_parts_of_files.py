@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.contract.content_hash import hash_of_blocks
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data import sources, streams
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import reading_units
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import changed_ns
 from tests.block_digests import block_digests
 from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
 

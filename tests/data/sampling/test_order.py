@@ -13,8 +13,8 @@ from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.mixture import SMALLEST_SHARE
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.order import LEAST, PERIOD, Mix, Order, Pool, Segment, permute, unpermute
-from drover.pipeline.errors import UserError
 from tests.token_shards import plan_of
 
 

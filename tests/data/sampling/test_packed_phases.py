@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.consumption import plan_lines, planned_by
-from drover.pipeline.errors import UserError
 from drover.pipeline.training.data.opening import refuse_beyond
 from drover.tools.audit import Audit, _sequences
 from tests.data.sampling.phased import DOCUMENTS, contents, plans, read_packed, times_read

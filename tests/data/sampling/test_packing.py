@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import IGNORED
 from drover.pipeline.data.sampling.packing import Alone, make, read
-from drover.pipeline.errors import UserError
 from drover.tools.audit import Audit, _sequences
 from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents, read_packed
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered

@@ -11,10 +11,10 @@ from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.mixture import tokens_text
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned, train_tokens
 from drover.pipeline.data.sampling.order import PART, Order, Pool
-from drover.pipeline.errors import UserError
 from tests.token_shards import plan_of
 
 NAMES = ("web", "code", "books")

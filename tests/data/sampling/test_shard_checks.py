@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from drover.pipeline.contract.input_check import Expected
+from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.sampling.shard_checks import ShardChecks
-from drover.pipeline.files import sha256_file
 from tests.waiting import HANG_S, wait_for
 
 ROWS = 6

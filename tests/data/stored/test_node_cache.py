@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.data.stored.node_cache import Closed, NodeCache
-from drover.pipeline.errors import UserError
 
 SIZE = 5000
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.shard_table import ShardTable, open_by_source, open_shards
 from drover.pipeline.data.stored import read_ahead
 from drover.pipeline.data.stored import shards as stored_shards
 from drover.pipeline.data.stored.copying import digest, survey
 from drover.pipeline.data.stored.read_ahead import ReadAhead
-from drover.pipeline.errors import UserError
 from tests.data.stored.made import CLOUDS, copy, make_shards, stored
 from tests.token_shards import assert_same_batches, plan_of
 from tests.waiting import wait_for
@@ -82,7 +82,7 @@ def test_batches_are_equal_whatever_the_cache_holds(made, whole, room):
 
 @pytest.mark.parametrize(("whole", "kind"), [(True, "cut"), (False, "error"), (False, "truncate")])
 def test_a_store_that_fails_for_a_while_gives_a_right_result(made, moto_server, whole, kind):
-    """Other stores and faults, tests/stores/test_failing_stores.py has."""
+    """Other stores and faults, tests/storage/test_failing_stores.py has."""
     tokens = made.tokens(moto_server.url, whole=whole)
     fault = moto_server.fail(kind, times=2, method="GET", path="00003.arrow")
     assert everything(tokens(3, made.records[3], 0)) == everything(made.files[3])

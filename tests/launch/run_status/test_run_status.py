@@ -14,7 +14,7 @@ from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import wanted_ids
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.scheduler import JobInfo
-from drover.pipeline.files import write_json, write_text
+from drover.pipeline.core.files import write_json, write_text
 from tests.launch.run_folders import SETTINGS
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from drover.launch import status as program
 from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, overview, show
-from drover.pipeline.contract.command_line import find_run
-from drover.pipeline.files import write_text
+from drover.pipeline.core.command_line import find_run
+from drover.pipeline.core.files import write_text
 from tests.launch.recorded_slurm import FakeSlurm
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
 

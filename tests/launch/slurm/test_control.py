@@ -11,7 +11,7 @@ from drover.launch.slurm.chain import add_job, in_queue, read_chain
 from drover.launch.slurm.control import cancel, logs, stop
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.state import STOP
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.launch.recorded_slurm import NO_CONTROLLER, FakeSlurm
 from tests.launch.run_folders import HandMade
 

@@ -21,8 +21,8 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record, sha256_file, write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record, sha256_file, write_json
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 from tests.launch.fake_job import chain_of, make_job

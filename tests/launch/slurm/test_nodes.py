@@ -15,7 +15,7 @@ from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.nodes import NODES, address, failing, few, lost, named, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState, log_attempt
-from drover.pipeline.files import append_line, write_sealed
+from drover.pipeline.core.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
 from tests.launch.recorded_slurm import FakeSlurm, queue_line
 

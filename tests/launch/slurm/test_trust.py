@@ -31,8 +31,8 @@ from drover.launch.slurm.trust import (
     owner_problems,
     private_folder,
 )
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import sha256_file
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import sha256_file
 from tests.launch.launcher import snapshot_of
 
 ROOT = os.getuid() == 0

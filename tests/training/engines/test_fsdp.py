@@ -11,9 +11,9 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.console import readable
+from drover.pipeline.core.console import readable
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
-from drover.pipeline.errors import UserError
 from drover.pipeline.parallel import fsdp
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import drawn

@@ -10,7 +10,7 @@ from drover.pipeline.config.optimizers import OPTIMIZERS, OptimizerKind, registe
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.training.optimizers import outside
 from tests.training.optimizers.kit import MODEL, NO, built, everything, give, model_of, same, step
 

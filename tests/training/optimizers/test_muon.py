@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.optimizers.muon import COEFFICIENTS, orthogonal
 from drover.pipeline.training.optimizers.whole_matrices import assign_owners
 from tests.training.optimizers.kit import built, give, model_of, step

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.optimizers.base import Weight
 from drover.pipeline.training.optimizers.wrapped import Wrapped
 from tests.training.optimizers.kit import give, model_of, step

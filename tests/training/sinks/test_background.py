@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
-from drover.pipeline.files import read_lines
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.training.sinks.base import (
     About,
     BackgroundSink,

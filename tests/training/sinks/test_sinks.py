@@ -6,7 +6,7 @@ import time
 import pytest
 
 from drover.pipeline.config.shipped import SINKS
-from drover.pipeline.files import read_lines
+from drover.pipeline.core.files import read_lines
 from drover.pipeline.training.sinks.base import About, JsonLines, TrainingLog, checkpoint_curves, curves
 from tests.training.sinks.reading import board_points, mlflow_run, needs_mlflow, needs_wandb, wandb_records, wandb_rows
 from tests.waiting import wait_for

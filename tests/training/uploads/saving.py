@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import torch
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.copies.mirror import OWNER
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.sharded_tensors import whole
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.mirror import OWNER
+from drover.pipeline.storage.store import Store
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
 from drover.pipeline.training import uploads as module
 from drover.pipeline.training.uploads import take_records, train_records

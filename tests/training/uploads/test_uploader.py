@@ -2,7 +2,7 @@
 
 import pytest
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.training import uploads as module
 from tests.training.uploads.saving import (
     kept,

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.copies.mirror import COPY, OWNER
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import renamed
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import renamed
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage.mirror import COPY, OWNER
+from drover.pipeline.storage.store import Store
 from drover.pipeline.training import uploads as module
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints

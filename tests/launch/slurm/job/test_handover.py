@@ -9,8 +9,8 @@ import pytest
 from drover.launch.slurm.job import joblock
 from drover.launch.slurm.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
 from drover.pipeline.contract.locks import lock
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json, write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json, write_json
 
 
 def hold(job, other, chain="", beat=1):

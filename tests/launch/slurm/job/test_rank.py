@@ -12,7 +12,7 @@ import pytest
 
 from drover.launch.slurm.job.rank import SAVES, defaults, rank_environment, visible_gpus
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 from tests.launch.fake_house import runs
 from tests.waiting import wait_for
 

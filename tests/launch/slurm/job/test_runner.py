@@ -17,7 +17,7 @@ from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
-from drover.pipeline.files import read_json, read_lines
+from drover.pipeline.core.files import read_json, read_lines
 from tests.launch.fake_job import chain_of, make_job
 
 RESTART, DONE = ("crashed", "restart"), ("done", "leave")

@@ -23,8 +23,8 @@ from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.submit import request, sbatch
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import write_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_json
 from tests.launch.recorded_slurm import queue_line
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import read_json
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json
 from tests.launch.launcher import git, snapshot_of
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.copies.mirror import COPY, Mirror, Owner, copy_files, ledger_of
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import publish
-from drover.pipeline.stores.store import Missing, Store
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import publish
+from drover.pipeline.storage.mirror import COPY, Mirror, Owner, copy_files, ledger_of
+from drover.pipeline.storage.store import Missing, Store
 
 FOLDER = "hf/"
 

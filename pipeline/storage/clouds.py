@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.console import say
-from drover.pipeline.errors import UserError, require
-from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import UserError, require
+from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
 
 RETRIES = 8
 """A request is sent so many times more, waiting FIRST_WAIT_S, about twice that ..., at most LONGEST_WAIT_S."""
@@ -53,7 +53,7 @@ _MACHINES_OWN = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/"
 
 
 class Cloud:
-    """A bucket (or container), as `drover.pipeline.stores.store.Store` uses a store: keys are full names."""
+    """A bucket (or container), as `drover.pipeline.storage.store.Store` uses a store: keys are full names."""
 
     def __init__(self, root: str) -> None:
         self._root, self._client = root, client(root)

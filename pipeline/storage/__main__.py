@@ -1,6 +1,6 @@
 """Fetch an export or a checkpoint that was copied to an object store, each file compared with its hash.
 
-    python -m drover.pipeline.copies s3://bucket/models/mine models/mine
+    python -m drover.pipeline.storage s3://bucket/models/mine models/mine
 
 Where it was killed it leaves a hidden folder `.mine-...` beside, which may be removed.
 """
@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from drover.pipeline.contract.command_line import Parser, Program
-from drover.pipeline.copies.export import fetch_copy
+from drover.pipeline.core.command_line import Parser, Program
+from drover.pipeline.storage.export import fetch_copy
 
 
 def add_options(parser: Parser) -> None:
@@ -27,7 +27,7 @@ def work(options: argparse.Namespace) -> None:
     print(f"{options.folder}: {size / 1e6:,.1f} MB, every file as it was copied")
 
 
-main = Program("python -m drover.pipeline.copies", __doc__, add_options, work)
+main = Program("python -m drover.pipeline.storage", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

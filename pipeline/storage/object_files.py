@@ -11,8 +11,8 @@ from functools import cached_property
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.stores.store import Entry, Missing, Store, is_url
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.storage.store import Entry, Missing, Store, is_url
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from drover.pipeline.config.plugins import add_plugin_option
-from drover.pipeline.errors import UserError, is_full_disk, meant, printable
+from drover.pipeline.core.errors import UserError, is_full_disk, meant, printable
 
 RUNS = "runs"
 """Where a run is looked for by its name."""
@@ -145,12 +144,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     which.add_argument("run", nargs="?", metavar="RUN", action=_FoundRun, help="a run's name (demo) or folder "
                        "(runs/demo); --run RUN is the same")
     which.add_argument("--run", metavar="RUN", action=_FoundRun, help=argparse.SUPPRESS)
-
-
-def add_run_and_plugins(parser: argparse.ArgumentParser) -> None:
-    """RUN and --plugin."""
-    add_run(parser)
-    add_plugin_option(parser)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

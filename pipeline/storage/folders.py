@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file, sync
-from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file, sync
+from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
 
 _TEMPORARY = re.compile(r"\.[^/]*-[0-9]+\.tmp$")
 """Names that `atomic_file` gives to what is not finished."""
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Folder:
-    """The disk, as `drover.pipeline.stores.store.Store` uses a store: keys are absolute paths without the first /."""
+    """The disk, as `drover.pipeline.storage.store.Store` uses a store: keys are absolute paths without the first /."""
 
     def list(self, prefix: str) -> list[Entry]:
         """All files below a folder."""

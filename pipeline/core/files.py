@@ -19,11 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
 
-from drover.pipeline.errors import OtherVersionError, UserError
-from drover.pipeline.typed import Count as Count
-from drover.pipeline.typed import Inside as Inside
-from drover.pipeline.typed import like as like
-from drover.pipeline.typed import typed
+from drover.pipeline.core.errors import OtherVersionError, UserError
+from drover.pipeline.core.typed import Count as Count
+from drover.pipeline.core.typed import Inside as Inside
+from drover.pipeline.core.typed import like as like
+from drover.pipeline.core.typed import typed
 
 Kind = TypeVar("Kind")
 

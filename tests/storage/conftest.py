@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from drover.pipeline.stores import store as stores
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage import store as stores
+from drover.pipeline.storage.store import Store
 from tests.conftest import slow
 
 BIG = 2 * stores.BLOCK_BYTES + 12_345

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 from uuid import uuid4
 
-from drover.pipeline.errors import UserError, all_problems
-from drover.pipeline.files import Ledger, Outputs, parsed_json, problem_of, typed
-from drover.pipeline.stores.ordered_map import ordered_map
-from drover.pipeline.stores.store import CHECKED, Entry, Exists, Missing, Store, preflight
+from drover.pipeline.core.errors import UserError, all_problems
+from drover.pipeline.core.files import Ledger, Outputs, parsed_json, problem_of, typed
+from drover.pipeline.core.ordered_map import ordered_map
+from drover.pipeline.storage.store import CHECKED, Entry, Exists, Missing, Store, preflight
 
 COPY = "copy.json"
 OWNER = "owner.json"

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.copies.export import fetch_copy
-from drover.pipeline.copies.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import output_record
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.copying import copy_shards, digest, digest_of, survey
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import output_record
-from drover.pipeline.stores.store import Missing, Store
+from drover.pipeline.storage.export import fetch_copy
+from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, copy_files
+from drover.pipeline.storage.store import Missing, Store
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.data.stored.made import CLOUDS, make_shards
 
@@ -90,8 +90,8 @@ def cut_off(monkeypatch, at):
 def test_cut_off_before_any_change_a_copy_is_the_old_one_the_new_one_or_none_and_goes_on(
         store, files, copy, monkeypatch, tmp_path):
     """What is to go is named until it is gone; what is somebody else's stays."""
-    monkeypatch.setattr("drover.pipeline.copies.mirror.AT_ONCE", 1)
-    monkeypatch.setattr("drover.pipeline.copies.mirror.preflight", lambda store: None)
+    monkeypatch.setattr("drover.pipeline.storage.mirror.AT_ONCE", 1)
+    monkeypatch.setattr("drover.pipeline.storage.mirror.preflight", lambda store: None)
     for at in count(1):
         place = store.join(str(at))
         copy(7, url=place.url)

@@ -14,12 +14,12 @@ import zstandard
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.content_hash import OF_BLOCKS
 from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import sources, streams
 from drover.pipeline.data.reading import unit_documents
-from drover.pipeline.errors import UserError
-from drover.pipeline.stores import store as stores
-from drover.pipeline.stores.object_files import content_number, find, matches
-from drover.pipeline.stores.store import Store
+from drover.pipeline.storage import store as stores
+from drover.pipeline.storage.object_files import content_number, find, matches
+from drover.pipeline.storage.store import Store
 from tests.conftest import slow
 from tests.data.source_files import batch, lines, write_batches
 from tests.refusal import refused
@@ -87,7 +87,7 @@ def small(monkeypatch):
     monkeypatch.setattr(sources, "LEAST_PART", 100_000)
     monkeypatch.setattr(stores, "BLOCK_BYTES", 60_000)
     monkeypatch.setattr(stores, "LITTLE_BYTES", 20_000)
-    monkeypatch.setattr("drover.pipeline.stores.object_files.BEGINNING_BYTES", 15_000)
+    monkeypatch.setattr("drover.pipeline.storage.object_files.BEGINNING_BYTES", 15_000)
     monkeypatch.setattr(streams, "BLOCK_BYTES", 8192)
     monkeypatch.setattr("drover.pipeline.contract.external_inputs.BLOCK_BYTES", 8192)
     monkeypatch.setattr("drover.pipeline.contract.content_hash.BLOCK_BYTES", 8192)
@@ -148,7 +148,7 @@ def units_of(bucket, files, name, **settings):
     "text/a.txt", "frames/a.jsonl.zst", "columns/b.arrow", "tables/a.csv", "values/a.json")])
 def test_what_a_store_does_not_give_is_an_error_and_never_a_loss(files, moto_server, small, name, monkeypatch):
     """Whichever request it is that fails, of the first few: all documents, or an error that names the object."""
-    monkeypatch.setattr("drover.pipeline.stores.clouds.RETRIES", 1)
+    monkeypatch.setattr("drover.pipeline.storage.clouds.RETRIES", 1)
     units = units_of(moto_server, files, name, **({"separator": "\n\n"} if name == "text/a.txt" else {}))
     everything, refused = [list(unit_documents(unit)) for unit in units], Counter()
     assert sum(map(len, everything)) >= 300

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drover.pipeline.contract.command_line import (
+from drover.pipeline.core.command_line import (
     Parser,
     Program,
     add_run,
@@ -15,7 +15,7 @@ from drover.pipeline.contract.command_line import (
     find_model,
     in_colour,
 )
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 class Terminal(io.StringIO):

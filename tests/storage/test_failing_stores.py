@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.stores import store as stores
-from drover.pipeline.stores.clouds import Cloud
-from drover.pipeline.stores.store import Changed, Store, preflight
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.storage import store as stores
+from drover.pipeline.storage.clouds import Cloud
+from drover.pipeline.storage.store import Changed, Store, preflight
 from tests.refusal import refused
 
 
@@ -62,8 +62,8 @@ def test_a_late_answer_is_waited_for_and_a_server_that_hangs_is_given_up(failing
     store.put("x", b"123")
     fault = failing.fail("delay", times=1, method="GET", path="x", seconds=0.5)
     assert store.read("x") == b"123" and fault.met == 1
-    monkeypatch.setattr("drover.pipeline.stores.clouds.REQUEST_S", 0.3)
-    monkeypatch.setattr("drover.pipeline.stores.clouds.RETRIES", 1)
+    monkeypatch.setattr("drover.pipeline.storage.clouds.REQUEST_S", 0.3)
+    monkeypatch.setattr("drover.pipeline.storage.clouds.RETRIES", 1)
     failing.fail("delay", times=10, method="GET", path="x", seconds=3)
     refused(UserError, "read failed", store.read, "x")
 

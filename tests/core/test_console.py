@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from drover.pipeline import console
-from drover.pipeline.console import ProgressBar, duration, say, spelled
+from drover.pipeline.core import console
+from drover.pipeline.core.console import ProgressBar, duration, say, spelled
 
 
 @pytest.mark.parametrize(("seconds", "text"), [

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.stores.store import Changed, Exists, Missing, Store, is_url, preflight
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.storage.store import Changed, Exists, Missing, Store, is_url, preflight
 from tests.refusal import refused
 
 

@@ -20,12 +20,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.files import atomic_file
-from drover.pipeline.stores.clouds import Cloud
-from drover.pipeline.stores.folders import Folder
-from drover.pipeline.stores.ordered_map import ordered_map
-from drover.pipeline.stores.outcomes import Changed, Entry, Exists, Missing
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import atomic_file
+from drover.pipeline.core.ordered_map import ordered_map
+from drover.pipeline.storage.clouds import Cloud
+from drover.pipeline.storage.folders import Folder
+from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
 
 __all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url", "preflight"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drover.pipeline.errors import UserError
+from drover.pipeline.core.errors import UserError
 
 
 class Missing(UserError):  # noqa: N818 - the names say what is so

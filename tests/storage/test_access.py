@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from drover.pipeline.errors import UserError
-from drover.pipeline.stores import clouds
-from drover.pipeline.stores.store import Missing, Store, preflight
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.storage import clouds
+from drover.pipeline.storage.store import Missing, Store, preflight
 from tests.object_store import SECRET
 from tests.refusal import refused
 
@@ -46,7 +46,7 @@ def test_a_bucket_that_is_not_there_is_named(checking):
 
 def test_a_store_that_cannot_be_reached_is_told(failing, monkeypatch):
     monkeypatch.setenv(failing.address, "http://127.0.0.1:1")
-    monkeypatch.setattr("drover.pipeline.stores.clouds.RETRIES", 2)
+    monkeypatch.setattr("drover.pipeline.storage.clouds.RETRIES", 2)
     refused(UserError, rf"{failing.url}.*failed.*can be reached.*{failing.address}", list, Store(failing.url).list())
 
 
