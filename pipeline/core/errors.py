@@ -17,7 +17,7 @@ EXTRAS = {"lm_eval": "eval", "deepspeed": "deepspeed", "submitit": "slurm", "dat
           "fasttext": "clean", "fastokens": "fast", "obstore": "objects", "uvicorn": "serve", "starlette": "serve",
           "torchao": "fp8"}
 """The extra of pyproject.toml that brings a module which only some runs need."""
-CHECKOUT = (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
+CHECKOUT = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
 """Whether this is a checkout, where pip is to install Drover's own requirements and no package of its name."""
 
 
