@@ -109,7 +109,7 @@ def test_a_killed_rank_on_one_box_is_started_again_and_changes_nothing(before, u
                             "--cluster", "local", f"train.hooks={HOOKS}"],
                            env={**environment(), "DROVER_FAULTS": "kill:rank=1,step=7"},
                            cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=HANG_S)
-    assert ended.returncode == 0 and "killed; starting again" in ended.stderr, ended.stderr
+    assert ended.returncode == 0 and "killed by SIGKILL; starting again" in ended.stderr, ended.stderr
     assert_same(config, undisturbed, "train")
     events = [event for event in read_attempts(config.parent / "runs/mini") if event["event"] in ("attempt", "ended")]
     assert [(event["start"], event.get("status"), event.get("from"), event.get("step")) for event in events] == [

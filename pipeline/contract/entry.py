@@ -190,7 +190,7 @@ def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Na
             raise UserError(listed(problems))
     except UserError as error:
         if part is None:
-            with suppress(UserError):  # another process has it: then that one tells how it stands
+            with suppress(UserError, OSError):  # another process has it: then that one tells how it stands
                 other = lock(run.folder, name) if _is_followed(run, name) else None
                 _note_end(run, name, error)
                 del other

@@ -198,7 +198,10 @@ def _digests(stage: str, files: Mapping[str, Stat], run_folder: Path, remember: 
     `remember`, hashes of the same size and time are taken from the run's ledger, and others are noted there at once."""
     keys = {path: f"{stat.st_size} {changed_ns(stat)}" for path, stat in files.items()}
     ledger = Ledger(run_folder / HASHES)
-    known: dict[str, str] = ledger.found(keys) if remember and files else {}
+    known = dict[str, str]()
+    if remember and files:
+        with suppress(OSError):  # the run may be another user's
+            known = ledger.found(keys)
     todo = [path for path in files if path not in known]
     if remember and (size := sum(files[path].st_size for path in todo)) > LONG_BYTES:
         say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or have another time "
@@ -207,7 +210,7 @@ def _digests(stage: str, files: Mapping[str, Stat], run_folder: Path, remember: 
         known[path] = digest
         if remember and run_folder.is_dir():
             with suppress(OSError):  # the run may be another user's
-                ledger.add(path, keys[path], digest)
+                ledger.add(path, keys[path], digest, durable=False)
     return known
 
 

@@ -13,8 +13,9 @@ import os
 import platform
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
@@ -153,7 +154,9 @@ def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         torn = file.seek(0, os.SEEK_END) > 0 and not _ends_with_newline(file)
-        file.write((b"\n" if torn else b"") + line)
+        data = (b"\n" if torn else b"") + line
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         if durable:
             flush(file)
 
@@ -320,20 +323,23 @@ class Ledger:
     """Records of finished tasks in a folder.
 
     Each process appends to a file of its own, a sealed line for a task, which is the task's commit: on the disk before
-    `add` returns. A line that a kill left torn, or that is damaged, does not count; of several lines of one task and
-    key a process's last does, and null takes back what it said before.
+    `add` returns. A line that a kill left torn, or that is damaged, does not count. Of several lines of one task and
+    key the newest counts, by the clocks of those that wrote them; null takes back what was said before.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def add(self, name: str, key: str, record: Any) -> None:
-        """Commit a task. record: a JSON value; None: what this process committed does not count."""
-        path = self.folder / f"{platform.node()}-{os.getpid()}.jsonl"
-        new = not path.exists()
-        _append(path, sealed_line({"task": name, "key": key, "record": record}), durable=True)
+    def add(self, name: str, key: str, record: Any, *, durable: bool = True) -> None:
+        """Commit a task. record: a JSON value; None: what was committed does not count. Without `durable` a power cut
+        may lose it."""
+        path, folder = self.folder / f"{platform.node()}-{os.getpid()}.jsonl", self.folder.is_dir()
+        new = durable and not path.exists()
+        _append(path, sealed_line({"task": name, "key": key, "record": record, "at": time.time_ns()}), durable=durable)
         if new:
             sync(self.folder)
+            if not folder:
+                sync(self.folder.parent)
 
     def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """The records of those tasks that are finished under these keys."""
@@ -345,11 +351,16 @@ class Ledger:
 
     def lines(self) -> Iterator[tuple[str, str, Any]]:
         """Name, key and record of every task that is finished."""
+        found: dict[tuple[str, str], tuple[int, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
-            with open(path, "rb") as file:
-                found = {(value["task"], value["key"]): value["record"]
-                         for line in file if sealing(line) == "sealed" for value in [json.loads(line)]}
-            yield from ((*task, record) for task, record in found.items() if record is not None)
+            with suppress(FileNotFoundError), open(path, "rb") as file:  # --force removes the folder
+                for line in file:
+                    if sealing(line) == "sealed":
+                        value = json.loads(line)
+                        task = value["task"], value["key"]
+                        if task not in found or found[task][0] <= value["at"]:
+                            found[task] = value["at"], value["record"]
+        yield from ((*task, record) for task, (_, record) in found.items() if record is not None)
 
 
 def read_sealed(path: Path) -> Any:

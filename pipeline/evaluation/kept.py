@@ -37,7 +37,7 @@ class KeptParts:
     def __init__(self, folder: Path, made_by: Any, ranks: Ranks, say: Callable[[str], None]) -> None:
         self.ledger, self.ranks, self.say = Ledger(folder), ranks, say
         self.seconds: dict[str, float] = {}
-        self._measured: list[tuple[str, str]] = []
+        self._used: list[tuple[str, str]] = []
         self._made_by = [made_by, {package: metadata.version(package) for package in LIBRARIES}]
 
     def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
@@ -55,7 +55,7 @@ class KeptParts:
             said = f"{record['seconds']:.1f} s"
             if self.ranks.leads:
                 self.ledger.add(name, key, record)
-                self._measured.append((name, key))
+        self._used.append((name, key))
         self.seconds[name] = record["seconds"]
         if self.ranks.leads:
             self.say(f"{name}: {said}")
@@ -71,8 +71,8 @@ class KeptParts:
         return key, self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
 
     def forget(self) -> None:
-        """Let nothing count that was measured in this attempt: its inputs were not what their digests say."""
-        for name, key in self._measured:
+        """Let no part count that this attempt took or measured: its inputs were not what their digests say."""
+        for name, key in self._used if self.ranks.leads else ():
             self.ledger.add(name, key, None)
 
 

@@ -24,6 +24,8 @@ from drover.pipeline.records.metrics import Event, Line, read_metrics
 ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
                       r"""((?:[^\s/"',:\]]+/)?[^\s/"',:\]]+)(?=[\s"',:\]]|$)""")
 """An absolute path; its last two names, if they are below the folder of a person."""
+HOME = re.compile(r"""(?:…|/)/?(?:home|Users)/[^\s/"',:\]]+""")
+"""What is left of a person's folder: in an address, or where a path ends there."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def collect(run: Run) -> Facts:
     return Facts(
         config=run.config, manifests=manifests, results=_optional(folder["evaluate"] / "results.json"), goodput=spent,
         evaluations={step_of(path): found for path in named_after_steps(run.folder / "evaluations")
-                     if (found := _optional(path / "evaluate/results.json"))},
+                     if step_of(path) < manifests["train"].counts["steps"]
+                     and (found := _optional(path / "evaluate/results.json"))},
         metrics=read_metrics(folder["train"] / "metrics.jsonl"),
         samples=[sample for sample in read_lines(folder["train"] / "samples.jsonl", Line)
                  if sample["step"] <= manifests["train"].counts["steps"]],  # a plan made shorter left others
@@ -130,8 +133,9 @@ def _at(time: str) -> float:
 
 
 def shareable(text: str) -> str:
-    """`text` with absolute paths cut to their last two names: a report is shown to others."""
-    return ABSOLUTE.sub(r"…/\1", text)
+    """`text` with absolute paths cut to their last two names, and without names of people: a report is shown to others.
+    """
+    return HOME.sub("…", ABSOLUTE.sub(r"…/\1", text))
 
 
 def _optional(path: Path) -> dict[str, Any]:

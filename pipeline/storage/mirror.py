@@ -5,7 +5,8 @@
     copy.json     put last: every file with size and sha256. Without it there is no copy
 
 Whoever puts files again, or removes them, removes copy.json first: at each moment a copy is whole or none. The process
-that claimed the place last has it; an earlier one finds that out before it changes what counts.
+that claimed the place last has it. An earlier one finds that out before each file that it puts, and before it changes
+what counts: at most the files that it is putting at that moment still arrive. Their hashes show it to who fetches them.
 """
 
 from __future__ import annotations
@@ -141,9 +142,11 @@ class Mirror:
         listed = [{name: record[name] for name in ("path", "bytes", "sha256")} for record in files]
         self.store.put(COPY, (json.dumps({"format": FORMAT, "of": of, "files": listed}, indent=1) + "\n").encode())
 
-    def send(self, folder: Path, records: Sequence[Record],
+    def send(self, folder: Path, records: Sequence[Record], check: Callable[[], None] = lambda: None,
              sent: Callable[[Record, Entry], None] = lambda record, entry: None) -> int:
-        """Put files of `folder`, several at a time; returns their bytes. sent: called after each, in order.
+        """Put files of `folder`, several at a time; returns their bytes.
+
+        check: called before each, raises where nothing is to be put any more. sent: called after each, in order.
 
         Raises:
             UserError: a file is not what its record says (then nothing of it is put), or the store does not take it.
@@ -153,6 +156,7 @@ class Mirror:
             if problem := problem_of(folder / record["path"], record):
                 raise UserError(f"{problem}, so it is not copied to {self.store.url}. Check the disk; delete the file "
                                 f"and run its stage again.")
+            check()
             return self.store.put(record["path"], folder / record["path"])
         for record, entry in zip(records, ordered_map(put, records, AT_ONCE, name="copy"), strict=True):
             sent(record, entry)
@@ -232,9 +236,10 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
     if owner.content is None and there:
         raise UserError(f"{url} holds {min(there)} and perhaps more, but no {OWNER}: it is not the place of a copy. "
                         f"Nothing is written there; give another place.")
-    if owner.content is not None and owner.content["name"] != name:
-        raise UserError(f"{url} holds what was copied of {owner.content['name']}, not of {name}. Nothing there is "
-                        f"overwritten; give another place, or delete what is there.")
+    if owner.content is not None and (owner.content["name"] != name or "id" in owner.content):
+        holds = "the checkpoints" if "id" in owner.content else "what was copied"
+        raise UserError(f"{url} holds {holds} of {owner.content['name']}, not what is to be copied of {name}. Nothing "
+                        f"there is overwritten; give another place, or delete what is there.")
     sent = ledger.found({record["path"]: record["sha256"] for record in files})
 
     old, finished = (owner.content or {}).get("files", []), False
@@ -257,7 +262,7 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
         kept = {record["path"] for record in files}
         owner.claim(name=name, files=sorted({*old, *kept}))
         mirror.reopen()
-        mirror.send(folder, todo, note)
+        mirror.send(folder, todo, owner.refuse_lost, note)
         owner.refuse_lost()
         store.delete(sorted({*old} - kept))
         mirror.finish(of, files)

@@ -73,7 +73,7 @@ class Checkpoints:
         """
         damaged = 0
         for path in self.ranks.by_leader(self._finished):
-            if path.suffix == ".damaged":
+            if ".damaged" in path.name:
                 damaged += 1
                 continue
             marker = self.ranks.by_leader(partial(whole_marker, path))
@@ -97,9 +97,11 @@ class Checkpoints:
         older than a sound one: a kill may have cut short their removal. For one rank."""
         found = []
         for path in sorted(self.folder.glob("step-*"), reverse=True):
-            if path.suffix == ".damaged" or (path / MARKER).exists():
+            if path.suffix == ".tmp":  # those give way to the next save
+                continue
+            if ".damaged" in path.name or (path / MARKER).exists():
                 found.append(path)
-            elif path.suffix != ".tmp":  # those give way to the next save
+            else:
                 self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or its removal was cut "
                          f"short; removed")
                 shutil.rmtree(path)

@@ -85,7 +85,7 @@ class Loop:
                 part()
         except (UserError, OSError):
             if hasattr(self, "uploads"):
-                self.uploads.close()  # otherwise the store stays locked
+                self.uploads.close()  # its thread would keep this process
             raise
 
     # ---- set-up, in this order

@@ -228,7 +228,7 @@ class Uploads:
             raise UserError(problem)
         here = mine is not None and mine.folder == mark
         if theirs is not None and not here:
-            self.say(f"takes over {store.url} from {describe(theirs)}, which copies nothing there any more")
+            self.say(f"takes over {store.url} from {describe(theirs)}, which stops copying there as soon as it looks")
         training = Training(theirs["id"] if theirs else mine.id if mine is not None and here else uuid4().hex, mark)
         write_sealed(folder / TRAINING, asdict(training))
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
@@ -303,7 +303,7 @@ class Uploads:
         temporary = final.with_name(f"{final.name}.tmp")
 
         def ready() -> list[dict[str, Any]]:
-            files = _listed(copy)
+            files = _listed(copy, step)
             needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
             if free < needed:
                 raise UserError(f"The copy of {final.name} has {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are "
@@ -330,6 +330,11 @@ class Uploads:
         finally:
             if ranks.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
+
+    def _check(self) -> None:
+        """On rank 0, `_refuse_stopped`; the others hear of it after their share."""
+        if self.ranks.leads:
+            self._refuse_stopped()
 
     def _refuse_stopped(self) -> None:
         """UserError if nothing is to be copied any more, or the store is another process's by now: called before
@@ -398,7 +403,7 @@ class Uploads:
     def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
         """Send this rank's share; why it failed."""
         share = files[self.ranks.rank::self.ranks.world]
-        return _first([tried(lambda: self._copies.of(step).send(self.checkpoints.path(step), share))])
+        return _first([tried(lambda: self._copies.of(step).send(self.checkpoints.path(step), share, self._check))])
 
     def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
         """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
@@ -421,12 +426,15 @@ class Uploads:
         self._copies.prune(self.config.keep, self.config.permanent_every)
 
 
-def _listed(copy: Mirror) -> list[dict[str, Any]]:
-    """The files of a copy that was there a moment ago; DamagedCopyError if they are not known."""
+def _listed(copy: Mirror, step: int) -> list[dict[str, Any]]:
+    """The files of a copy that was there a moment ago; DamagedCopyError if they are not known, or another step's."""
     try:
-        return list(copy.read()["files"])
+        found = copy.read()
     except Missing as error:
         raise DamagedCopyError(str(error)) from None
+    if found["of"] != str(step):
+        raise DamagedCopyError(f"{copy.store.url} holds the checkpoint of step {found['of']}")
+    return list(found["files"])
 
 
 def train_records(folder: Path, step: int) -> dict[str, bytes]:

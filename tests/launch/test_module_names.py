@@ -35,7 +35,7 @@ if __package__ in (None, ""):  # run as a script: find the packages, and shadow 
 def test_a_script_puts_the_repository_first_on_the_path(script):
     """Before it imports anything of ours. Python itself puts the script's own folder there."""
     before, start, after = (REPOSITORY / script).read_text().partition(START)
-    assert start and "\nfrom drover" in after
+    assert start and "from drover" in after
     assert not [line for line in before.splitlines() if line.startswith("from drover")]
 
 

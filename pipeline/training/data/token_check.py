@@ -168,7 +168,7 @@ class TokenCheck(Hook):
         before = [step_of(path) for path in complete if step_of(path) < min(steps)]
         # Without one before it, the one that this start went on from is better than none.
         last = max(before, default=0 if min(steps) > self._began[0] else self._began[0])
-        for path in named_after_steps(folder):
+        for path in reversed(named_after_steps(folder)):  # after a kill, the newest would be the one to go on from
             step = step_of(path)
             if step > last:
                 renamed(path, f"{SET_ASIDE}{path.name}")
