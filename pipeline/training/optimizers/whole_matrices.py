@@ -100,8 +100,9 @@ class WholeMatrices:
         sent = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
         dist.all_to_all_single(received, torch.cat(sent) if sent else like.new_empty(0), counts,
                                [sum(tensor.numel() for tensor in tensors) for tensors in outgoing], group=self.group)
-        pieces = iter(received.split([math.prod(shape) for shapes in incoming for shape in shapes]))
-        return [[next(pieces).view(tuple(shape)) for shape in shapes] for shapes in incoming]
+        return [[piece.view(tuple(shape)) for piece, shape in zip(part.split([*map(math.prod, shapes)]), shapes,
+                                                                  strict=True)] if shapes else []
+                for part, shapes in zip(received.split(counts), incoming, strict=True)]
 
 
 def _cut(whole: Tensor, place: LocalShard) -> Tensor:
