@@ -118,15 +118,24 @@ class Grid:
         return self.weight_shards * self.tensor
 
     @cached_property
-    def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks of all copies that have this one's stages of the pipeline, None for all; making it is a
-        collective."""
-        if self.pipeline == 1:
+    def copy_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold one copy, or a pipeline rank's part of it, together with this one, None for all; making
+        it is a collective."""
+        if self.replicate == self.pipeline == 1:
             return None
-        size = self.ranks.world // self.pipeline
-        groups = [dist.new_group(list(range(first, first + size)), timeout=self.ranks.patience, group_desc="stage")
-                  for first in range(0, self.ranks.world, size)]
-        return groups[self.pipeline_rank]
+        if self.tensor == 1:
+            return self.weights_mesh.get_group(self.weights_mesh.ndim - 1)
+        if self.weight_shards == 1:
+            return self.mesh["tensor"].get_group()
+        copies = [dist.new_group(list(range(first, first + self.copy_ranks)), timeout=self.ranks.patience,
+                                 group_desc="copy")
+                  for first in range(0, self.ranks.world, self.copy_ranks)]
+        return copies[self.ranks.rank // self.copy_ranks]
+
+    @cached_property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks that have this one's place in the other copies, and this one."""
+        return self.mesh["replicate"].get_group()
 
     def part(self, parameter: torch.Tensor, rank: int | None = None) -> LocalShard:
         """What a rank, by default this one, holds of a parameter that `spread` has placed: first split over the tensor

@@ -24,7 +24,7 @@ NAMES = {"allgather_": "all-gather", "_allgather_base_": "all-gather", "all_gath
 
 @dataclass(frozen=True, order=True)
 class Channel:
-    """A kind of collective in a group. group: an axis of the grid, `weights` (shard and context), `stage`, or `all
+    """A kind of collective in a group. group: an axis of the grid, `weights` (shard and context), `copy`, or `all
     ranks`. ranks: in the group."""
 
     group: str

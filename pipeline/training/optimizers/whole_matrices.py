@@ -1,9 +1,12 @@
 """Whole matrices of spread ones: each is put together on one rank, its owner, computed with there, and sent back.
 
 A product of a whole matrix on one rank has the same bits under every layout of ranks; products of spread matrices
-(torch's own on DTensors) add up in another order, and communicate each time. A step has two exchanges, whatever the
-number of matrices: within a copy of the model, every rank sends its pieces of matrices that this copy owns to their
-owners; then the owners send the results' pieces to the ranks of all copies.
+(torch's own on DTensors) add up in another order, and communicate each time. A step has three exchanges, whatever the
+number of matrices:
+
+    1. within a copy of the model, every rank sends its pieces of matrices that this copy owns to their owners;
+    2. the owners send the results' pieces back;
+    3. between copies, ranks of the same place exchange the pieces of results, since each copy computed its share only.
 """
 
 from __future__ import annotations
@@ -46,16 +49,15 @@ class WholeMatrices:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], grid: Grid) -> None:
+        self.grid = grid
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         # Copies of the model lie in it alike: the places in the first are those in all.
         self.places = {name: [grid.part(parameter, rank) for rank in range(grid.copy_ranks)]
                        for name, parameter in parameters.items()}
-        members, self.copy_ranks = grid.replicate * grid.copy_ranks, grid.copy_ranks
-        owners = assign_owners(self.shapes, members)
-        self.owned = [[name for name in self.shapes if owners[name] == member] for member in range(members)]
-        self.here = grid.ranks.rank % members
-        # Making a group is a collective: not to be left to the first step.
-        self.group = grid.stage_group if members > 1 else None
+        self.owners = assign_owners(self.shapes, grid.replicate * grid.copy_ranks)
+        self.here = grid.ranks.rank % grid.copy_ranks
+        if grid.ranks.world > 1:  # making groups is a collective: not to be left to the first step
+            _ = grid.copy_group, grid.replicate > 1 and grid.replicate_group
 
     def transform(self, pieces: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """`function` of every whole matrix, of which each rank gives and gets its own piece.
@@ -64,47 +66,77 @@ class WholeMatrices:
             pieces: this rank's rectangle of each matrix, in one element type and on its device.
             function: from a whole matrix to another of the same shape and element type. Called on the matrix's owner.
         """
-        like, mine = next(iter(pieces.values())), self.owned[self.here]
-        whole = pieces if self.copy_ranks == 1 else self._gathered(pieces, mine, like)
-        results = [function(whole[name]) for name in mine]
-        if len(self.owned) == 1:
-            return dict(zip(mine, results, strict=True))
+        if self.grid.ranks.world == 1:
+            return {name: function(piece) for name, piece in pieces.items()}
+        like = next(iter(pieces.values()))
+        copy, ranks = self.grid.replica, range(self.grid.copy_ranks)
+        mine = self._owned(copy, self.here)
+        gathered = self._exchange(
+            [[pieces[name] for name in self._owned(copy, rank)] for rank in ranks],
+            [[self.places[name][rank].size for name in mine] for rank in ranks], like)
+        results = [function(self._assemble(name, [gathered[rank][number] for rank in ranks], like))
+                   for number, name in enumerate(mine)]
         returned = self._exchange(
-            [[_cut(result, self._place(name, member)) for name, result in zip(mine, results, strict=True)]
-             for member in range(len(self.owned))],
-            [[self._place(name, self.here).size for name in owned] for owned in self.owned], like)
-        return {name: piece for owned, part in zip(self.owned, returned, strict=True)
-                for name, piece in zip(owned, part, strict=True)}
+            [[_cut(result, self.places[name][rank]) for name, result in zip(mine, results, strict=True)]
+             for rank in ranks],
+            [[self.places[name][self.here].size for name in self._owned(copy, rank)] for rank in ranks], like)
+        found = {name: piece for rank in ranks
+                 for name, piece in zip(self._owned(copy, rank), returned[rank], strict=True)}
+        return self._share(found, like) if self.grid.replicate > 1 else found
 
-    def _gathered(self, pieces: Mapping[str, Tensor], mine: Sequence[str], like: Tensor) -> dict[str, Tensor]:
-        """The whole matrices that this rank owns, of the pieces in its copy of the model."""
-        copies = [member // self.copy_ranks == self.here // self.copy_ranks for member in range(len(self.owned))]
-        received = self._exchange(
-            [[pieces[name] for name in owned] if here else [] for owned, here in zip(self.owned, copies, strict=True)],
-            [[self._place(name, member).size for name in mine] if here else [] for member, here in enumerate(copies)],
-            like)
-        whole = {name: like.new_empty(self.shapes[name]) for name in mine}
-        for member, parts in enumerate(received):
-            for name, part in zip(mine, parts, strict=False):  # other copies send nothing
-                _cut(whole[name], self._place(name, member)).copy_(part)
+    def _owned(self, copy: int, rank: int) -> list[str]:
+        """The matrices that a rank of a copy owns."""
+        owner = copy * self.grid.copy_ranks + rank
+        return [name for name in self.shapes if self.owners[name] == owner]
+
+    def _assemble(self, name: str, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        whole = like.new_empty(self.shapes[name])
+        for place, part in zip(self.places[name], parts, strict=True):
+            _cut(whole, place).copy_(part)
         return whole
-
-    def _place(self, name: str, member: int) -> LocalShard:
-        return self.places[name][member % self.copy_ranks]
 
     def _exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Sequence[int]]],
                   like: Tensor) -> list[list[Tensor]]:
-        """Send the tensors outgoing[member] to each member; what came from each, of the shapes in incoming."""
+        """Send the tensors outgoing[rank] to each rank of this copy; what came from each, of the shapes in incoming."""
+        if self.grid.copy_ranks == 1:
+            return [list(tensors) for tensors in outgoing]
         counts = [sum(map(math.prod, shapes)) for shapes in incoming]
         received = like.new_empty(sum(counts))
-        sent = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
-        dist.all_to_all_single(received, torch.cat(sent) if sent else like.new_empty(0), counts,
-                               [sum(tensor.numel() for tensor in tensors) for tensors in outgoing], group=self.group)
-        return [[piece.view(tuple(shape)) for piece, shape in zip(part.split([*map(math.prod, shapes)]), shapes,
-                                                                  strict=True)] if shapes else []
-                for part, shapes in zip(received.split(counts), incoming, strict=True)]
+        dist.all_to_all_single(received, _flat([tensor for tensors in outgoing for tensor in tensors], like), counts,
+                               [sum(tensor.numel() for tensor in tensors) for tensors in outgoing],
+                               group=self.grid.copy_group)
+        return [_shaped(part, shapes) for part, shapes in zip(received.split(counts), incoming, strict=True)]
+
+    def _share(self, found: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+        """Also the pieces that other copies computed, which have this rank's place in them."""
+        owned = [[name for rank in range(self.grid.copy_ranks) for name in self._owned(copy, rank)]
+                 for copy in range(self.grid.replicate)]
+        shapes = [[self.places[name][self.here].size for name in names] for names in owned]
+        longest = max(sum(map(math.prod, sizes)) for sizes in shapes)
+        sent = like.new_zeros(longest)
+        flat = _flat([found[name] for name in owned[self.grid.replica]], like)
+        sent[:len(flat)] = flat
+        received = [torch.empty_like(sent) for _ in owned]
+        dist.all_gather(received, sent, group=self.grid.replicate_group)
+        return {name: piece for names, sizes, part in zip(owned, shapes, received, strict=True)
+                for name, piece in zip(names, _shaped(part, sizes), strict=True)}
 
 
 def _cut(whole: Tensor, place: LocalShard) -> Tensor:
     """The rectangle of a whole matrix that lies at a place, as a view."""
     return whole[tuple(slice(start, start + count) for start, count in zip(place.offset, place.size, strict=True))]
+
+
+def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """All elements in a row."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_empty(0)
+
+
+def _shaped(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors of given shapes that lie in a row, as views; what comes after them is padding."""
+    found, at = [], 0
+    for shape in shapes:
+        count = math.prod(shape)
+        found.append(flat[at:at + count].view(tuple(shape)))
+        at += count
+    return found
