@@ -17,7 +17,7 @@ RUN apt-get update \
 WORKDIR /opt/drover
 COPY constraints.txt ./
 RUN if [ -n "$TORCH_INDEX" ]; then \
-      pip install --no-cache-dir --constraint constraints.txt --index-url "$TORCH_INDEX" torch; \
+      pip install --no-cache-dir --constraint constraints.txt --extra-index-url "$TORCH_INDEX" torch; \
     fi
 COPY pyproject.toml README.md LICENSE ./
 COPY drover drover

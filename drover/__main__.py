@@ -53,7 +53,8 @@ _drover() {{
   case "$COMP_CWORD ${{COMP_WORDS[1]}} $word" in
     1\\ *) words="{commands}" ;;
 {cases}
-    *) words="$(ls {runs} 2>/dev/null)" ;;
+    *) local IFS=$'\n'  # the shell must not read the names of folders as words of its own
+       COMPREPLY=($(cd {runs} 2>/dev/null && compgen -d -- "$word")); return ;;
   esac
   COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
@@ -93,6 +94,7 @@ def completion(shell: str) -> str:
         words = [str(choice) for action in actions if not action.option_strings for choice in action.choices or ()]
         cases += [f'    *\\ {command}\\ -*) words="{" ".join(options)}" ;;',
                   *([f'    *\\ {command}\\ *) words="{" ".join(words)}" ;;'] if words else [])]
+    cases.append(f'    *\\ completion\\ *) words="{" ".join(SHELLS)}" ;;')
     script = COMPLETION.format(commands=" ".join([*COMMANDS, "completion"]), cases="\n".join(cases), runs=RUNS)
     return "autoload -U +X bashcompinit && bashcompinit\n" * (shell == "zsh") + script
 

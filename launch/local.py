@@ -69,8 +69,11 @@ def find_machine() -> Machine:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-        gpus = len(listing)
-        memory = min((int(mib) << 20 if mib.strip().isdigit() else 0 for mib in listing), default=0)
+        gpus, chosen = len(listing), os.environ.get("CUDA_VISIBLE_DEVICES")
+        sizes = [int(mib) << 20 if mib.strip().isdigit() else 0 for mib in listing]
+        if chosen is not None:  # by their numbers; of those chosen otherwise the memory is not known
+            sizes = [sizes[int(one)] if one.isdecimal() and int(one) < gpus else 0 for one in chosen.split(",")]
+        memory = min(sizes, default=0)
     except (OSError, subprocess.SubprocessError):
         gpus, memory = visible_gpus({}), 0
     if "CUDA_VISIBLE_DEVICES" in os.environ:

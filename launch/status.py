@@ -58,6 +58,8 @@ def work(options: argparse.Namespace) -> int:
     run = options.named or options.run
     if run is None and options.watch is not None:
         raise UserError("--watch follows one run: name it.")
+    if options.watch is not None and not options.watch >= 0:
+        raise UserError(f"--watch takes seconds, not {options.watch:g}.")
     folders = [find_run(run, options.runs_dir)] if run else runs_in(Path(options.runs_dir))
     if options.json:
         print(json.dumps([as_json(standing) for standing in look(folders, Scheduler())], indent=1))

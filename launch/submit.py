@@ -33,7 +33,7 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.core.command_line import Parser, Program, add_json, add_run
+from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run
 from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -172,8 +172,8 @@ def _cluster(options: argparse.Namespace) -> tuple[str, str]:
         return "slurm", "no sbatch here: only shown"
     if explicit:
         raise UserError(f"--nodes and --gpus-per-node are asked of Slurm, but this runs here ({why}). Leave them out "
-                        f"(launch.processes=N sets the ranks here), use --cluster slurm where Slurm is, or add "
-                        f"--dry-run to see what it would get.")
+                        f"(launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; "
+                        f"`drover plan --cluster slurm` shows what it would get.")
     return "local", why
 
 
@@ -227,7 +227,7 @@ def _asking(parser: Parser, name: str, **about: Any) -> None:
 
 
 def _log_options(parser: Parser) -> None:
-    add_run(parser)
+    parser.add_argument("run", metavar="RUN", action=FoundRun, help="a run's name (demo) or folder (runs/demo)")
     parser.add_argument("stage", metavar="STAGE")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank (0)")
     parser.add_argument("--follow", action="store_true", help="go on as it grows, over restarts")
@@ -263,7 +263,7 @@ script = Program("python launch/submit.py", __doc__, add_options, _launch, mixed
 run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
 show_plan = Program("drover plan", "Show what `drover run` would do with these options, and start nothing.",
                     _plan_options, _plan, mixed=True)
-show_logs = Program("drover logs", "Show what a stage's newest start printed.", _log_options, _logs)
+show_logs = Program("drover logs", "Show what a stage's newest start printed.", _log_options, _logs, mixed=True)
 stop = Program("drover stop", "Let training save its state and leave; it does not go on by itself.", add_run, _stop)
 cancel = Program("drover cancel", "Remove a run's jobs from Slurm, last ones first.", add_run, _cancel)
 why = Program("drover why", "Say why a stage is up to date, or is not.",

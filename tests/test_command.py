@@ -66,7 +66,7 @@ def test_a_plan_is_told_to_programs(tmp_path, capsys):
 
 @pytest.mark.parametrize(("words", "offered"), [
     (["dr"], []), (["tr"], ["trace"]), (["audit", "--j"], ["--json"]), (["audit", ""], ["demo", "trial"]),
-    (["lab", "kill"], ["kill-node"]), (["status", "de"], ["demo"])])
+    (["lab", "kill"], ["kill-node"]), (["completion", ""], ["bash", "zsh"]), (["status", "de"], ["demo"])])
 def test_bash_completes_commands_options_and_runs(words, offered, tmp_path):
     for name in ("demo", "trial"):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -74,7 +74,10 @@ def test_bash_completes_commands_options_and_runs(words, offered, tmp_path):
     script = (f"{completion('bash')}\nCOMP_WORDS=({given}); COMP_CWORD={len(words)}; _drover\n"
               'printf "%s\\n" "${COMPREPLY[@]}"')
     found = subprocess.run(["bash", "-c", script], cwd=tmp_path, text=True, capture_output=True, check=True)
-    assert found.stdout.split() == offered
+    assert sorted(found.stdout.split()) == offered
+    (tmp_path / "runs" / "$(touch executed)").mkdir(parents=True)
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("shell", SHELLS)

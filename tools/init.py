@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import math
 import os
 import re
@@ -196,7 +197,7 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
                   f"vocab_size: {shape.vocab_size}   # about the square root of the text's bytes")
     return f"""\
 # Proposed for {corpus.files:,} files with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know better.
-name: {name}
+name: {_quoted(name)}
 
 shard:
   sources:
@@ -236,7 +237,12 @@ evaluate:
 
 
 def _flow(texts: list[str]) -> str:
-    return "[" + ", ".join('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts) + "]"
+    return f"[{', '.join(map(_quoted, texts))}]"
+
+
+def _quoted(text: str) -> str:
+    """A text in YAML, whatever is in it: JSON's form."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _name(folder: Path) -> str:

@@ -187,10 +187,10 @@ class Scheduler:
 
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; nothing where Slurm does not answer."""
-        return [NodeKind(partition.rstrip("*"), partition.endswith("*"), int(nodes), int(cpus), int(memory),
-                         sum(int(count or 1) for count in GPUS.findall(gres)))
-                for partition, nodes, cpus, memory, gres in self._rows(
-                    "sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G")]
+        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G")
+        return [NodeKind(row[0].rstrip("*"), row[0].endswith("*"), int(row[1]), int(row[2]), int(row[3]),
+                         sum(int(count or 1) for count in GPUS.findall(row[4])))
+                for row in rows if "".join(row[1:4]).isdecimal()]
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""
@@ -223,13 +223,15 @@ class Scheduler:
         rows = self._rows("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids),
                           "--format", "JobID,State,Reason,NodeList,ElapsedRaw,JobName")
         # Whom squeue does not know neither waits nor runs: then the database has missed the end.
-        return [JobInfo(id, state.partition(" ")[0], reason, _word(nodes), _number(elapsed), name=name)
-                for id, state, reason, nodes, elapsed, name in rows if state.partition(" ")[0] in ENDED]
+        return [JobInfo(id, state.partition(" ")[0], reason, _word(nodes), _number(elapsed), name="|".join(name))
+                for id, state, reason, nodes, elapsed, *name in rows if state.partition(" ")[0] in ENDED]
 
     def _rows(self, *command: str) -> list[list[str]]:
         """The rows of an answer whose columns are parted by bars; none where Slurm does not answer."""
         answer = self._ask(*command)
-        return [line.strip().split("|") for line in answer.out.splitlines() if answer.status == 0 and "|" in line]
+        columns = command[-1].count("|") + command[-1].count(",") + 1
+        rows = [line.strip().split("|") for line in answer.out.splitlines() if answer.status == 0]
+        return [row for row in rows if len(row) >= columns]  # a name may hold bars
 
     def _ask(self, *command: str) -> _Answer:
         try:

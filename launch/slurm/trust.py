@@ -121,7 +121,7 @@ def local_copy(code: Path, content: str) -> Path:
         if changed_files(final):
             unpack(final)
             for old in final.parent.glob("code-*.compared"):
-                if time.time() - old.stat().st_mtime > UNUSED_S:
+                if old != compared and time.time() - old.stat().st_mtime > UNUSED_S:
                     shutil.rmtree(old.with_suffix(""), ignore_errors=True)
                     archive_of(old.with_suffix("")).unlink(missing_ok=True)
                     old.unlink()

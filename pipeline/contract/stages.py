@@ -228,6 +228,6 @@ def parse_stages(text: str) -> list[str]:
     asked = {part.strip() for part in text.split(",") if part.strip()}
     unknown = sorted(asked - set(STAGES) - {"all"})
     if unknown or not asked:
-        raise UserError(f"--stage does not know {', '.join(unknown) or 'an empty list'}. "
+        raise UserError(f"There is no stage {', '.join(unknown) or 'in an empty list'}. "
                         f"The stages are {', '.join(STAGES)}, or all.")
     return [name for name in STAGES if "all" in asked or name in asked]

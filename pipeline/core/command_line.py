@@ -131,7 +131,9 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() or (folder / "launch").is_dir()
 
 
-class _FoundRun(argparse.Action):
+class FoundRun(argparse.Action):
+    """Takes a run's name or folder for the folder."""
+
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
                  ) -> None:
         if values is not None:
@@ -141,9 +143,9 @@ class _FoundRun(argparse.Action):
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN, also after --run, for programs that work on one run."""
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("run", nargs="?", metavar="RUN", action=_FoundRun, help="a run's name (demo) or folder "
+    which.add_argument("run", nargs="?", metavar="RUN", action=FoundRun, help="a run's name (demo) or folder "
                        "(runs/demo); --run RUN is the same")
-    which.add_argument("--run", metavar="RUN", action=_FoundRun, help=argparse.SUPPRESS)
+    which.add_argument("--run", metavar="RUN", action=FoundRun, help=argparse.SUPPRESS)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -139,7 +139,7 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
             except UserError as error:
                 problems.append(f"source {source.name}: {error}")
             continue
-        full = Path(os.path.abspath(Path(pattern).expanduser()))  # noqa: PTH100 - without `..`: a file has one name
+        full = _without_dots(Path(pattern).expanduser().absolute())
         # A name with [ or ] in it that exists is meant literally.
         matches = [str(full)] if full.is_file() else glob.glob(str(full), recursive=True)  # noqa: PTH207 - absolute
         files = [path for path in map(Path, matches) if path.is_file()]
@@ -150,6 +150,18 @@ def _matching(source: FilesSource) -> tuple[list[InputFile], list[str]]:
                             f" ({_looked_in(full)}). Correct `paths`.")
         found.update(dict.fromkeys(files))
     return list(found), problems
+
+
+def _without_dots(path: Path) -> Path:
+    """An absolute path or glob without `..`, so that a file has one name however it is written; of symbolic links only
+    those that a `..` leads out of are followed."""
+    made = Path(path.anchor)
+    for part in path.parts[1:]:
+        if part != ".." or made.name == ".." or glob.has_magic(made.name):
+            made /= part
+        else:
+            made = (made.resolve() if made.is_symlink() else made).parent
+    return made
 
 
 def _pure(path: InputFile) -> PurePath:

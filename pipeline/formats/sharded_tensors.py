@@ -152,7 +152,10 @@ class CheckpointReader:
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
             content = parsed_json((folder / INDEX).read_bytes() if index is None else index)
-            version = content.get("version") if isinstance(content, dict) else None
+            version = content.get("version", _VERSION) if isinstance(content, dict) else _VERSION
+            if version != _VERSION:
+                raise UserError(f"The checkpoint {folder} has form {version!r:.20}, and this Drover reads form "
+                                f"{_VERSION}. Use the version of Drover that wrote it.")
             content = typed(content, _Content)
             self._files, self._tensors = content["files"], content["tensors"]
             self._cuts: list[Cut] = [np.array(pieces, np.int64) for pieces in content["cuts"]]
@@ -162,9 +165,6 @@ class CheckpointReader:
                 raise ValueError("it names a file that is not beside it")
         except (OSError, ValueError, IndexError, OverflowError) as error:
             raise self._problem(f"{INDEX} is missing or torn ({error})") from error
-        if version != _VERSION:
-            raise UserError(f"The checkpoint {folder} has form {version}, and this Drover reads form {_VERSION}. Use "
-                            f"the version of Drover that wrote it.")
 
     def close(self) -> None:
         """Close the files."""

@@ -68,7 +68,7 @@ def _cached(folder: Path) -> int:
 
 def _of_process() -> Iterator[int]:
     used = psutil.Process().memory_info()
-    for kind, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, used.data)):
+    for kind, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
             yield max(0, soft - size)

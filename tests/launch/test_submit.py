@@ -115,7 +115,7 @@ def test_finished_partial_and_stale_stages(launcher):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--stage", "tran"], ["does not know tran", "convert, evaluate, report, or all"]),
+    (["--stage", "tran"], ["There is no stage tran", "convert, evaluate, report, or all"]),
     (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
     (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
     (["--stage", "all", "train.batch_tokens=8448", "train.warmup_steps=99", "model.heads=7"],
@@ -128,7 +128,7 @@ def test_finished_partial_and_stale_stages(launcher):
     (["--stage", "train", "train.attention=nosuch:Nope", "--stage", "all"],
      ["train.attention names nosuch:Nope, but there is no module nosuch"]),
     ([], ["No stage is given"]),
-    (["--why", "trian"], ["does not know trian"]),
+    (["--why", "trian"], ["There is no stage trian"]),
     (["--explain", "train.lrr"], ["There is no setting 'train.lrr'"]),
 ])
 def test_refusals_start_nothing(launcher, arguments, said):

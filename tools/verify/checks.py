@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,10 +207,13 @@ def check_plan(found: Findings, path: Path) -> None:
 
 def check_tensorboard(found: Findings, path: Path) -> None:
     """A file of TensorBoard's: each of its records carries checksums."""
+    found.files, found.bytes = 1, path.stat().st_size
+    if find_spec("tensorboard") is None:
+        found.note("curves that are not read, since the package tensorboard is not installed", path)
+        return
     from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
     reader = PyRecordReader_New(str(path))
-    found.files, found.bytes = 1, path.stat().st_size
     try:
         while True:
             reader.GetNext()

@@ -88,7 +88,7 @@ class Inventory(Findings):
         try:
             run = run_in(self.folder)
         except Exception as error:  # noqa: BLE001 - a changed byte of YAML may be anything
-            if seal_of(config) == "sealed":
+            if config.is_file() and seal_of(config) == "sealed":
                 raise UserError(f"{config} cannot be read: {error}") from None
         folders = {stage: run.stage_folder(stage) if run else self.folder / stage for stage in STAGES}
         for stage, folder in folders.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from drover.launch.plan import Job
+from drover.launch.plan import OPTIONS, Job
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.contract.stages import STAGES
 
@@ -60,6 +60,8 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
         for name in long_options(extra):
             if len(name) == 1:
                 yield f"{where} holds {name}; write the long name of sbatch's option -{name} (man sbatch)."
+            elif where == "launch.extra" and name in OPTIONS:
+                yield f"{where} holds {name}. Say it with launch.{name}; a stage's own stands in its extra."
             elif name in DECIDED:
                 way = f"Say it with {DECIDED[name]}." if DECIDED[name] else "Leave it out."
                 yield f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}"

@@ -88,6 +88,10 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
     class Executor(SlurmExecutor):
         """Submits the job's script in place of a pickled function, and does not wait for sbatch without end."""
 
+        @classmethod
+        def affinity(cls) -> int:
+            return 2  # without it, submitit asks for srun here, on the login node
+
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             return _script(config, job, ids)
 

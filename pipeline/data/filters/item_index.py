@@ -48,7 +48,8 @@ class ItemIndex:
 
     def found_in(self, text: str) -> list[int]:
         """Numbers of the texts of which an n-gram stands in a document, ascending."""
-        found: list[int] = np.unique(np.searchsorted(self._starts, self.places_in(text), side="right") - 1).tolist()
+        places = sorted(set(self.places_in(text)))
+        found: list[int] = np.unique(np.searchsorted(self._starts, places, side="right") - 1).tolist()
         return found
 
     def shares(self, met: np.ndarray) -> list[float | None]:

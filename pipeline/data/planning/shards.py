@@ -6,6 +6,7 @@ With `heldout_rule: tail` the end of each source is its held-out split, exact to
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,8 +98,9 @@ def _cut(pieces: Pieces, target: float) -> Iterator[list[list[Any]]]:
     starts = np.cumsum([0, *(piece.sums[_BYTES] for piece in own)]).tolist()
     total, count = starts[-1], ceil(starts[-1] / target)
     for low, high in pairwise(-(-number * total // max(1, count)) for number in range(count + 1)):
-        yield [[piece.unit, piece.first, piece.end, piece.cut, [max(0, low - start), min(end, high) - start]]
-               for piece, (start, end) in zip(own, pairwise(starts), strict=True) if start < high and low < end]
+        first, end = bisect_right(starts, low) - 1, bisect_left(starts, high)  # of the pieces that reach into the shard
+        yield [[piece.unit, piece.first, piece.end, piece.cut, [max(0, low - start), min(after, high) - start]]
+               for piece, (start, after) in zip(own[first:end], pairwise(starts[first:end + 1]), strict=True)]
 
 
 def _before(index: np.ndarray) -> np.ndarray:
