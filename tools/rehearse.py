@@ -21,7 +21,7 @@ import sys
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.command_line import Parser, Program, add_json
+from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
 from drover.pipeline.core.errors import UserError
 
 
@@ -41,6 +41,7 @@ def work(options: argparse.Namespace) -> int:
     """Rehearse and print; 1 where it does not fit."""
     if options.config is None or options.ranks is None:
         raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
+    refuse_low(options, "ranks")
     if options.spend and (options.memory is None or options.json or options.cpu or options.rank):
         raise UserError("--spend needs --memory GB, how much a GPU has. It does not go with --json, --cpu or --rank.")
     return (spent if options.spend else rehearsed)(load_config(options.config, options.overrides), options)

@@ -95,7 +95,8 @@ def go_on(run: RunFiles) -> str:
     """The command that continues the run: that of the submission, which must not force again what it has forced."""
     if run.chain:
         return shlex.join(["python", *(word for word in run.chain.command if word != "--force")])
-    return f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))}"
+    return (f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))} "
+            f"--cluster local")
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:
