@@ -20,6 +20,7 @@ import torch
 
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.training.engines.build import ZBV_TORCH
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.crossing import covering, every, pairwise
 from tests.parallel.groups import REPOSITORY, run_case
@@ -304,6 +305,8 @@ def lacks(case: Case) -> str:
     """What a case needs that this machine does not have; empty where there is all."""
     if case.settings.get("precision") == "fp8" and importlib.util.find_spec("torchao") is None:
         return "no torchao, which fp8 needs: pip install --editable '.[fp8]'"
+    if case.settings.get("parallel", {}).get("pp_schedule") == "zbv" and torch.__version__ < ZBV_TORCH:
+        return f"zbv needs torch {ZBV_TORCH}"
     needs = {"inductor": case.settings.get("backend") == "inductor", "DeepSpeed": kind_of(case) == "deepspeed"}
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if any(needs.values()) and not any(map(shutil.which, compilers)):

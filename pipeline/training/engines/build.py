@@ -20,6 +20,9 @@ from drover.pipeline.parallel.stages import stage_layers
 from drover.pipeline.training.engines.engine import Engine
 from drover.pipeline.training.optimizers.build import build_elementwise, build_optimizer
 
+ZBV_TORCH = "2.13"
+"""The first version of torch whose ZBV_TORCH takes functions with a backward pass of their own."""
+
 
 def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
                  initial: InitialValues | None) -> Engine:
@@ -33,6 +36,9 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
         raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({tp}) does not divide. Set "
                         f"model.vocab_size to a multiple (the words beyond the tokenizer's are never used), or another "
                         f"parallel.tp.")
+    if config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv" and torch.__version__ < ZBV_TORCH:
+        raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot cut the backward "
+                        f"passes of these blocks in two. Take 1f1b or interleaved.")
     refuse_without_compiler(config.train, grid.ranks.device)
     refuse_without_fp8(config, grid.ranks.device)
     attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
