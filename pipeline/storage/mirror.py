@@ -237,9 +237,11 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
         raise UserError(f"{url} holds {min(there)} and perhaps more, but no {OWNER}: it is not the place of a copy. "
                         f"Nothing is written there; give another place.")
     if owner.content is not None and (owner.content["name"] != name or "id" in owner.content):
-        holds = "the checkpoints" if "id" in owner.content else "what was copied"
-        raise UserError(f"{url} holds {holds} of {owner.content['name']}, not what is to be copied of {name}. Nothing "
-                        f"there is overwritten; give another place, or delete what is there.")
+        theirs = owner.content["name"]
+        holds = f"checkpoints of {theirs}, and no files" if "id" in owner.content else \
+            f"what was copied of {theirs}, not"
+        raise UserError(f"{url} holds {holds} of {name}. Nothing there is overwritten; give another place, or delete "
+                        f"what is there.")
     sent = ledger.found({record["path"]: record["sha256"] for record in files})
 
     old, finished = (owner.content or {}).get("files", []), False

@@ -122,8 +122,11 @@ def test_a_place_of_somebody_else_is_left_as_it_is(store, copy):
     store.delete(["precious"])
     copy(4)
     before = objects(store)
-    with pytest.raises(UserError, match="holds what was copied of mini, not what is to be copied of other"):
+    with pytest.raises(UserError, match="holds what was copied of mini, not of other"):
         copy(name="other")
+    store.put(OWNER, b'{"format": 1, "name": "mini", "writer": "a", "id": "b"}')
+    with pytest.raises(UserError, match="holds checkpoints of mini, and no files of mini"):
+        copy()
     store.put(OWNER, b"{}")
     with pytest.raises(UserError, match="is not what Drover puts there"):
         copy()

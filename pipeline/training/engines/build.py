@@ -37,8 +37,8 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
                         f"model.vocab_size to a multiple (the words beyond the tokenizer's are never used), or another "
                         f"parallel.tp.")
     if config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv" and torch.__version__ < ZBV_TORCH:
-        raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot cut the backward "
-                        f"passes of these blocks in two. Take 1f1b or interleaved.")
+        raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot cut the "
+                        f"backward passes of these blocks in two. Take 1f1b or interleaved.")
     refuse_without_compiler(config.train, grid.ranks.device)
     refuse_without_fp8(config, grid.ranks.device)
     attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
