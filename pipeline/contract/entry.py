@@ -207,6 +207,8 @@ def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Na
         if part is None:
             _note_end(run, name, error)
         raise
+    finally:
+        held.release()
 
 
 def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,

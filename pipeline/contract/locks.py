@@ -60,6 +60,12 @@ class StageLock:
             _take(self._own, self.folder, self.stage, shared=True)
             self._end_start()
 
+    def release(self) -> None:
+        """Give it up."""
+        for file in (self._start, self._own, getattr(self, "_share", None)):
+            if file is not None:
+                file.close()
+
     def _end_start(self) -> None:
         if self._start is not None:
             self._start.close()

@@ -154,13 +154,14 @@ class Cloud:
         if _MACHINES_OWN.search(text):
             return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
                              f"none of its own ({reason}). Set {advice}.")
-        if re.search(r"\b(401|403)\b", text) or "privileges" in text or "credential" in text.lower():
+        # A status, and no time such as 401.79ms.
+        if re.search(r"(?<![\d.])(401|403)(?![\d.])", text) or "privileges" in text or "credential" in text.lower():
             return UserError(f"{url}: {operation} was refused: {reason}. Correct {advice}, or have these "
                              f"keys allowed to do that.")
         if "ConditionalRequestConflict" in text:
             return Changed(f"{url} is being written by somebody else at this moment.")
         kind = _BrokenOffError if "list response body" in text else \
-            _BeyondError if re.search(r"\b416\b|InvalidRange|Wanted range", text) else UserError
+            _BeyondError if re.search(r"(?<![\d.])416(?![\d.])|InvalidRange|Wanted range", text) else UserError
         return kind(f"{url}: {operation} failed: {reason}. Look whether the store can be reached from this machine and "
                     f"is well (its address is set by {_ADDRESS[self._kind]}), and run it again.")
 

@@ -16,7 +16,7 @@ from tests.stages.small_run import fake_training
 from tests.waiting import HANG_S
 
 LAYERS = 72
-CONVERT_MB, EVALUATE_MB = 70, 330
+CONVERT_MB, EVALUATE_MB = 90, 330
 """Beyond what importing takes. One process that converts holds a block of the model at a time; each of two ranks that
 evaluate holds half of it and two blocks, beside some 100 MB of a process group, its threads and their heaps."""
 

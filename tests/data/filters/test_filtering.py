@@ -183,7 +183,8 @@ def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
 def test_the_filters_that_the_docs_show_are_filters(tmp_path, mine):
     """The list, and the class of one's own, of docs/data.md."""
     page = (REPOSITORY / "docs/data.md").read_text().partition("## Filters")[2]
-    shown, own = (re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)[1] for language in ("yaml", "python"))
+    shown, own = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language, text in (
+        ("yaml", page), ("python", page.partition("## A filter of your own")[2])))
     (tmp_path / "my_filters.py").write_text(own)
     (tmp_path / "f.txt").write_text("|".join(f"{number} {'?' * number}" for number in range(60)))
     config = yaml.safe_load(mine.read_text())
