@@ -114,7 +114,7 @@ def test_other_names_of_a_setting(tmp_path, key, said):
 
 
 def test_explain_understands_other_names_too():
-    for key, meant in (("train.learning_rate", "lr"), ("train.lrr", "lr"), ("hidden_size", "model.dim")):
+    for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim")):
         with pytest.raises(UserError, match=f"There is no setting '{key}'; .* '{meant}'"):
             explain(Config(), key)
 
