@@ -190,7 +190,7 @@ class Scheduler:
         rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G")
         return [NodeKind(row[0].rstrip("*"), row[0].endswith("*"), int(row[1]), int(row[2]), int(row[3]),
                          sum(int(count or 1) for count in GPUS.findall(row[4])))
-                for row in rows if "".join(row[1:4]).isdecimal()]
+                for row in rows if all(count.isdecimal() for count in row[1:4])]
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from drover.model.attention.backend import Backend, Documents, Where
 
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels that begin at once with a shape that they have not seen. cuDNN's plans for each: 40 to 100 ms on an H200."""
+"""Kernels that begin at once with a new shape. cuDNN makes a plan for each, which takes 40 to 100 ms on an H200."""
 
 
 def dense_mask(

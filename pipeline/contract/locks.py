@@ -44,7 +44,7 @@ class StageLock:
             say(stage, f"waits while {_holder(starting)} starts")
             _locked(starting, folder, wait=True)
         self._start = _take(starting, folder, stage, shared=False)
-        self._own = lock(folder, stage, shared=part is not None)
+        self._own, self._share = lock(folder, stage, shared=part is not None), None
         if part is None:
             self._end_start()
         else:
@@ -62,7 +62,7 @@ class StageLock:
 
     def release(self) -> None:
         """Give it up."""
-        for file in (self._start, self._own, getattr(self, "_share", None)):
+        for file in (self._start, self._own, self._share):
             if file is not None:
                 file.close()
 

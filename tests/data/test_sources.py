@@ -37,7 +37,8 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "data" / "a" / "f.jsonl", RECORDS)
     (tmp_path / "run" / "link").symlink_to(tmp_path / "data" / "a")
     monkeypatch.chdir(tmp_path / "run")
-    source = files_source("../data/a/*.jsonl", tmp_path / "data" / "a" / "*.jsonl", "./../data/a/f.jsonl")
+    source = files_source("../data/a/*.jsonl", tmp_path / "data" / "a" / "*.jsonl", "./../data/a/f.jsonl",
+                          "link/../a/f.jsonl")  # `..` of where the link leads
     assert input_files(config_of(source)) == [("s/f.jsonl", tmp_path / "data" / "a" / "f.jsonl")]
     through = files_source("link/f.jsonl")
     assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]

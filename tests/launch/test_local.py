@@ -160,7 +160,8 @@ def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert (find_machine().gpus, find_machine().memory) == (2, 40960 << 20)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert find_machine().gpus == 1
+    for chosen, memory in (("1", 40960 << 20), ("0", 81559 << 20), ("GPU-5", 0)):  # 0: not known
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert (find_machine().gpus, find_machine().memory) == (1, memory)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert find_machine().gpus == 0 and 0 < find_machine().memory < 1 << 60, "the host's"

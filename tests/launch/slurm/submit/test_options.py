@@ -81,10 +81,11 @@ def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(script, launcher)
 
 
 def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
-    launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END"},
+    launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END", "account": "a"},
                           train={"extra": {"signal": "TERM@60", "output": "log", "c": "9"}})
     assert list(option_problems(launch, [])) == [
         "launch.extra holds nodes, which the jobs rely on as the launcher sets it. Say it with launch.train.nodes.",
+        "launch.extra holds account. Say it with launch.account; a stage's own stands in its extra.",
         "launch.train.extra holds signal, which the jobs rely on as the launcher sets it. Say it with "
         "launch.signal_s.",
         "launch.train.extra holds output, which the jobs rely on as the launcher sets it. Leave it out.",
