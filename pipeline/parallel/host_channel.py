@@ -1,15 +1,16 @@
 """A channel between the hosts' processes for a thread that talks while training does: through the store in which ranks
-found each other, without a group of its own.
+found each other, over the connection that a rank has to it, without a group of its own.
 
 A second process group beside NCCL's would be one of sockets, from every rank to every other (gloo): beyond some ten
 thousand ranks starts fail for it (Megatron-LM's pull request 1006), and it would be made for a few messages a save.
-Here a rank holds one more connection, to the store. Messages to rank 0 go up a tree and are joined on the way, so that
-no rank holds what all have said, and the store keeps nothing of them.
+Messages to rank 0 go up a tree and are joined on the way, so that no rank holds what all have said, and the store keeps
+nothing of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ ARITY = 8
 """A rank of the tree hears so many: those of a node, most often."""
 MOST_BYTES = 4 << 20
 """Of a message that is sent in one; torch's store takes 8 MiB."""
+FIRST_LOOK_S, LONGEST_S, SHARE = 0.01, 10.0, 0.1
+"""Seconds between two looks for a message: a share of the time that it has been waited for, within these."""
 
 _numbers = itertools.count()
 
@@ -44,11 +47,8 @@ class HostChannel:
     def __init__(self, ranks: Ranks, store: Any = None) -> None:
         self.ranks, self._done, self._said = ranks, 0, list[str]()
         if ranks.world > 1:
-            # A connection of its own: who waits for an answer keeps the others of a connection from asking.
-            found: Any = store or _get_default_store()
             self._name = f"drover/hosts{next(_numbers)}"
-            self._store: Any = dist.PrefixStore(self._name, found.clone())
-            self._store.set_timeout(ranks.patience)
+            self._store: Any = dist.PrefixStore(self._name, store or _get_default_store())
 
     def same(self, value: T) -> T:
         """Rank 0's value, on every rank. What values may be: `messages`."""
@@ -100,6 +100,7 @@ class HostChannel:
     def _hear(self, name: str, rank: int, *, forget: bool = False) -> Any:
         """What a rank has left; forget: nobody else will ask for it."""
         try:
+            self._wait(name)
             first = self._get(name)
             count = int.from_bytes(first[:4], "little")
             keys = [name, *(f"{name}+{number}" for number in range(1, count))]
@@ -110,6 +111,15 @@ class HostChannel:
             raise type(error)(f"Rank {self.ranks.rank} waited for rank {rank} in the channel of the hosts, which saves "
                               f"of checkpoints use, in vain: {error}") from error
         return decode(zlib.decompress(b"".join(parts)), f"rank {rank}")
+
+    def _wait(self, key: str) -> None:
+        """Until it is there. Not in one call: that would keep the other threads of this rank from the store."""
+        began, patience_s = time.monotonic(), self.ranks.patience.total_seconds()
+        while not self._store.check([key]):
+            waited = time.monotonic() - began
+            if waited > patience_s:
+                raise dist.DistStoreError(f"timeout after {waited:.0f} s")
+            time.sleep(min(LONGEST_S, max(FIRST_LOOK_S, SHARE * waited)))
 
     def _set(self, key: str, content: bytes) -> None:
         self._store.set(key, sign(f"{self._name}/{key}", content))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from drover.launch import forecast
-from drover.launch.forecast import EFFICIENCY, MEGABYTE_S, SLOWER, STAGE_S, estimate, matrix_rate, training_flops
+from drover.launch.forecast import EFFICIENCY, SLOWER, STAGE_S, estimate, matrix_rate, training_flops
 from drover.launch.plan import Machine, Options, plan
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES
 from tests.conftest import REPOSITORY
 
 RATE = 1e11
@@ -28,21 +27,6 @@ def test_training_is_its_operations_over_a_share_of_the_speed(tmp_path):
     found, fixed = estimate(config, jobs, RATE), STAGE_S
     low, high = (operations / RATE / share for share in EFFICIENCY)
     assert found == pytest.approx((low + fixed, high + SLOWER * fixed, low, high))
-
-
-def test_every_stage_that_runs_costs_something(tmp_path, monkeypatch):
-    config, jobs = request(tmp_path, list(STAGES))
-    monkeypatch.setattr(forecast, "corpus_bytes", lambda config: 10_000_000)
-    low, high, train_low, train_high = estimate(config, jobs, RATE)
-    assert low - train_low == pytest.approx(STAGE_S * len(STAGES) + MEGABYTE_S * 30)
-    assert low < high and train_low < train_high
-
-
-def test_nothing_is_said_of_what_is_not_known(tmp_path):
-    config, jobs = request(tmp_path, ["shard", "encode"])
-    assert estimate(config, jobs, RATE) is None, "nothing is trained"
-    config, jobs = request(tmp_path, ["train"], "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
-    assert estimate(config, jobs, RATE) is None, "a vocabulary that nobody has read yet"
 
 
 def test_the_look_is_by_processor_time_and_ends(monkeypatch):

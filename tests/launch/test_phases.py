@@ -55,14 +55,6 @@ def test_before_encode_the_phases_are_told(tmp_path):
     assert "length    15 steps = 30,720 tokens" in facts
 
 
-def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
-    """A source that a concatenated order would refuse may be in a packed one."""
-    counts = {"splits": {"train": {"web": {"tokens": 9999}, "code": {"tokens": 50}}}}
-    run = run_of(tmp_path, counts=counts, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1})
-    [said] = consumption_lines(run)
-    assert said == "data      tokens and epochs of each source are known once training has planned the packing"
-
-
 def test_what_a_plan_costs_is_added_up_over_its_phases(tmp_path):
     config = run_of(tmp_path).config
     shape = shape_of(config)

@@ -129,13 +129,6 @@ def test_logs(run, capsys, rank):
                                        f"output 16.1 {rank} \N{SNOWMAN}\nerror 16.1 {rank} \N{SNOWMAN}\n")
 
 
-def test_log_of_a_job_of_one_process(run, capsys):
-    path = run.log("shard/11_2.0/output.log", "7: is no rank here\n")
-    run.attempt("attempt", "shard", "11_2", ranks=1, nodes=["n1"])
-    assert logs(run.folder, "shard") == 0
-    assert capsys.readouterr().out == f"==> {path} <==\n7: is no rank here\n"
-
-
 @pytest.mark.parametrize("arguments, said", [
     ({"stage": "trian"}, "There is no stage trian. The stages are shard, tokenizer"),
     ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train in .*. Its newest start .16.1. has .* 0-3."),

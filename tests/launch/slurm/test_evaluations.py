@@ -5,16 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
 
 from drover.launch.slurm import evaluations
 from drover.launch.slurm.chain import ChainJob, add_job, read_chain
-from drover.launch.slurm.evaluations import Evaluations, commands, evaluate, main, owed, prepare
+from drover.launch.slurm.evaluations import Evaluations, evaluate, main, owed, prepare
 from drover.launch.slurm.scheduler import JobInfo
-from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.plugins import loaded_plugins
 from drover.pipeline.config.tree import Config
@@ -210,11 +208,3 @@ def test_an_evaluation_imports_the_plugins_that_its_user_named(job, monkeypatch,
     prepared = yaml.safe_load((evaluation_folder(job.run, 20) / "config.yaml").read_text())
     imported = [str(plugin)] * (named == "by --plugin")
     assert prepared["plugins"] == [*map(str, loaded_plugins().values())] == imported
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_stages_of_an_evaluation(processes):
-    path = Path("/evaluations/step/config.yaml")
-    assert commands(Config(launch=LaunchConfig(processes=processes)), path) == [
-        ([sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(path)], ranks)
-        for stage, ranks in (("convert", 0), ("evaluate", processes))]

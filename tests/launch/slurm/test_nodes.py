@@ -12,9 +12,9 @@ import pytest
 from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.job.srun import SlurmHost
-from drover.launch.slurm.nodes import NODES, address, failing, few, lost, named, strikes
+from drover.launch.slurm.nodes import NODES, address, failing, few, lost, strikes
 from drover.launch.slurm.scheduler import Scheduler
-from drover.pipeline.contract.state import StageState, log_attempt
+from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
 from tests.launch.recorded_slurm import FakeSlurm, queue_line
@@ -42,11 +42,6 @@ def test_never_more_than_a_few_nodes_are_left_out(tmp_path, wanted, most):
             strike(tmp_path, node, 0, f"{job}.0")
     left, kept = map(sorted, failing(tmp_path, wanted))
     assert few(wanted) == most and left == [names[0], *names[most + 1:]] and kept == names[1:most + 1]
-
-
-def test_many_nodes_in_a_sentence():
-    assert named({"n2", "n1"}) == "n1, n2"
-    assert named({f"n{number}" for number in range(1, 10)}) == "n1, n2, n3, n4, n5, n6, n7, n8 and 1 more"
 
 
 def test_lost_nodes(tmp_path):
@@ -109,17 +104,6 @@ def test_starts_are_counted_over_restarts(job):
     assert number() == 5
     write_sealed(job.stage / "STATE.json", asdict(StageState("running", job="12", attempt=6)))
     assert (number(), number("13")) == (7, 0)
-
-
-def test_the_newest_start_of_a_job_if_nothing_says_how_it_ended(job):
-    of = {"stage": "train", "chain": "c", "restart": 0, "nodes": []}
-    here = SlurmHost("12", "12", 1, ("n1",), None, Slurm())
-    for event, name, start, told in (("attempt", "12", 0, True), ("ended", "12", 0, False), ("attempt", "11", 7, False),
-                                     ("attempt", "12", 1, True), ("job", "12", 2, True), ("preflight", "12", 2, False)):
-        log_attempt(job.run, event, job=name, start=start, **of)
-        before = len(job.events("ended"))
-        assert Runner(job.spec, here)._account_for_the_last() is None
-        assert len(job.events("ended")) == before + told
 
 
 def test_an_element_of_an_array():

@@ -119,14 +119,6 @@ def test_cancel_minds_no_ended_job(slurm):
     assert slurm.scheduler().cancel("9") == NO_CONTROLLER
 
 
-def test_a_signal_and_nodes_that_cannot_be_left_out(slurm):
-    slurm.say("scancel")
-    slurm.say("scontrol", error="Invalid job id specified", status=1)
-    assert slurm.scheduler().cancel("11", "--signal=USR2") is None
-    assert slurm.scheduler().leave_out("11", ["n3"]) == "Invalid job id specified"
-    assert slurm.calls() == ["scancel --signal=USR2 11", "scontrol --oneliner show job 11"]
-
-
 @pytest.mark.parametrize(("lost", "then"), [
     ("Unexpected message received for job 3", "exit 0"),
     ("slurm_requeue error: Unable to contact slurm controller (connect failure)",

@@ -291,16 +291,6 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
     assert "def local_copy(" in before[-1]
 
 
-def test_the_archive_proves_nothing_by_itself(submitted, checkout):
-    """Whoever changes the code can change its archive as well; a new submission makes both anew."""
-    code, submitted = Path(submitted.code), saved(submitted, wrap=("x",))
-    (code / "drover/launch/a.py").write_text("import evil\n")
-    shutil.make_archive(str(code), "zip", code)
-    assert "is not what was submitted, or gone. Nothing was started" in check(submitted)
-    assert snapshot_of(Path(submitted.run), checkout) == code
-    assert check(submitted) == "" and "evil" not in (code / "drover/launch/a.py").read_text()
-
-
 def test_another_spec_is_not_done(submitted):
     saved(submitted, command=("rm",))
     assert "what the job has to do, is not what was submitted" in check(submitted)

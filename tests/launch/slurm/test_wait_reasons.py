@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import judge
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo
 from drover.launch.slurm.wait_reasons import REASONS, is_stuck, meaning
-from tests.launch.run_folders import NOW, SETTINGS, HandMade
 
 DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
 WORDS = [
@@ -53,15 +49,3 @@ def test_every_pattern_is_reached():
     unreached = [pattern for pattern, text in REASONS if text.format(job="", nodes="", fewer="") not in reached
                  and text.format(job="", nodes=" (n[3-4])", fewer="") not in reached]
     assert unreached == ["ReservedForMaintenance", "AccountingPolicy", "FedJobLock|FrontEndDown"]
-
-
-@pytest.mark.parametrize(("nodes", "offered"), [(4, True), (1, False)])
-def test_a_job_that_waits_for_a_node_that_is_down(tmp_path, nodes, offered):
-    """As much of the reason as the column of squeue holds."""
-    run = HandMade(tmp_path / "demo", {**SETTINGS, "launch": {"train": {"nodes": nodes}}})
-    run.submitted(*run.whole_chain())
-    found = judge(read_run(run.folder), {"16": JobInfo("16", "PENDING", DOWN[:dict(COLUMNS)["Reason"]])}, NOW)
-    said = " ".join(found.remarks)
-    assert found.rows[3].state == "waiting" and "man squeue" not in said
-    assert "train (job 16) waits for nodes that are down, drained or reserved; it starts by itself when they" in said
-    assert ("the same command with fewer --nodes goes on, after --cancel" in said) == offered

@@ -12,7 +12,6 @@ from drover.launch.slurm.job.decisions import (
     Outcome,
     decide,
     fruitless,
-    too_late,
     unseen,
 )
 from drover.launch.slurm.job.srun import read_end
@@ -99,12 +98,6 @@ def test_what_holds_for_every_combination():
             assert decision.exit_status != 0
         if outcome.state == FAILED:
             assert decision.action == "stop"
-
-
-def test_a_restart_that_the_time_limit_would_cut_off():
-    crash = decide(Outcome(RUNNING, end=StepEnd(143), fruitless=1), terms())
-    assert kind(too_late(crash, terms())) == ("requeue", "crashed", 0)
-    assert kind(too_late(crash, terms(requeue=False))) == ("stop", "crashed", 1)
 
 
 def attempts(*ends, begin=None):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 
 import pytest
 
 from drover.launch.slurm.job import joblock
 from drover.launch.slurm.job.joblock import BEAT_S, CHAIN_S, LOOK_S, SILENT_S, Holder, JobLock
-from drover.pipeline.contract.locks import lock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, write_json
 
@@ -68,20 +66,3 @@ def test_the_heartbeat_is_written_now_and_then(job, monkeypatch):
     assert not mine.beat(at_once=True)
     mine.release()
     assert mine.path.exists(), "it is another job's"
-
-
-def test_a_stage_waits_for_the_processes_of_the_link_before(tmp_path, monkeypatch):
-    monkeypatch.setenv("DROVER_CHAIN", "c")
-    monkeypatch.setenv("SLURM_JOB_ID", "11")
-    held = lock(tmp_path, "train")
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    timer = threading.Timer(0.3, held.close)
-    timer.start()
-    second = lock(tmp_path, "train")
-    timer.join()
-    assert "Slurm job 12, chain c, since" in (tmp_path / ".locks" / "train").read_text()
-    monkeypatch.setenv("SLURM_JOB_ID", "13")
-    monkeypatch.setenv("DROVER_CHAIN", "d")
-    with pytest.raises(UserError, match=r"in use by .*chain c"):
-        lock(tmp_path, "train")
-    second.close()

@@ -19,7 +19,6 @@ from drover.launch.slurm.job.node_trial import (
     check_gpus,
     check_node,
     partner_of,
-    try_node,
 )
 from drover.launch.slurm.job.preflight import Found, conclusion, judge, read_reports, run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
@@ -79,14 +78,6 @@ def test_the_table(reports, bad):
     assert (found.bad if not found.reason else {}) == bad
 
 
-def test_several_ranks_of_a_node_are_one_node():
-    places = [f"n{1 + rank // 2}" for rank in range(80)]
-    reports = [Report(rank, node, times={PRODUCT: 3.0 if rank in (4, 5) else 0.01,
-                                         EXCHANGE: 2.0 if rank == 2 else 0.01})
-               for rank, node in enumerate(places)]
-    assert list(judge(reports, places).bad) == ["n3", "n2"]
-
-
 def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
     places = [NODES[rank // 4] for rank in range(8)]
     reports = [Report(rank, node, times={EXCHANGE: 3.0 if rank == 5 else 0.01})
@@ -120,12 +111,6 @@ def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywher
     assert (set(found.bad), bool(found.reason)) == (bad, everywhere) and (found.reason in found.told) == everywhere
 
 
-@pytest.mark.parametrize(("count", "told_so"), [(4, "4 nodes sound in 8 s"), (1, "1 node sound in 8 s")])
-def test_sound_nodes_are_counted_with_their_times(count, told_so):
-    assert told(SOUND[:count], NODES[:count]).told == [
-        f"{told_so} (a matrix product 10.0 ms, an exchange with another node 20.0 ms, an all-reduce 50.0 ms)"]
-
-
 @pytest.mark.parametrize("count", range(1, 12))
 def test_every_node_has_two_partners(count):
     """So that the best of its times is not bad because of one of them."""
@@ -133,12 +118,6 @@ def test_every_node_has_two_partners(count):
     assert all(partner_of(partner_of(node, number, count), number, count) == node for node in met
                for number in range(ROUNDS)), "both take part"
     assert all(len(partners) >= min(2, count - 1) for partners in met.values())
-
-
-def test_a_sound_node(tmp_path):
-    (tmp_path / "launch").mkdir()
-    assert check_node(tmp_path, gpus=0, shared=tmp_path) == {}
-    assert not list((tmp_path / "launch").iterdir()), "the probe is removed"
 
 
 def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
@@ -150,19 +129,6 @@ def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
         monkeypatch.setattr(node_trial, name, 1 << 60)
     found = check_node(tmp_path, gpus=0, shared=tmp_path)
     assert "MB are free in" in found["space"] and "MB" in found["shm"] and len(found) == 2
-
-
-def test_only_the_first_rank_of_a_node_looks_at_it_and_each_reports_twice(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(node_trial, "check_node", lambda *_: {"shm": "gone"})
-    monkeypatch.setattr(node_trial, "measure", lambda report, limit_s: report.times.update({PRODUCT: 0.1}))
-    for rank, local in ("2", "0"), ("3", "1"):
-        for name, value in {"WORLD_SIZE": "4", "RANK": rank, "LOCAL_RANK": local}.items():
-            monkeypatch.setenv(name, value)
-        try_node(tmp_path, 60.0)
-    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(report["rank"], len(report["problems"]), report["times"].get(PRODUCT)) for report in reports] == [
-        (2, 1, None), (2, 1, 0.1), (3, 0, None), (3, 0, 0.1)]
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_path):

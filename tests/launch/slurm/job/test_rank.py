@@ -13,8 +13,6 @@ import pytest
 from drover.launch.slurm.job.rank import SAVES, defaults, rank_environment, visible_gpus
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.core.errors import UserError
-from tests.launch.fake_house import runs
-from tests.waiting import wait_for
 
 SLURM = {"SLURM_PROCID": "13", "SLURM_NTASKS": "32", "SLURM_LOCALID": "5", "SLURM_NODEID": "1",
          "SLURM_STEP_NUM_NODES": "4", "SLURM_JOB_NUM_NODES": "9", "MASTER_ADDR": "gpu009", "MASTER_PORT": "24567",
@@ -80,19 +78,6 @@ def test_a_refusal_is_one_sentence_and_exit_status_2(command, variables, said):
     result = subprocess.run(rank("train", command=command), env=environment(**variables),
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert result.returncode == 2 and result.stdout.startswith(said) and len(result.stdout.splitlines()) == 1
-
-
-def test_it_ends_with_its_parent(tmp_path):
-    """A slurmstepd that is killed must not leave its rank at work, whatever signals the rank blocks."""
-    note = tmp_path / "pid"
-    command = rank("train", command=["sh", "-c", f"echo $$ > {note}; exec sleep 3600"])
-    parent = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"],
-                              env=environment())
-    wait_for(lambda: note.exists() and note.read_text())
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: not runs(note), lambda: "the rank outlived its parent")
-
 
 
 def test_the_stages_that_save_when_they_are_asked_to_end_are_those_with_checkpoints():

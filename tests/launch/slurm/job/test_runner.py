@@ -94,14 +94,6 @@ def test_what_follows_from_each_end_of_a_start(job, plan, changes, slurm, status
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
 
 
-def test_steps_of_checkpoints_are_recorded(job):
-    status, log = job.go("save10", "asked")
-    assert status == 0 and "asked to stop (time limit) after step 120; queueing this job" in log
-    assert job.go("work", restart=1)[0] == 0 and job.slurm.requeued == ["12"]
-    assert [event["step"] for event in job.events("ended")] == [10, 120, 120]
-    assert [(event["start"], event["from"]) for event in job.events("attempt")] == [(0, None), (1, 10), (2, 120)]
-
-
 def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatch):
     there = job.runner(monkeypatch, iter(["asked"]))
 
@@ -226,16 +218,6 @@ def test_elements_of_an_array(tmp_path):
     (job.run / "launch/killed.24.3").touch()
     status, log = job.go(element=3, job="24", restart=4)
     assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
-
-
-@pytest.mark.parametrize(("element", "requeue"), [(None, False), (2, True)])
-def test_a_stage_in_units_goes_on_in_another_job_after_its_time_limit(tmp_path, element, requeue):
-    job = make_job(tmp_path, "shard", ranks=0, nodes=1, parts=4, phase="texts")
-    status, log = job.go("units", element=element, requeue=requeue)
-    assert status == int(not requeue) and "asked to stop (SIGUSR2: 3 of 4 units)" in log, log
-    assert "--ntasks=1" in job.commands[0] and "MASTER_PORT" not in {*job.environments[0]} - {*os.environ}
-    assert job.ends() == [("preempted", "requeue" if requeue else "stop")]
-    assert job.slurm.requeued == ["20_2"] * requeue
 
 
 def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):

@@ -32,11 +32,6 @@ def options(lines, *names):
             and line.removeprefix("#SBATCH --").partition("=")[0].replace("_", "-") in names]
 
 
-def test_no_wckey_unless_asked(script):
-    """Sites that track them refuse a key that is not one's own."""
-    assert [options(script(**given), "wckey") for given in ({}, {"extra": {"wckey": "mine"}})] == [[], ["wckey=mine"]]
-
-
 @pytest.mark.parametrize("extra", [
     {"gres": "gpu:h100:8"}, {"gpus_per_node": "h100:8"}, {"--gpus-per-node": "h100:8"}, {"gpus": 16},
     {"gpus-per-task": "h100:1"}, {"gres": "nvme:1,gpu:8"}])

@@ -262,14 +262,6 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
     slurm.accepted("--stage", "all", "--nodes", "4", least, "launch.train.time=5")
 
 
-def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm):
-    said = slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1", "train.steps=200000000",
-                         "train.warmup_steps=3")
-    assert "checkpoints" in said and "are free where" in said
-    assert "not divisible by 6 data-parallel ranks" in slurm.refused(
-        "--stage", "all", "--nodes", "3", "--dry-run")
-
-
 def test_a_profile_is_named_on_the_command_line(slurm):
     (slurm.work / "clusters").mkdir()
     (slurm.work / "clusters/ours.yaml").write_text("partition: gpu\nenvironment: {NCCL_DEBUG: INFO}\n")
