@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from itertools import zip_longest
 
 from drover.launch.forecast import (
     Disk,
@@ -22,7 +21,7 @@ from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.console import duration, readable
+from drover.pipeline.core.console import aligned, duration, readable
 from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -35,9 +34,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
-    rows = [headings, *(row(job, options) for job in jobs)]
-    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    print("", *("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows), sep="\n")
+    print("", *aligned([headings, *(row(job, options) for job in jobs)]), sep="\n")
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
     if disk.needed:
@@ -67,7 +64,7 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     elif slurm and job.state.kind == "waiting":
         state = "waiting"  # for what, the last column says
     if not job.to_run:
-        return job.key, state, "" if slurm else "-"
+        return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
     if not slurm:
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
     asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,10 @@ from datetime import datetime
 from pathlib import Path
 
 from drover.launch.checks import refuse_stale
+from drover.launch.devices import smi, visible_gpus
 from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.plan import Job, Machine, Options
 from drover.launch.processes import Processes, stop_requests, tell
-from drover.launch.slurm.job.rank import visible_gpus
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import NoScheduler
@@ -66,51 +65,42 @@ class LocalHost(Host):
 
 def find_machine() -> Machine:
     """Cores that this process may use, GPUs that it can see, and memory, without importing torch."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-        gpus, chosen = len(listing), os.environ.get("CUDA_VISIBLE_DEVICES")
-        sizes = [int(mib) << 20 if mib.strip().isdigit() else 0 for mib in listing]
-        if chosen is not None:  # by their numbers; of those chosen otherwise the memory is not known
-            sizes = [sizes[int(one)] if one.isdecimal() and int(one) < gpus else 0 for one in chosen.split(",")]
-        memory = min(sizes, default=0)
-    except (OSError, subprocess.SubprocessError):
-        gpus, memory = visible_gpus({}), 0
+    rows = smi("--query-gpu=memory.total")
+    sizes = [int(mib) << 20 if mib.isdigit() else 0 for mib, *_ in rows or ()]  # 0: not known
+    gpus = visible_gpus({}) if rows is None else len(rows)
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         gpus = min(gpus, visible_gpus(os.environ))
-    return Machine(usable_cores(), gpus, memory if gpus else free_on_host())
+    return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
 
 
 def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     """Do the jobs; 0 if at the end all of them are done, else the status of the one that is not."""
-    began = time.monotonic()
-    chain = f"local-{now()}"
+    began, run, chain = time.monotonic(), Run(config), f"local-{now()}"
     with stop_requests() as asked:
         for job in jobs:
-            if status := _run_job(config, job, options, chain, asked):
+            if status := _run_job(run, job, options, chain, asked):
                 return status
-    report = config.folder / "report.html"
-    what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {config.folder}"
+    report = run.folder / "report.html"
+    what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {run.folder}"
     tell(sys.stdout, f"\nall done in {duration(time.monotonic() - began)}; {what}")
     return 0
 
 
-def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list[int]) -> int:
-    run = Run(config)
+def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int]) -> int:
     again = f"the same command{' without --force' if job.forced else ''} continues"
     if asked:
         tell(sys.stderr, f"\nstopped before {job.stage}; {again}")
         return INTERRUPTED
-    state = run.state(job.stage)
-    if state.kind == "done" and not job.forced:
+    job = replace(job, state=run.state(job.stage))
+    if not job.to_run:
         with suppress(OSError):  # a closed terminal or pipe
             report_done(run, job.stage)
         return 0
-    refuse_stale(run, replace(job, state=state), options)
+    refuse_stale(run, job, options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
     here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
                      (platform.node(),), None, NoScheduler(), asked, run.folder / WORDS)
-    runner = Runner(_spec(config, job, options, chain), here)
+    runner = Runner(_spec(run, job, chain), here)
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
@@ -127,17 +117,15 @@ def _run_job(config: Config, job: Job, options: Options, chain: str, asked: list
     return end.status or 1
 
 
-def _spec(config: Config, job: Job, options: Options, chain: str) -> JobSpec:
+def _spec(run: Run, job: Job, chain: str) -> JobSpec:
     """What the user's environment says goes before what was planned. A stage that is forced begins afresh once: what is
     started again after a crash goes on."""
-    command = job.command
-    if options.force:
-        command = tuple(f"--force-id={chain}" if word == "--force" else word for word in command)
     path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
     # Children import this checkout and nothing from the folder they run in, and hide no output.
     environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1",
                    "DROVER_LAUNCHED": "1"}
     # Somebody watches: a stage that can lose nothing is for him to start again.
-    restarts = config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
-    return replace(job, run=str(config.folder), chain=chain, command=command, environment=environment, requeue=False,
+    restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
+    command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
+    return replace(job, run=str(run.folder), chain=chain, command=command, environment=environment, requeue=False,
                    max_restarts=restarts)

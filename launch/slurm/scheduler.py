@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -51,7 +51,7 @@ class JobInfo:
     state: str = UNKNOWN
     reason: str = ""
     nodes: str = ""
-    elapsed_s: int = 0
+    elapsed_s: float = 0
     restarts: int = 0
     name: str = ""
     comment: str = ""
@@ -199,12 +199,7 @@ class Scheduler:
 
     def hostnames(self, nodes: str) -> list[str]:
         """The names in a list such as `n[1-3,7]`; asks no daemon."""
-        answer = self._ask("scontrol", "show", "hostnames", nodes)
-        if answer.status == 0:
-            return answer.out.split()
-        from submitit.slurm.slurm import _parse_node_list
-
-        return list(_parse_node_list(nodes))
+        return self._ask("scontrol", "show", "hostnames", nodes).out.split()
 
     def node_address(self, name: str) -> str:
         """The address under which a node is reached; its name where Slurm does not say."""
@@ -216,22 +211,22 @@ class Scheduler:
         answer = self._ask("squeue", "--noheader", "--all", *which, "--Format", columns)
         if answer.unknown_job and "--jobs" in which:
             return self._queue("--array", "--states", "all")  # one bad id must not hide the others
-        return {job.id: job for job in _queue_lines(answer.out)} if answer.status == 0 else None
+        return dict(_queue_lines(answer.out)) if answer.status == 0 else None
 
     def _accounting(self, ids: list[str]) -> list[JobInfo]:
         """What the accounting database has; nothing where there is none."""
         rows = self._rows("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids),
-                          "--format", "JobID,State,Reason,NodeList,ElapsedRaw,JobName")
+                          "--format", "JobID,State,Reason,NodeList")
         # Whom squeue does not know neither waits nor runs: then the database has missed the end.
-        return [JobInfo(id, state.partition(" ")[0], reason, _word(nodes), _number(elapsed), name="|".join(name))
-                for id, state, reason, nodes, elapsed, *name in rows if state.partition(" ")[0] in ENDED]
+        return [JobInfo(id, state.partition(" ")[0], reason, _word(nodes)) for id, state, reason, nodes in rows
+                if state.partition(" ")[0] in ENDED]
 
     def _rows(self, *command: str) -> list[list[str]]:
         """The rows of an answer whose columns are parted by bars; none where Slurm does not answer."""
         answer = self._ask(*command)
-        columns = command[-1].count("|") + command[-1].count(",") + 1
+        columns = len(re.split("[|,]", command[-1]))
         rows = [line.strip().split("|") for line in answer.out.splitlines() if answer.status == 0]
-        return [row for row in rows if len(row) >= columns]  # a name may hold bars
+        return [row for row in rows if len(row) == columns]
 
     def _ask(self, *command: str) -> _Answer:
         try:
@@ -249,24 +244,22 @@ class NoScheduler(Scheduler):
         return _Answer(None, error="there is no Slurm here")
 
 
-def seconds(text: str) -> int:
-    """Slurm's `1-02:03:04`, `02:03:04` or `3:04` in seconds; 0 for anything else."""
+def seconds(text: str, otherwise: float = 0) -> float:
+    """Slurm's `1-02:03:04`, `02:03:04` or `3:04` in seconds; `otherwise` for anything else."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not match:
-        return 0
+        return otherwise
     days, hours, minutes, rest = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def _queue_lines(text: str) -> list[JobInfo]:
-    found = []
+def _queue_lines(text: str) -> Iterator[tuple[str, JobInfo]]:
     for line in text.splitlines():
         id, state, reason, nodes, used, restarts, name, comment, left = (
             line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
         if id[:1].isdigit() and state:  # not `CLUSTER: name`
-            found.append(JobInfo(id, state, _word(reason), nodes, seconds(used), _number(restarts), name,
-                                 _word(comment), seconds(left) if left[:1].isdigit() else inf))
-    return found
+            yield id, JobInfo(id, state, _word(reason), nodes, seconds(used), int(restarts or 0), name,
+                              _word(comment), seconds(left, inf))
 
 
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
@@ -287,7 +280,3 @@ def _fields(line: str) -> dict[str, str]:
 
 def _word(text: str) -> str:
     return "" if text in ("None", "None assigned", "(null)") else text
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0

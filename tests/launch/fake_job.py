@@ -143,9 +143,6 @@ class Job:
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
-        if what == "units":  # a stage without ranks
-            say("preempted", reason="SIGUSR2: 3 of 4 units", again=True)
-            return read_end(130, "srun: error: n1: task 0: Exited with exit code 130\n")
         if what == "failed":
             say("failed", reason="the third record is broken")
             return StepEnd(143)

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from drover.launch.checks import _refuse_plan
-from drover.launch.describe import consumption_lines, training_facts
-from drover.launch.forecast import shape_of, state_bytes_per_rank, training_flops
+from drover.launch.describe import consumption_lines
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
@@ -43,24 +42,6 @@ def test_the_plan_is_told_by_phase_and_source(tmp_path):
     assert "          phase 2: steps 11 to 15, 20.48k tokens, 32 sequences of 128 a step" in said
     assert any(line.startswith("            code: 10.") and "of 5.001k, 2." in line and "so far" in line
                for line in said), said
-
-
-def test_before_encode_the_phases_are_told(tmp_path):
-    run = run_of(tmp_path, counts=None)
-    said = consumption_lines(run)
-    assert said[0].startswith("data      phase 1: steps 1 to 10") and "known once encode is done" in said[-1]
-    assert consumption_lines(run_of(tmp_path, counts=None, phases=[])) == []
-    facts = training_facts(run.config, type("job", (), {"ranks": 2})())
-    assert facts[0].endswith("2 ranks x micro-batch 2 x 4 accumulated (phase 1)") and "(phase 2)" in facts[1]
-    assert "length    15 steps = 30,720 tokens" in facts
-
-
-def test_what_a_plan_costs_is_added_up_over_its_phases(tmp_path):
-    config = run_of(tmp_path).config
-    shape = shape_of(config)
-    assert training_flops(config) == 10_240 * shape.flops_per_token(64, causal=False) + \
-        20_480 * shape.flops_per_token(128, causal=False)
-    assert state_bytes_per_rank(config, 2) == state_bytes_per_rank(run_of(tmp_path, phases=[]).config, 2)
 
 
 def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):

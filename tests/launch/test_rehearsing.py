@@ -50,7 +50,7 @@ def rehearsal(tmp_path, monkeypatch):
 
     def answers(text, script=""):
         answer.write_text(text)
-        python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\nenv > {tmp_path}/env\n{script}\ncat {answer}\n")
+        python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\n{script}\ncat {answer}\n")
         python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     return answers
@@ -60,42 +60,35 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
     run, options = given("launch.limits.gpu_memory_gb=0.13")
     rehearsal("words of a library\n" + json.dumps(FITS))
     rehearse_training(run, [job()], options)
-    said = capsys.readouterr().out
-    assert "a step of training, without GPUs (--no-rehearse" in said and "rehearsal 0.1 GB on rank 0" in said
+    assert "rehearsal 0.1 GB on rank 0" in capsys.readouterr().out
     asked = json.loads((tmp_path / "asked").read_text())
     assert asked == {"config": options.config_path, "overrides": [*options.overrides, f"model.vocab_size="
                      f"{MODEL['vocab_size']}"], "ranks": 2, "gpu": True, "memory_gb": 0.13}
-    environment = (tmp_path / "env").read_text()
-    assert "CUDA_VISIBLE_DEVICES=\n" in environment and "PYTHONSAFEPATH=1" in environment
-    rehearse_training(run, [job(gpus_per_node=0)], options)
-    asked = json.loads((tmp_path / "asked").read_text())
-    assert (asked["gpu"], asked["memory_gb"]) == (False, None), "ranks without GPUs have no limit of GPUs"
-    rehearsal(json.dumps({**FITS, "fits": False, "verdict": "rank 0 would hold 140 MB."}))
-    with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse"):
-        rehearse_training(run, [job()], options)
-    rehearsal(json.dumps({"refused": "parallel.tp=3 divides nothing"}))
-    with pytest.raises(UserError, match=r"does not run: parallel\.tp=3 divides nothing"):
-        rehearse_training(run, [job()], options)
+    for answer, said in (({**FITS, "fits": False, "verdict": "rank 0 would hold 140 MB."},
+                          r"Training does not fit: rank 0 would hold 140 MB\. --no-rehearse"),
+                         ({"refused": "parallel.tp=3 divides nothing"}, r"not run: parallel\.tp=3 divides nothing")):
+        rehearsal(json.dumps(answer))
+        with pytest.raises(UserError, match=said):
+            rehearse_training(run, [job()], options)
 
 
-def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch):
+@pytest.mark.parametrize(("answer", "script", "said"), [
+    ('{"failed": "a shape is not known"}', "", "a shape is not known. The job is submitted nevertheless"),
+    ("", "echo 'first' >&2; echo 'no such file' >&2; exit 3", "it failed (no such file)"),
+    ("", "exit 3", "it failed (it ended with status 3)"), ("", "exec sleep 3600", "it took longer than 2 s")])
+def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehearsal, capsys, monkeypatch, answer, script,
+                                                                  said):
+    monkeypatch.setattr(rehearsing, "LIMIT_S", 2)
+    rehearsal(answer, script)
     run, options = given()
+    rehearse_training(run, [job()], options)
+    assert f"not done: {said}" in capsys.readouterr().out
 
-    def said(answer="", script="", stage="train", run=run):
-        rehearsal(answer, script)
-        rehearse_training(run, [job(stage=stage)], options)
-        return capsys.readouterr().out
-    assert "no training is to be submitted" in said(stage="convert")
-    unknown_shape = said('{"failed": "a shape is not known"}')
-    assert "not done: a shape is not known. The job is submitted nevertheless" in unknown_shape
-    assert "not done: it failed (no such file)" in said(script="echo 'first' >&2; echo 'no such file' >&2; exit 3")
-    assert "not done: it failed (it ended with status 3)" in said(script="exit 3")
-    monkeypatch.setattr(rehearsing, "LIMIT_S", 0.5)
-    assert "not done: it took longer than 0 s" in said(script="exec sleep 3600")
-    unknown, _ = given("model.vocab_size=null", "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
-    assert "not done: the vocabulary's size is known once" in said(run=unknown)
-    monkeypatch.setattr(rehearsing.importlib.util, "find_spec", lambda name: None)
-    assert "torch is not installed here" in said()
+
+def test_a_vocabulary_that_is_not_known_yet(given, capsys):
+    run, options = given("model.vocab_size=null", "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
+    rehearse_training(run, [job()], options)
+    assert "not done: the vocabulary's size is known once" in capsys.readouterr().out
 
 
 @pytest.mark.slow

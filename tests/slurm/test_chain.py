@@ -138,16 +138,6 @@ def test_every_stage_is_done(done):
     assert results["heldout"]["overall"]["bits_per_byte"] > 0 and results["continuations"]
 
 
-def test_every_job_ran_once_but_for_the_one_that_lost_its_node(done):
-    jobs = done.chain.jobs
-    for stage in STAGES:
-        names = [f"{job.id}_{element}" if job.elements else job.id for job in jobs if job.stage == stage
-                 for element in job.elements or (0,)]
-        ended = [(event["job"], event["status"]) for event in done.events("ended", stage)]
-        again = [(names[0], "crashed")] if stage == "train" else []
-        assert sorted(ended) == sorted([*again, *((name, "done") for name in names)]), done.story()
-
-
 def test_training_went_on_without_the_lost_node(done):
     first, second = done.events("attempt")
     assert (first["restart"], second["restart"], second["from"]) == (0, 1, WAIT - 1)

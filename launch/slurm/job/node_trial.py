@@ -14,21 +14,17 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drover.launch.slurm.job.rank import visible_gpus
+from drover.launch.devices import smi, visible_gpus
 
-SMI_S = 30.0
-"""For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded."""
 LEAST_DISK = 1 << 30
 LEAST_SHARED = 64 << 20
 """Bytes free that a node needs in the run folder and in /dev/shm."""
@@ -85,8 +81,8 @@ def check_gpus(wanted: int) -> list[str]:
     """What is wrong with the job's GPUs of this node, as their driver sees it."""
     if (seen := visible_gpus(os.environ)) < wanted:
         return [f"{seen} GPUs instead of {wanted}"]
-    rows = _smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown,"
-                "clocks_throttle_reasons.hw_thermal_slowdown")
+    rows = smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown,"
+               "clocks_throttle_reasons.hw_thermal_slowdown")
     if rows is None:
         return ["nvidia-smi does not answer"]
     found = []
@@ -95,21 +91,9 @@ def check_gpus(wanted: int) -> list[str]:
             found.append(f"GPU {index} has {errors} uncorrected memory errors")
         if "Active" in (slowdown, thermal):
             found.append(f"GPU {index} is throttled by its hardware ({'heat' if thermal == 'Active' else 'power'})")
-    if foreign := [pid for pid, *_ in _smi("--query-compute-apps=pid,used_memory") or [] if _is_foreign(pid)]:
+    if foreign := [pid for pid, *_ in smi("--query-compute-apps=pid,used_memory") or [] if _is_foreign(pid)]:
         found.append(f"other processes compute on its GPUs (process {', '.join(foreign[:3])})")
     return found
-
-
-def _smi(query: str) -> list[list[str]] | None:
-    """Rows about the job's GPUs; None: no answer."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
-    only = [f"--id={visible}"] if visible and "MIG" not in visible else []
-    for _ in range(2):  # a failure may pass
-        with suppress(OSError, subprocess.SubprocessError):
-            answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
-                                    text=True, timeout=SMI_S, check=True).stdout
-            return [line.split(", ") for line in answer.splitlines() if line]
-    return None
 
 
 def _is_foreign(pid: str) -> bool:

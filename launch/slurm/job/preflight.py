@@ -105,12 +105,13 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
         else:
             bad.update({**found, **bad})  # the first reason counts
 
-    for kind in dict.fromkeys(kind for report in reports for kind in report.problems):
-        found = {report.node: report.problems[kind] for report in reports if kind in report.problems}
-        bad.update({**found, **bad})
-        if kind == SPACE or (kind == FOLDER and 2 * len(found) > count):
-            because = f"{counted(found)}; the folder is shared, so no node is to blame"
-            return Found(found, reason=f"{next(iter(found.values()))} ({because})")
+    sick = {report.node: report.problems for report in reports if report.problems}
+    bad.update({node: next(iter(problems.values())) for node, problems in sick.items()})
+    for kind in (SPACE, FOLDER):
+        found = [problems[kind] for problems in sick.values() if kind in problems]
+        if found and (kind == SPACE or 2 * len(found) > count):
+            result.reason = f"{found[0]} ({counted(found)}; the folder is shared, so no node is to blame)"
+            return result
     if len(bad) > most:
         result.reason = (f"{next(iter(bad.values()))} ({counted(bad)}; {named(bad)}; {common}. Look at these nodes; if "
                          f"it is they after all, leave them out with launch.exclude and submit the same command again)")

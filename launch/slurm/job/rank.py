@@ -13,8 +13,8 @@ import platform
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
+from drover.launch.devices import visible_gpus
 from drover.launch.processes import end_with_parent
 from drover.launch.slurm.trust import node_folder, private_folder
 from drover.pipeline.core.errors import UserError
@@ -50,13 +50,6 @@ def rank_environment(slurm: Mapping[str, str], stage: str = "") -> dict[str, str
         raise UserError(f"{node} shows {found} GPUs to this job, but {gpus} per node were asked for. Look at "
                         f"`scontrol show node {node}`, leave the node out (launch.exclude={node}), or ask for fewer.")
     return {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: slurm[theirs] for name, theirs in NAMES.items()}}
-
-
-def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """GPUs that this process may use, without asking a driver."""
-    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
 
 
 def defaults(environment: Mapping[str, str]) -> dict[str, str]:

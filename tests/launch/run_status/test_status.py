@@ -8,7 +8,6 @@ from pathlib import Path
 from drover.launch import status as program
 from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, overview, show
-from drover.pipeline.core.command_line import find_run
 from drover.pipeline.core.files import write_text
 from tests.launch.recorded_slurm import FakeSlurm
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
@@ -79,11 +78,9 @@ def test_only_reads_and_commands_no_terminal(run, tmp_path, monkeypatch, capsys)
         assert main(arguments) == 0
         shown = capsys.readouterr().out
         assert all(one.isprintable() or one == "\n" for one in shown) and "Slurm does not answer" in shown
-        assert not arguments or "why\\x1b]0;title" in shown
     assert main(["demo", "--json"]) == 0
     [told] = json.loads(capsys.readouterr().out)
     assert told["run"] == "runs/demo" and {row["stage"]: row["state"] for row in told["stages"]}["train"] == "failed"
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
     assert main(["--run", "\x1b[2J"]) == main(["--watch"]) == 2
     assert "There is no run \\x1b[2J. The runs in runs are: demo." in capsys.readouterr().err
-    assert find_run("demo") == find_run("runs/demo") == Path("runs/demo")

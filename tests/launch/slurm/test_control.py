@@ -69,8 +69,7 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, 
 def test_nothing_to_cancel(run, slurm, tmp_path, capsys):
     slurm.queue(("11_0", "COMPLETED"))
     for folder, said in ((run.folder, "is in the queue any more"), (tmp_path / "local", "nothing to cancel")):
-        assert cancel(folder, slurm.scheduler()) == 0
-        assert said in capsys.readouterr().out
+        assert cancel(folder, slurm.scheduler()) == 0 and said in capsys.readouterr().out
     assert slurm.calls("scancel") == []
 
 
@@ -78,18 +77,15 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
     slurm.say("squeue", error=NO_CONTROLLER, status=1)
     assert cancel(run.folder, slurm.scheduler()) == 0
     assert slurm.calls("scancel") == [f"scancel {id}" for id in range(19, 10, -1)]
-    assert "Slurm does not say what is in the queue" in capsys.readouterr().err
-    slurm.say("scancel", error="scancel: error: Unable to contact slurm controller (connect failure)", status=1)
-    assert cancel(run.folder, slurm.scheduler()) == 1
-    assert slurm.calls("scancel")[9:] == ["scancel 19"]
+    slurm.say("scancel", error=NO_CONTROLLER, status=1)
+    assert cancel(run.folder, slurm.scheduler()) == 1 and slurm.calls("scancel")[9:] == ["scancel 19"]
     said = capsys.readouterr().err
-    assert "demo-report was not cancelled" in said and f"--cancel {run.folder}" in said
+    assert "Slurm does not say what is in the queue" in said and f"--cancel {run.folder}" in said
 
 
 @pytest.mark.parametrize("status, line, written, said", [
     ("preempted", ("16", "PENDING", "BeginTime", "", "0:00", "1"), True, "when its job starts again"),
     ("running", ("16", "FAILED"), False, "does not run (it is: failed)"),
-    ("failed", ("16", "FAILED"), False, "does not run (it is: failed)"),
     (None, ("16", "PENDING", "Dependency"), False, "takes it out of the queue"),
     (None, ("16", "RUNNING"), True, "after the step"),
     ("running", ("16", "RUNNING"), True, "training (job 16) will stop after the step that it is in")])

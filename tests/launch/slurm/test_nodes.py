@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -13,11 +12,10 @@ from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.nodes import NODES, address, failing, few, lost, strikes
-from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
-from tests.launch.recorded_slurm import FakeSlurm, queue_line
+from tests.launch.recorded_slurm import FakeSlurm
 
 
 def strike(folder, node, hours, job):
@@ -64,15 +62,6 @@ def test_a_waiting_job_leaves_out_more(tmp_path):
     assert slurm.scheduler().leave_out("15", ["n3"]) is not None
 
 
-@pytest.mark.parametrize(("said", "left"), [("1:02:03", 3723), ("UNLIMITED", math.inf), ("INVALID", math.inf)])
-def test_what_is_left_of_a_jobs_time(tmp_path, said, left):
-    slurm = FakeSlurm(tmp_path / "bin")
-    here = SlurmHost("23", "20_3", 0, ("n1",), 3, slurm.scheduler())
-    assert here.seen().left_s == math.inf, "Slurm does not answer"
-    slurm.say("squeue", queue_line("20_2", "RUNNING", left="0:01") + "\n" + queue_line("20_3", "RUNNING", left=said))
-    assert here.seen().left_s == left
-
-
 def test_addresses():
     slurm = Slurm(address="10.0.0.7")
     assert (address("localhost", slurm), address("no-such-node.invalid", slurm)) == ("localhost", "10.0.0.7")
@@ -106,10 +95,12 @@ def test_starts_are_counted_over_restarts(job):
     assert (number(), number("13")) == (7, 0)
 
 
-def test_an_element_of_an_array():
+def test_an_element_of_an_array(tmp_path):
+    slurm = FakeSlurm(tmp_path / "bin")
+    slurm.say("scontrol", "n1\nn2")
     here = SlurmHost.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
-                                       "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}), [])
-    assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
+                                       "SLURM_JOB_NODELIST": "n[1-2]"}, slurm.scheduler(), [])
+    assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2"))
 
 
 @pytest.mark.parametrize(("state", "restarts", "current"), [

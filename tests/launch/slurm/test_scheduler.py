@@ -15,11 +15,11 @@ NODE = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=2 CPUEfctv=4 CPUTot=4 CPULoad=2.20 AvailableFeatures=(null) \
 Gres=(null) NodeAddr=10.0.0.7 NodeHostName=vm Port=27001 Version=22.05.8 State=MIXED ThreadsPerCore=1"""
 ACCOUNTED = """\
-2|PENDING|Dependency|None assigned|0|demo-shard-finalise
-3|RUNNING|None|n[1-3]|149|demo-train
-1_0|COMPLETED|None|n1|8|demo-shard
-1_2|FAILED|JobArrayTaskLimit|n1|0|demo-shard
-10|CANCELLED by 0|BeginTime|None assigned|0|rq"""
+2|PENDING|Dependency|None assigned
+3|RUNNING|None|n[1-3]
+1_0|COMPLETED|None|n1
+1_2|FAILED|JobArrayTaskLimit|n1
+10|CANCELLED by 0|BeginTime|None assigned"""
 
 
 @pytest.fixture
@@ -45,14 +45,6 @@ def test_queue_answers_for_jobs_and_arrays(slurm):
         f"{name}:{width}" for (name, _), width in zip(COLUMNS, WIDTHS, strict=True))]
 
 
-@pytest.mark.parametrize("states, whole", [
-    ("COMPLETED FAILED", "FAILED"), ("FAILED PENDING", "PENDING"), ("FAILED COMPLETED SUSPENDED", "SUSPENDED"),
-    ("PENDING RUNNING", "RUNNING")])
-def test_state_of_a_whole_array(slurm, states, whole):
-    slurm.queue(*((f"7_{index}", state) for index, state in enumerate(states.split())))
-    assert slurm.scheduler().jobs(["7"])["7"].state == whole
-
-
 def test_accounting_knows_what_left_the_queue(slurm):
     slurm.queue(("3", "RUNNING", "None", "n[1-3]", "2:29"))
     slurm.say("sacct", ACCOUNTED)
@@ -60,8 +52,7 @@ def test_accounting_knows_what_left_the_queue(slurm):
     assert {id: job.state for id, job in found.items()} == {
         # The database still has job 2 as pending, which the queue does not know: it has missed its end.
         "1_0": "COMPLETED", "1_2": "FAILED", "10": "CANCELLED", "3": "RUNNING", "2": "unknown"}
-    assert found["1_2"] == JobInfo("1_2", "FAILED", "JobArrayTaskLimit", "n1", name="demo-shard")
-    assert (found["10"].nodes, found["1_0"].elapsed_s) == ("", 8)
+    assert found["1_2"] == JobInfo("1_2", "FAILED", "JobArrayTaskLimit", "n1") and found["10"].nodes == ""
     assert slurm.calls("sacct")[0].startswith("sacct --noheader --parsable2 --allocations --jobs 1,10,2 ")
 
 
@@ -147,12 +138,6 @@ def test_nodes(slurm):
     assert scheduler.hostnames("n[1-2]") == ["n1", "n2"]
     assert scheduler.node_address("n1") == "10.0.0.7"
     assert slurm.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
-
-
-def test_nodes_without_slurm(slurm):
-    scheduler = slurm.scheduler()
-    assert (scheduler.node_states(["n1"]), scheduler.node_address("n1")) == ({}, "n1")
-    assert scheduler.hostnames("n[08-10],m1") == ["n08", "n09", "n10", "m1"]
 
 
 def test_a_users_own_formats_are_left_out(slurm, monkeypatch):

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from drover.launch.slurm.job.srun import srun_command
-from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.start_logs import PIECE, last_lines, output, rank_log
-
-
-@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (16, 8), (512, 4), (16_384, 8)])
-def test_a_start_writes_one_file_a_node(tmp_path, ranks, per_node):
-    """As Slurm fills in the path: of the numbers that it knows, only the node's stands there."""
-    nodes = ranks // per_node
-    spec = JobSpec("x-train", "train", ("python",), run="run", chain="c", nodes=nodes, ranks=ranks,
-                   tasks_per_node=per_node)
-    command = srun_command(spec, tmp_path, ["true"])
-    path, = (word.removeprefix("--output=") for word in command if word.startswith(("--output", "--error")))
-    assert "--label" in command and re.findall("%.", path.removeprefix(str(tmp_path))) == ["%n"]
-    written = {rank_log(tmp_path, rank, per_node) for rank in range(ranks)}
-    assert {str(log) for log in written} == {path.replace("%n", str(node)) for node in range(nodes)}
-    assert not list(tmp_path.iterdir())
+from drover.launch.slurm.start_logs import PIECE, last_lines, output
 
 
 @pytest.mark.parametrize(("text", "whole"), [

@@ -121,18 +121,6 @@ def test_fruitless_starts(log, expected):
     assert fruitless(log) == expected
 
 
-@pytest.mark.parametrize(("state", "committed", "down", "killed", "status", "reason"), [
-    (RUNNING, False, {"n3": "down*"}, False, "crashed", "lost n3 (down*)"),
-    (RUNNING, False, {}, True, "crashed", "its runner was killed (out of memory, perhaps)"),
-    (ASKED, False, {}, True, "preempted", "its runner was killed (out of memory, perhaps)"),
-    (RUNNING, False, {}, False, "requeued", "Slurm took the job from its nodes and queued it again (preempted, or "
-                                            "requeued from outside)"),
-    (RUNNING, True, {}, True, "done", "done"), (None, True, {}, True, "done", "done")])
-def test_ends_that_nobody_saw(state, committed, down, killed, status, reason):
-    found = unseen(state, committed, down, killed, {"step": None}, [], terms())
-    assert (found.action, found.status, found.reason) == ("requeue", status, reason)
-
-
 @pytest.mark.parametrize(("down", "most"), [({"n3": "down*"}, 3), ({}, MOST_OUTSIDE)])
 def test_ends_that_nobody_saw_again_and_again(down, most):
     for times in (most - 1, most):

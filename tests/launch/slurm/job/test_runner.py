@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -74,13 +72,12 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
 
 @pytest.mark.parametrize(("plan", "changes", "slurm", "status", "ends", "requeued", "words"), [
     ("save10 save20 save30 work", {"max_restarts": 1}, {}, 0, [RESTART] * 3 + [DONE], 0, "train is done"),
+    ("asked", {}, {}, 0, [("preempted", "requeue")], 1, "asked to stop (time limit) after step 120; queueing this job"),
     ("asked", {}, {"refusal": "presently disabled"}, 1, [("preempted", "requeue")], 1,
      "Slurm did not queue the job again (presently disabled), and no later job of the chain waits to go on: submit the "
      "same command again"),
-    ("asked", {"links": 2}, {"refusal": "no"}, 0, [("preempted", "requeue")], 1, "the next job of the chain goes on"),
     ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
     ("crash work", {}, {"left_s": 180}, 0, [RESTART, DONE], 0, "crashed: rank 1 on n2: killed; starting again"),
-    ("crash work", {"ranks": 0}, {}, 0, [RESTART, DONE], 0, "  rank 1: this rank says why"),
     ("failed", {"links": 2}, {}, 1, [("failed", "stop")], 0, "train failed: the third record is broken"),
     ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
     ("abandoned", {}, {}, 0, [("crashed", "requeue")], 1, "its tasks may still run"),
@@ -218,18 +215,6 @@ def test_elements_of_an_array(tmp_path):
     (job.run / "launch/killed.24.3").touch()
     status, log = job.go(element=3, job="24", restart=4)
     assert status == 1 and "4 starts in a row" in log and not (job.stage / "STATE.json").exists()
-
-
-def test_nothing_is_evaluated_once_the_job_is_told_to_end(job, monkeypatch):
-    asked = []
-    there = job.runner(monkeypatch, iter(["work"]))
-    assert there.evaluations is None
-    there.evaluations = SimpleNamespace(look=partial(asked.append, "look"), finish=partial(asked.append, "finish"))
-    assert there.tick() and there._starts() == 0 and asked == ["look", "finish"]
-    there.here.asked.append(signal.SIGTERM)
-    assert there.tick() and there._starts() == 143 and asked == ["look", "finish"]
-    job.spec = make_job(job.folder / "other", every_checkpoints=1).spec
-    assert job.runner(monkeypatch, iter([])).evaluations is not None
 
 
 def test_outside_of_slurm_it_says_so(capsys, monkeypatch):

@@ -6,9 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from pydantic import ValidationError
 
-from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.submit.options import long_options, option_problems
 from drover.pipeline.config.launching import LaunchConfig
 from tests.launch.slurm.submit.test_sbatch import scripts
@@ -56,23 +54,6 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
                             "launch.gpus_per_node=8", "launch.train.nodes=2", "launch.mem=64G",
                             f"launch.extra={json.dumps(extra)}")
     assert told in said
-
-
-def test_flags(script):
-    lines = script(extra={"exclusive": True, "overcommit": True},
-                   **{"train.extra": {"overcommit": False, "nice": 7}})
-    assert options(lines, "exclusive", "overcommit", "nice") == ["exclusive", "nice=7"]
-    assert options(script(extra={"exclusive": "user"}), "exclusive") == ["exclusive=user"]
-    with pytest.raises(ValidationError):
-        LaunchConfig(extra={"exclusive": [1]})
-
-
-def test_bad_nodes_and_the_chain_are_kept_beside_what_is_asked(script, launcher):
-    for job in ("1.0", "1.1"):
-        add_strike(launcher.run, "n3", job, "went down")
-    lines = script(exclude="n[7-8]", extra={"dependency": "afterany:7"})
-    assert options(lines, "exclude") == ["exclude='n[7-8],n3'"]
-    assert options(lines, "dependency") == ["dependency=afterok:ID_OF_encode,singleton,afterany:7"]
 
 
 def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
