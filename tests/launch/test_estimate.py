@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from drover.launch import forecast
-from drover.launch.forecast import EFFICIENCY, SLOWER, STAGE_S, estimate, matrix_rate, training_flops
-from drover.launch.plan import Machine, Options, plan
-from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.run import Run
-from tests.conftest import REPOSITORY
+from drover.launch.forecast import matrix_rate
 
 RATE = 1e11
-
-
-def request(tmp_path, stages, *overrides):
-    config = load_config(REPOSITORY / "configs/demo.yaml", [f"runs_dir={tmp_path}", *overrides])
-    return config, plan(config, Run(config), stages, Options("local", "demo.yaml", machine=Machine(2)))
-
-
-def test_training_is_its_operations_over_a_share_of_the_speed(tmp_path):
-    config, jobs = request(tmp_path, ["train"])
-    train, model = config.train, config.model.model_copy(update={"vocab_size": config.tokenizer.vocab_size})
-    operations = train.steps * train.batch_tokens * model.flops_per_token(train.sequence_length, causal=False)
-    assert training_flops(config) == operations
-    found, fixed = estimate(config, jobs, RATE), STAGE_S
-    low, high = (operations / RATE / share for share in EFFICIENCY)
-    assert found == pytest.approx((low + fixed, high + SLOWER * fixed, low, high))
 
 
 def test_the_look_is_by_processor_time_and_ends(monkeypatch):

@@ -2,20 +2,9 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from drover.launch.describe import stages_text, training_facts
-from drover.launch.forecast import kept_checkpoints
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
-
-
-@pytest.mark.parametrize("overrides, most", [
-    ([], 3), (["train.checkpoint.permanent_every=25"], 7), (["train.checkpoint.copy_to=s3://b/p"], 5),
-    (["launch.evaluate.every_checkpoints=2"], 8)])
-def test_the_most_checkpoints_that_there_are_at_one_time(overrides, most):
-    given = ["train.steps=100", "train.warmup_steps=1", "train.checkpoint={keep: 2, every_steps: 10}", *overrides]
-    assert kept_checkpoints(load_config(REPOSITORY / "configs/demo.yaml", given, check=False)) == most
 
 
 def test_the_plan_shows_how_layers_are_cut():

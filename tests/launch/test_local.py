@@ -81,14 +81,6 @@ def test_what_follows_from_each_end(launcher, monkeypatch, plays, forced, status
 # ---- ranks
 
 
-@pytest.mark.slow
-def test_a_failed_rank_speaks_for_itself(ready):
-    ranks = ready.submit("--stage", "train", FAKE_train="fail")
-    assert ranks.returncode == 2
-    assert ranks.stderr.count("train stops here: the third record of corpus.txt is broken. Mend it.") == 1
-    assert "Traceback" not in ranks.stderr + ranks.stdout and "starting again" not in ranks.stderr
-
-
 def test_a_killed_rank_is_named_and_started_again(ready):
     result = ready.submit("--stage", "train", "launch.max_restarts=1", FAKE_train="killed")
     node = os.uname().nodename

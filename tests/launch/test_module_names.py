@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import metadata
 
@@ -37,9 +36,3 @@ def test_a_script_puts_the_repository_first_on_the_path(script):
     before, start, after = (REPOSITORY / script).read_text().partition(START)
     assert start and "from drover" in after
     assert not [line for line in before.splitlines() if line.startswith("from drover")]
-
-
-def test_evaluate_starts_beside_the_library_of_its_name(tmp_path):
-    result = subprocess.run([sys.executable, str(REPOSITORY / "pipeline" / "evaluate.py"), "--help"], cwd=tmp_path,
-                            capture_output=True, text=True, check=True)
-    assert "Run the stage evaluate" in result.stdout

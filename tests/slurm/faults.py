@@ -213,13 +213,11 @@ class Training:
         assert difference(lines(self.config), self.whole) < 1e-12, self.story()
 
     def story(self) -> str:
-        """All logs, for a failed assertion."""
-        paths = [*sorted((self.run / "launch").glob("*.jsonl")), self.run / "train/STATE.json",
-                 *sorted(self.run.glob("logs/slurm/*.log")), *sorted(self.run.glob("logs/*/[0-9]*/*"))]
+        """The queue and all logs, for a failed assertion."""
         queue = self.cluster.run("squeue", check=False)
-        texts = [f"==> {path.relative_to(self.run)}\n{path.read_text(errors='replace')[-3000:]}"
-                 for path in paths if path.is_file() and path.stat().st_size]
-        return "\n".join([f"{self.run}\n{queue.stdout}{queue.stderr}{self.cluster.node_states()}", *texts])
+        paths = [self.run / "train/STATE.json", *sorted(self.run.glob("logs/**/*[0-9].log"))]
+        return "\n".join([f"{queue.stdout}{queue.stderr}{self.cluster.node_states()}", *(
+            f"==> {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.is_file())])
 
 
 def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training]:

@@ -15,7 +15,6 @@ import pytest
 
 from drover.launch.slurm.nodes import NODES
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.records.checkpoints import MARKER
 from drover.pipeline.records.goodput import goodput
 from tests.conftest import run_stage
 from tests.slurm.faults import Training, write_settings
@@ -70,16 +69,6 @@ def lose_node(soak: Soak) -> None:
     lab.start_node(node)
 
 
-def damage_checkpoint(soak: Soak) -> None:
-    """A byte of the newest checkpoint turns over while training is stopped."""
-    soak.stop()
-    if len(saved := soak.training.saved()) > 1:
-        path = max((path for path in saved[-1].iterdir() if path.name != MARKER), key=lambda path: path.stat().st_size)
-        content = bytearray(path.read_bytes())
-        content[soak.dice.randrange(len(content))] ^= 0x10
-        path.write_bytes(content)
-
-
 def resize(soak: Soak) -> None:
     soak.stop()
     soak.nodes = soak.dice.choice([size for size in SIZES if size != soak.nodes])
@@ -95,7 +84,6 @@ FAULTS: dict[str, Callable[[Soak], object]] = {
         "scontrol", "requeue", soak.training.job(), check=False),
     "a node is lost": lose_node,
     "the controller goes": lambda soak: soak.training.cluster.restart_controller(),
-    "a checkpoint is damaged": damage_checkpoint,
     "other nodes": resize}
 
 

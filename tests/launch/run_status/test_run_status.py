@@ -70,14 +70,6 @@ def test_local_run(run):
     assert run.status({}).rows[3].remarks[0].endswith("its last record is 10 m 00 s old")
 
 
-def test_links_of_training(run):
-    run.submitted(*(run.job(id, "train", "link") for id in ("21", "22", "23")))
-    run.state("train", "preempted", job="21")
-    answers = {"21": "COMPLETED", "22": JobInfo("22", "RUNNING", elapsed_s=5), "23": "PENDING Dependency"}
-    row = run.status(answers).rows[3]
-    assert (row.job, row.state, row.elapsed) == ("22 (2/3)", "running", "5.0 s")
-
-
 @pytest.mark.parametrize("read, sort, rest, job, progress, remark", [
     ("RUNNING", "PENDING", "PENDING", "20", "read 1/2 parts 50%", ""),
     ("FAILED", "CANCELLED", "CANCELLED", "20", "read 1/2 parts 50%, failed: 1",

@@ -11,7 +11,7 @@ import pytest
 from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.job.srun import SlurmHost
-from drover.launch.slurm.nodes import NODES, address, failing, few, lost, strikes
+from drover.launch.slurm.nodes import NODES, failing, few, lost, strikes
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
@@ -60,11 +60,6 @@ def test_a_waiting_job_leaves_out_more(tmp_path):
         assert slurm.calls()[-1] == f"scontrol update JobId=15 ExcNodeList={after}"
     slurm.say("scontrol", status=1)
     assert slurm.scheduler().leave_out("15", ["n3"]) is not None
-
-
-def test_addresses():
-    slurm = Slurm(address="10.0.0.7")
-    assert (address("localhost", slurm), address("no-such-node.invalid", slurm)) == ("localhost", "10.0.0.7")
 
 
 def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():

@@ -128,15 +128,15 @@ def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, 
 
 
 def test_a_group_can_be_trusted(submitted, monkeypatch):
+    """It may write what is executed; a folder that everybody may write is no group's."""
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, wrap=("x",))
     for name in EXECUTED:
         path = place(submitted, name)
         path.chmod(path.stat().st_mode | 0o020)
-    assert check(trusting) == ""
-    assert owner_problems([Path(submitted.run)], "no such group") and owner_problems([Path(submitted.run)], None)
+    assert check(trusting) == "" and owner_problems([Path(submitted.run)], "no such group")
     path.chmod(path.stat().st_mode | 0o002)
-    assert "may be written by everybody" in check(trusting), "that is no group"
+    assert "may be written by everybody" in check(trusting)
 
 
 def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
@@ -144,8 +144,7 @@ def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     monkeypatch.setattr(trust, "node_folder", lambda: Path("/proc/nowhere"))
     own = pwd.getpwuid(Path(submitted.run).stat().st_uid)
-    if own.pw_uid:
-        assert "belongs to" in check(submitted)
+    assert not own.pw_uid or "belongs to" in check(submitted)
     assert check(saved(submitted, trusted_group=grp.getgrgid(own.pw_gid).gr_name)) == ""
 
 
@@ -284,14 +283,6 @@ def test_another_spec_is_not_done(submitted):
     assert "cannot be read" in check(submitted)
 
 
-def test_a_run_folder_may_be_kept_elsewhere(submitted, tmp_path):
-    Path(submitted.run).rename(tmp_path / "elsewhere")
-    Path(submitted.run).symlink_to(tmp_path / "elsewhere")
-    assert check(submitted) == ""
-    (tmp_path / "elsewhere").chmod(0o777)
-    assert "may be written by everybody (mode 0777)" in check(submitted)
-
-
 # ---- the script
 
 
@@ -366,9 +357,3 @@ def test_compilers_keep_what_they_run_again_in_private():
     node_folder().chmod(0o777)
     with pytest.raises(UserError, match=r"may be written by everybody.*\(on n7\)\. Remove it there \(`rm -r "):
         defaults(node)
-
-
-def test_the_check_needs_nothing_but_the_standard_library():
-    result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "check", "/nowhere/a/b/c.json", "0"],
-                            capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and result.stderr.startswith("refused: /nowhere/a/b/c.json")

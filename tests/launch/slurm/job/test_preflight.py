@@ -167,10 +167,8 @@ def job(tmp_path):
     return make_job(tmp_path, preflight=True)
 
 
-def test_sound_nodes_are_trained_on(job):
-    status, log = job.go("work", trial=Found({}, ["2 nodes sound in 8 s"]))
-    event, = job.events("preflight")
-    assert status == 0 and "preflight: 2 nodes sound in 8 s" in log and event["bad"] == {}
+def test_the_trial_is_left_out_where_it_is_not_asked_for_or_there_are_no_ranks(job):
+    assert "preflight: all is well" in job.go("work")[1] and job.events("preflight")[0]["bad"] == {}
     for changes in ({"preflight": False}, {"preflight": True, "ranks": 0}):
         assert "preflight" not in job.go("work", job="13", **changes)[1]
 
@@ -244,8 +242,6 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
     here = SlurmHost("12", "12", 0, tuple(NODES[:3]), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
-    reports = read_reports(folder)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
-    assert [report.clock_at is not None for report in reports] == [True, False] * 3
-    assert all({*report.times} == {*TIMES} and not report.problems for report in reports)
+    assert [report.clock_at is not None for report in read_reports(folder)] == [True, False] * 3
     assert (tmp_path / "calls").read_text().startswith("-m drover.launch.slurm.job.node_trial")

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from drover.launch.slurm.submit.options import long_options, option_problems
-from drover.pipeline.config.launching import LaunchConfig
 from tests.launch.slurm.submit.test_sbatch import scripts
 
 
@@ -47,6 +45,9 @@ def test_gpus_are_asked_for_once(script, extra):
     ({"partition": "big"}, "launch.extra holds partition, which the jobs rely on as the launcher sets it. Say it with "
                    "launch.partition."),
     ({"export": "NONE"}, "Say it with launch.environment and launch.secrets."),
+    ({"time": 9, "wait": True}, "extra holds wait, which the jobs rely on as the launcher sets it. Leave it out."),
+    ({"account": "a"}, "launch.extra holds account. Say it with launch.account; a stage's own stands in its extra."),
+    ({"c": "9"}, "launch.extra holds c; write the long name of sbatch's option -c (man sbatch)."),
     ({"test-only": True}, "Say it with --dry-run"),
     ({"mem-per-cpu": "4G"}, "train: launch.mem and mem-per-cpu in launch.extra both say how much memory")])
 def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
@@ -54,19 +55,6 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
                             "launch.gpus_per_node=8", "launch.train.nodes=2", "launch.mem=64G",
                             f"launch.extra={json.dumps(extra)}")
     assert told in said
-
-
-def test_what_the_jobs_rely_on_is_refused_with_the_setting_that_decides_it():
-    launch = LaunchConfig(extra={"nodes": 4, "mail-type": "END", "account": "a"},
-                          train={"extra": {"signal": "TERM@60", "output": "log", "c": "9"}})
-    assert list(option_problems(launch, [])) == [
-        "launch.extra holds nodes, which the jobs rely on as the launcher sets it. Say it with launch.train.nodes.",
-        "launch.extra holds account. Say it with launch.account; a stage's own stands in its extra.",
-        "launch.train.extra holds signal, which the jobs rely on as the launcher sets it. Say it with "
-        "launch.signal_s.",
-        "launch.train.extra holds output, which the jobs rely on as the launcher sets it. Leave it out.",
-        "launch.train.extra holds c; write the long name of sbatch's option -c (man sbatch)."]
-    assert long_options({"requeue": False, "nice": 0}) == {"nice": "0"}
 
 
 @pytest.mark.parametrize(("launch", "python"), [
