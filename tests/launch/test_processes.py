@@ -32,7 +32,7 @@ def script(setup):
 @pytest.mark.parametrize(("setup", "requests", "limit", "status", "said"), [
     (ENDS_AT_TERM, 1, "", 5, "stopping x: it saves what it can (once more to kill it)"),
     (STUBBORN, 2, "", 137, "killing x"), (STUBBORN, 1, "SHUTDOWN_S", 137, "stopping x"),
-    (ENDS_AT_TERM, "tick", "", 5, ""), (STUBBORN, "tick", "KILL_S", 137, "")])
+    (STUBBORN, "tick", "KILL_S", 137, "")])
 def test_requests_to_stop(tmp_path, monkeypatch, setup, requests, limit, status, said):
     """The first asks it to save; the second, or time, kills it with what is below it."""
     monkeypatch.chdir(tmp_path)

@@ -85,12 +85,6 @@ def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehears
     assert f"not done: {said}" in capsys.readouterr().out
 
 
-def test_a_vocabulary_that_is_not_known_yet(given, capsys):
-    run, options = given("model.vocab_size=null", "tokenizer.kind=huggingface", "tokenizer.path=/nowhere")
-    rehearse_training(run, [job()], options)
-    assert "not done: the vocabulary's size is known once" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_real_one(given, capsys):
     """A backend that waits for the device in every layer can train, slowly, and cannot be rehearsed."""

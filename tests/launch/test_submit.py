@@ -62,17 +62,12 @@ def test_plan_of_a_fresh_run(launcher):
     assert "\x1b" not in shown
 
 
-def test_what_a_llama_has_not_is_told_and_refused_where_it_cannot_be_exported(launcher):
+def test_what_cannot_be_exported_is_refused(launcher):
     both = ["--dry-run", "--cluster", "local", "model.qk_norm=true", "model.no_rope_layer_interval=2"]
     refused = launcher.refused("--stage", "all", *both)
-    assert "1 problem in the configuration" in refused and "no class of transformers computes" in refused
-    assert "--stage shard,tokenizer,encode,train" in refused
-    assert """
-           with queries and keys normed (QK-norm)
-           with a sliding window of 64 tokens (all in one layer of 3)
-           with no rotary embedding in one layer of 2
-""" in launcher.accepted("--stage", "shard,tokenizer,encode,train", *both, "model.sliding_window=64",
-                         "model.full_attention_interval=3")
+    assert "no class of transformers computes" in refused and "--stage shard,tokenizer,encode,train" in refused
+    assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(
+        "--stage", "shard,tokenizer,encode,train", *both)
 
 
 def threads():

@@ -20,7 +20,7 @@ from drover.launch.slurm.submit.snapshot import PARTS
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.state import read_attempts, read_state
-from drover.pipeline.core.files import read_json, read_lines, sha256_file
+from drover.pipeline.core.files import read_json, read_lines
 from drover.pipeline.records.metrics import read_metrics
 from drover.tools.audit import audit
 from tests.conftest import REPOSITORY, merged, run_stage, write_config
@@ -154,15 +154,6 @@ def test_training_has_the_losses_of_one_process(done, corpus, tmp_path):
         assert (one["step"], one["samples"]) == (other["step"], other["samples"])
         assert max(abs(one[name] - other[name]) for name in ("loss", "grad_norm")) < 1e-12
     assert not audit(done.run).faults
-
-
-def test_jobs_ran_the_code_of_the_submission(done):
-    snapshot = Path(done.chain.code)
-    assert snapshot.parent == done.run / "code"
-    for stage in STAGES:
-        hashes = {name: sha256 for name, sha256 in done.manifest(stage).code.items() if name != "faulty"}  # a plugin
-        assert hashes[f"pipeline/{stage}.py"] != sha256_file(REPOSITORY / f"pipeline/{stage}.py")
-        assert {name: sha256_file(snapshot / "drover" / name) for name in hashes} == hashes
 
 
 def test_no_file_holds_the_shells_secrets(done):

@@ -84,8 +84,6 @@ def test_arrays_of_several_phases(run, read, sort, rest, job, progress, remark):
     assert (seen.rows[0].job, seen.rows[0].progress) == (job, progress) and remark in " ".join(seen.remarks)
     run.progress("shard", 1, 4, "shards", phase="write")  # by a job that is no array
     assert run.status(answers).rows[0].progress == (progress if job == "20" else "write 1/4 shards 25%")
-    run.done("shard")
-    assert run.status({}).rows[0].progress == ""
 
 
 def test_a_reused_stage_and_one_of_a_plugin(run):

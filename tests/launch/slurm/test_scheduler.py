@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo, NodeKind, Scheduler, seconds
+from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler, seconds
 from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, FakeSlurm, queue_line
 from tests.waiting import wait_for
@@ -76,29 +74,6 @@ def test_slurm_that_does_not_answer(slurm, script):
     assert slurm.scheduler(timeout_s=2).jobs(["3"]) is None
     assert slurm.scheduler(timeout_s=0.5).mine() is None
     wait_for(lambda: not runs(slurm.folder / "child"))
-
-
-def test_the_users_queue_lists_an_array_once(slurm):
-    slurm.queue(("1_[2-3%2]", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
-                ("1_1", "RUNNING", "None", "n1", "0:01", "0", "demo-shard"),
-                ("4", "PENDING", "Dependency", "", "0:00", "0", "demo-train", "drover:c:train night"))
-    found = slurm.scheduler().mine()
-    assert [(job.id, job.name, job.comment) for job in found] == [
-        ("1", "demo-shard", ""), ("4", "demo-train", "drover:c:train night")]
-    assert f"--user {os.getuid()}" in slurm.calls("squeue")[0]
-    slurm.say("squeue")
-    assert slurm.scheduler().mine() == []
-
-
-def test_the_kinds_of_nodes(slurm):
-    slurm.say("sinfo", "gpu*|12|128|1031000|gpu:h100:8(S:0-1)\nodd|1|64+||none\n"
-                       "gpu*|2|96|515000|gpu:a100:4,gpu:h100:2,nvme:1\n"
-                       "cpu|7|64|257000|(null)\nbad line")
-    assert slurm.scheduler().node_kinds() == [
-        NodeKind("gpu", True, 12, 128, 1031000, 8), NodeKind("gpu", True, 2, 96, 515000, 6),
-        NodeKind("cpu", False, 7, 64, 257000, 0)]
-    slurm.say("sinfo", error="Unable to contact slurm controller", status=1)
-    assert slurm.scheduler().node_kinds() == []
 
 
 def test_cancel_minds_no_ended_job(slurm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drover.launch.slurm.start_logs import PIECE, last_lines, output
+from drover.launch.slurm.start_logs import PIECE, output
 
 
 @pytest.mark.parametrize(("text", "whole"), [
@@ -17,13 +17,3 @@ def test_the_lines_of_one_rank(tmp_path, text, whole):
     path.write_text(text)
     with open(path, "rb") as file:
         assert b"".join(output(file, 1)).decode() == whole
-
-
-def test_the_last_lines_of_a_rank(tmp_path):
-    lines = ["97: it trains", "97: it broke", "97: ", *["96: so did I"] * 3000]
-    (tmp_path / "node12.log").write_text("\n".join(lines))
-    assert last_lines(tmp_path, 97, 8, 1) == ["rank 97: it broke"]
-    assert last_lines(tmp_path, 97, 8, 25) == ["rank 97: it trains", "rank 97: it broke"]
-    assert last_lines(tmp_path, 0, 8, 25) == [], "rank 0's are not there"
-    (tmp_path / "output.log").write_text("3: of one process")
-    assert last_lines(tmp_path, 0, 1, 25) == ["rank 0: 3: of one process"]

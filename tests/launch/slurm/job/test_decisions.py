@@ -54,7 +54,6 @@ def kind(decision):
     (Outcome(None, end=read_end(143, REFUSED)), terms(), ("stop", "failed", 1)),
     (Outcome(None, end=read_end(143, REFUSED), again=True, fruitless=1), terms(), ("restart", "crashed", 0)),
     # requests to stop
-    (Outcome(ASKED, end=StepEnd(143), hang="late"), terms(), ("requeue", "preempted", 0)),
     (Outcome(ASKED), terms(later_links=True, requeue=False), ("leave", "preempted", 0)),
     (Outcome(ASKED), terms(requeue=False), ("stop", "preempted", 1)),
     (Outcome(CANCELLED), terms(later_links=True), ("stop", "preempted", 1)),
@@ -64,7 +63,6 @@ def kind(decision):
     (Outcome(RUNNING, end=read_end(143, LOST), stopping=True), terms(), ("stop", "crashed", 143)),
     # crashes and hangs
     (Outcome(RUNNING, end=StepEnd(143), fruitless=3), terms(max_restarts=3), ("restart", "crashed", 0)),
-    (Outcome(RUNNING, hang="rank 2 is late", fruitless=3), terms(), ("restart", "hung", 0)),
     (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), terms(later_links=True), ("stop", "hung", 1)),
     # Slurm may still run the tasks: no second gang beside them
     (Outcome(RUNNING, end=StepEnd(137, abandoned=True), fruitless=1), terms(), ("requeue", "crashed", 0)),

@@ -5,8 +5,6 @@ What the jobs do is tested on a real cluster in tests/slurm.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
 import re
 import subprocess
@@ -162,15 +160,6 @@ def test_what_is_to_go_on_is_not_forced_again(slurm):
     assert command[command.index("--force-id") + 1] == slurm.chain.id and "--force" not in command
 
 
-def test_a_file_system_without_locks(slurm, monkeypatch):
-    def none(*_, **more):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    slurm.accepted("--stage", "all", "launch.encode.array=2")
-    assert len(slurm.chain.jobs) == 8
-
-
 def test_two_submissions_of_a_run_do_not_meet(slurm):
     slurm.run.mkdir(parents=True)
     other = lock(slurm.run, "submission")
@@ -200,7 +189,8 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
 
 
 def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
-    (slurm.tools / "sinfo").write_text('#!/bin/sh\necho "debug*|4|4|16000|(null)"\necho "big|2|64|256000|gpu:a:8"\n')
+    (slurm.tools / "sinfo").write_text('#!/bin/sh\necho "debug*|4|4|16000|(null)"\necho "odd line"\n'
+                                      'echo "odd|1|64+||none"\necho "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1"\n')
     (slurm.tools / "sinfo").chmod(0o755)
     said = slurm.refused("--stage", "all")
     assert "train, evaluate: asks for 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
@@ -257,18 +247,16 @@ def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monk
                    "launch.evaluate.every_checkpoints=1", "train.checkpoint.every_steps=20")
     config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[3].spec))
     write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
-    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SUBMITIT_EXECUTOR"):
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(sys, "executable", "another python")
     evaluations = Evaluations(spec, print)
-    for owed in evaluations.to_submit():
-        assert evaluations.submit(owed) == "108"
+    [owed] = evaluations.to_submit()
+    assert evaluations.submit(owed) == "108"
     job = slurm.chain.jobs[-1]
     assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "108", ())
     made = JobSpec.load(Path(job.spec))
     assert made.command[:3] == (spec.command[0], "-m", "drover.launch.slurm.evaluations") and made.files == spec.files
-    assert (made.run, made.cpus_per_task) == (str(slurm.run / "evaluations/step-00000020"), 6)
-    assert option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
+    assert made.cpus_per_task == 6 and option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
     assert not (slurm.queue / "108.environment").exists()
     config.write_text(config.read_text().replace("cpus: 3", "cpus: 4"))
     with pytest.raises(UserError, match="is not what was submitted"):
