@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from drover.launch.credentials import credential_problems
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
 from drover.launch.plan import Job, Options
+from drover.launch.processes import Environment
 from drover.launch.slurm.scheduler import NodeKind, Scheduler
 from drover.launch.slurm.submit.options import option_problems
 from drover.pipeline.config.checks import place_problems, problems, rank_problems
@@ -72,7 +73,7 @@ def _refuse_all(what: str, found: list[str]) -> None:
         raise UserError(f"{what}:\n{listed(found)}" if len(found) > 1 else found[0])
 
 
-def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Mapping[str, str], *,
+def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
                 showing: bool = False) -> None:
     """Refuse what this box or the cluster would refuse or break on later, all at once.
 
@@ -180,7 +181,7 @@ MORE = {"nodes": "ask for fewer (--nodes)", "min": "ask for less (launch.<stage>
 """What to do about a job that asks for more than the site gives."""
 
 
-def cluster_problems(config: Config, jobs: list[Job], environment: Mapping[str, str], nodes: Sequence[NodeKind]
+def cluster_problems(config: Config, jobs: list[Job], environment: Environment, nodes: Sequence[NodeKind]
                      ) -> Iterator[str]:
     """What the cluster would refuse, or a job there break on. nodes: what the cluster has; () where it is not known."""
     launch, site = config.launch, config.launch.limits
@@ -235,7 +236,7 @@ def _misfit(job: Job, nodes: Sequence[NodeKind]) -> str:
             f"launch.processes ranks")
 
 
-def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Mapping[str, str], *, here: bool) -> None:
+def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, here: bool) -> None:
     """Refuse addresses to copy to that nothing can be written to, before anything runs: all at once.
 
     here: the jobs run on this machine. Elsewhere they may have credentials that this one has not; then it is said that

@@ -7,10 +7,11 @@ by its name: whole words, so that TOKENIZERS_PARALLELISM is no token. No message
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
+from drover.launch.processes import Environment
 from drover.pipeline.config.section import flatten
 from drover.pipeline.config.tree import Config
 
@@ -67,7 +68,7 @@ _VARIABLE = re.compile(r"launch\.(environment|(\w+\.)?extra)\.(?!export$)")
 """Settings whose last word is such a name."""
 
 
-def credential_problems(config: Config, environment: Mapping[str, str]) -> list[str]:
+def credential_problems(config: Config, environment: Environment) -> list[str]:
     """Every setting that looks like a secret, with the way on.
 
     environment: of the shell that submits.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from drover.launch.processes import Each, Environment
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import UNKNOWN, JobInfo, Scheduler
@@ -65,8 +66,8 @@ class Host(ABC):
     asked: list[int] = field(default_factory=list)
 
     @abstractmethod
-    def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              each: Callable[[], bool]) -> StepEnd:
+    def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
+              each: Each) -> StepEnd:
         """Start `command` once per rank (once, for a stage without ranks) and wait for the end of all.
 
         The first rank that fails ends the others, and no rank outlives this process. `each` is called meanwhile; if it
@@ -99,7 +100,7 @@ class Host(ABC):
         """How the scheduler sees this job; as one that it does not know where it does not answer."""
         return (self.scheduler.jobs([self.name]) or {}).get(self.name, JobInfo(self.name))
 
-    def pause(self, seconds: float, each: Callable[[], bool]) -> None:
+    def pause(self, seconds: float, each: Each) -> None:
         """Wait, but not when told to end. `each` is called meanwhile."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:

@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,7 +17,7 @@ from drover.launch.checks import refuse_stale
 from drover.launch.devices import smi, visible_gpus
 from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.plan import Job, Machine, Options
-from drover.launch.processes import Processes, stop_requests, tell
+from drover.launch.processes import Each, Environment, Processes, stop_requests, tell
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import NoScheduler
@@ -44,8 +44,8 @@ class LocalHost(Host):
 
     log: Path = WORDS
 
-    def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              each: Callable[[], bool]) -> StepEnd:
+    def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
+              each: Each) -> StepEnd:
         """On the terminal as well."""
         processes = Processes(command, environment, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS,
                               shown=True)

@@ -26,6 +26,10 @@ from typing import IO
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.errors import UserError
 
+Environment = Mapping[str, str]
+Say = Callable[[str], None]
+Each = Callable[[], bool]
+"""Called all along while something runs; ends it by answering False."""
 POLL_S = 0.1
 BROKEN_S = 12.0
 """Seconds that the other ranks get once one has ended badly. srun itself would wait longer for one that it cannot
@@ -76,7 +80,7 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def answer_of(command: Sequence[str], environment: Mapping[str, str], timeout_s: float, told: str = ""
+def answer_of(command: Sequence[str], environment: Environment, timeout_s: float, told: str = ""
               ) -> tuple[int, str, str]:
     """A program's exit status, output and errors.
 
@@ -159,7 +163,7 @@ class Processes:
         killed: whether they had to be killed, since they did not end when they were told to.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], stage: str = "",
+    def __init__(self, command: Sequence[str], environment: Environment, stage: str = "",
                  asked: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull), *,
                  shown: bool = False) -> None:
         self.stage, self.asked = stage, asked
@@ -184,7 +188,7 @@ class Processes:
         self.killed = False
         self._until = math.inf
 
-    def run(self, each: Callable[[], bool] = lambda: True) -> int:
+    def run(self, each: Each = lambda: True) -> int:
         """Wait until all have ended; the exit status of the first that failed (128 + n for signal n), or 0. Its end is
         that of the others.
 

@@ -86,7 +86,10 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
             while True:
                 start = next((event for event in reversed(read_attempts(run_folder)) if event["event"] == "attempt"
                               and event["stage"] == stage), None)
-                path = _file(run_folder, start, rank) if start else shown
+                path = shown
+                if start:
+                    folder = run_folder / "logs" / stage / f"{start['job']}.{start['start']}"
+                    path = rank_log(folder, rank, start["ranks"] // len(start["nodes"]))
                 if file is not None:
                     _print(file, rank)  # of an earlier start, to its end
                 if path != shown and path.exists():
@@ -106,12 +109,6 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
 def _print(file: IO[bytes], rank: int) -> None:
     sys.stdout.buffer.writelines(output(file, rank))
     sys.stdout.buffer.flush()
-
-
-def _file(run_folder: Path, start: dict[str, Any], rank: int) -> Path:
-    """The file that the rank's output in a start is in, if there is one."""
-    folder = run_folder / "logs" / start["stage"] / f"{start['job']}.{start['start']}"
-    return rank_log(folder, rank, start["ranks"] // len(start["nodes"]))
 
 
 def _absent(run_folder: Path, stage: str, rank: int, start: dict[str, Any] | None) -> str:

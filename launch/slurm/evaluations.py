@@ -14,14 +14,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from drover.launch.plan import Job, Options, evaluation, local_ranks
-from drover.launch.processes import Processes
+from drover.launch.processes import Processes, Say
 from drover.launch.slurm.chain import read_chain
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import Scheduler
@@ -46,7 +46,6 @@ from drover.pipeline.records.checkpoints import (
 )
 from drover.pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
 
-Value = TypeVar("Value")
 TRIES = 2
 """Jobs for one checkpoint in one submission."""
 EVERY_S = 20.0
@@ -154,7 +153,7 @@ class Evaluations:
     """Submits jobs for what is owed, from the runner of a train job, and never holds it up: all happens in a thread,
     and what goes wrong is said once."""
 
-    def __init__(self, spec: JobSpec, say: Callable[[str], None]) -> None:
+    def __init__(self, spec: JobSpec, say: Say) -> None:
         self.spec, self._say = spec, say
         self._worker = BackgroundWorker[None]("evaluations", self._submit_owed, newest_only=True)
         self._next = 0.0
@@ -190,22 +189,25 @@ class Evaluations:
         return submit_job(self.config, job, {}).id
 
     def _submit_owed(self, _: None) -> None:
-        for job in self._tried("checkpoints are", self.to_submit) or ():
+        jobs = list[Job]()
+        with self._told("checkpoints are"):
+            jobs = self.to_submit()
+        for job in jobs:
             what = f"the checkpoint of step {int(job.name.rpartition('-')[2])} is"
-            if id := self._tried(what, partial(self.submit, job)):
-                self._say(f"{what} evaluated by job {id}")
+            with self._told(what):
+                self._say(f"{what} evaluated by job {self.submit(job)}")
 
-    def _tried(self, what: str, work: Callable[[], Value]) -> Value | None:
-        """What the work gives; None where it fails, which is said once."""
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Say once what goes wrong within."""
         try:
-            return work()
+            yield
         except Exception as error:  # noqa: BLE001 - of a library too: training is not to hear of it
             kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
             text = f"{what} not evaluated for now, training goes on: {kind}{str(error).strip()}"
             if text not in self._said:
                 self._said.add(text)
                 self._say(text)
-            return None
 
 
 def add_options(parser: Parser) -> None:

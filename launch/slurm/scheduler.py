@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from drover.launch.processes import answer_of
+from drover.launch.processes import Environment, answer_of
 
 UNKNOWN = "unknown"
 """State of a job that nothing in Slurm knows (any more)."""
@@ -109,7 +109,7 @@ OWN = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables that say where Slurm is, not what a job is."""
 
 
-def of_another_job(environment: Mapping[str, str]) -> list[str]:
+def of_another_job(environment: Environment) -> list[str]:
     """Variables that a job or an allocation set, and those that change sbatch's options behind its script (SBATCH_*):
     no job that is submitted may inherit them."""
     return sorted(name for name in environment if name not in OWN and name.startswith(
@@ -124,7 +124,7 @@ class Scheduler:
         timeout_s: how long each may take. Without a controller squeue itself would try for 18 s.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, timeout_s: float = 10) -> None:
+    def __init__(self, environment: Environment | None = None, timeout_s: float = 10) -> None:
         own = os.environ if environment is None else environment
         # A user's own formats, or another cluster, would change what is read here.
         self._environment = {name: value for name, value in own.items() if name in OWN or not name.startswith(

@@ -11,10 +11,12 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+from drover.launch.processes import Say
 
 ONE_PROCESS = "output.log"
 PIECE = 1024
@@ -58,7 +60,7 @@ def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list
     return [f"rank {rank}: {line}" for line in lines[-count:]]
 
 
-def prune(folder: Path, job: str, say: Callable[[str], None]) -> None:
+def prune(folder: Path, job: str, say: Say) -> None:
     """Remove the folders of old starts.
 
     job: whose start begins. The elements of an array run at one time: each prunes the starts of its own index.

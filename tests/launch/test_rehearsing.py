@@ -87,7 +87,6 @@ def test_where_it_cannot_be_done_the_job_goes_on_and_that_is_said(given, rehears
 
 @pytest.mark.slow
 def test_a_real_one(given, capsys):
-    """A backend that waits for the device in every layer can train, slowly, and cannot be rehearsed."""
     run, options = given("launch.limits.gpu_memory_gb=0.13")
     with pytest.raises(UserError, match=r"Training does not fit: rank 0 would hold 1\d\d MB where a GPU has 130 MB. "
                                         r"Most of it are activations.* and fitting, the fastest first: train"):
@@ -96,6 +95,3 @@ def test_a_real_one(given, capsys):
     run, options = given("parallel.tp=3")
     with pytest.raises(UserError, match="does not run"):
         rehearse_training(run, [job()], options)
-    run, options = given("train.attention=tests.launch.counting_attention:Counts")
-    rehearse_training(run, [job()], options)
-    assert "not done: The rehearsal ends at tests/launch/counting_attention.py" in capsys.readouterr().out

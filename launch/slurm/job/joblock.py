@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from drover.launch.processes import Say
 from drover.launch.slurm.chain import guarded
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.core.errors import UserError
@@ -49,7 +50,7 @@ class JobLock:
         self.own = Holder(job, restart, platform.node(), chain)
         self._next = 0.0
 
-    def acquire(self, say: Callable[[str], None], asked: Sequence[int] = ()) -> None:
+    def acquire(self, say: Say, asked: Sequence[int] = ()) -> None:
         """Take the lock: at once from an earlier start of this job, from another job once it is dead.
 
         asked: the signals that told this job to end, as they come.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from drover.launch.host import Host
+from drover.launch.processes import Each
 from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
@@ -52,7 +53,7 @@ class Found:
     reason: str = ""
 
 
-def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str, str], each: Callable[[], bool]
+def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str, str], each: Each
                   ) -> Found:
     """Try the nodes of this job; for the runner, before the first start."""
     limit_s = min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)

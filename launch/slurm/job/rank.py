@@ -12,10 +12,9 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping
 
 from drover.launch.devices import visible_gpus
-from drover.launch.processes import end_with_parent
+from drover.launch.processes import Environment, end_with_parent
 from drover.launch.slurm.trust import node_folder, private_folder
 from drover.pipeline.core.errors import UserError
 
@@ -32,7 +31,7 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 """What torch.distributed reads, and which variable of a task of a step has it."""
 
 
-def rank_environment(slurm: Mapping[str, str], stage: str = "") -> dict[str, str]:
+def rank_environment(slurm: Environment, stage: str = "") -> dict[str, str]:
     """What torch.distributed reads, from what Slurm sets in each task of a step; the rest comes from the runner.
     Nothing for a stage without ranks.
 
@@ -52,7 +51,7 @@ def rank_environment(slurm: Mapping[str, str], stage: str = "") -> dict[str, str
     return {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: slurm[theirs] for name, theirs in NAMES.items()}}
 
 
-def defaults(environment: Mapping[str, str]) -> dict[str, str]:
+def defaults(environment: Environment) -> dict[str, str]:
     """Variables of torch and NCCL that are set where nobody set them: a record of the last collectives, which shows
     what hung, and folders for compilers, in one that is this user's alone.
 

@@ -6,13 +6,13 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 
 from drover.launch.host import Host, StepEnd, process_end
-from drover.launch.processes import BROKEN_S, KILL_S, Processes, free_port
+from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Processes, Say, free_port
 from drover.launch.slurm import trust
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
@@ -42,7 +42,7 @@ class SlurmHost(Host):
     """A job's nodes."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], scheduler: Scheduler, asked: list[int]) -> SlurmHost:
+    def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
         """UserError outside of a job."""
         if "SLURM_JOB_ID" not in environment:
             raise UserError("drover.launch.slurm.job.runner is what a Slurm job runs; `python launch/submit.py` makes "
@@ -58,8 +58,8 @@ class SlurmHost(Host):
         return JobLock(Path(spec.run), spec.stage, self.job, self.restart, self.scheduler, spec.chain) \
             if self.index is None else None
 
-    def start(self, spec: JobSpec, command: Sequence[str], environment: Mapping[str, str], folder: Path,
-              each: Callable[[], bool]) -> StepEnd:
+    def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
+              each: Each) -> StepEnd:
         """As a step of srun: Slurm tells only steps that the time limit is near."""
         srun = srun_command(spec, folder, command)
         for number in range(1, STEP_TRIES + 1):
@@ -100,8 +100,8 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[st
             sys.executable, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
 
 
-def run_step(command: Sequence[str], environment: Mapping[str, str], folder: Path, each: Callable[[], bool],
-             say: Callable[[str], None]) -> StepEnd:
+def run_step(command: Sequence[str], environment: Environment, folder: Path, each: Each,
+             say: Say) -> StepEnd:
     """Run srun to its end. What it says is said; `each` is called all along, and ends the step by answering False."""
     log = folder / "srun.err"
     log.write_bytes(b"")

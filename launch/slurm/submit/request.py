@@ -60,14 +60,18 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
         UserError: something cannot work; nothing was submitted, or what was is named.
     """
     config = run.config
-    jobs = [*(job for job in jobs if job.to_run), *_evaluations(run, jobs, options)]
+    trained = {job.to_run for job in jobs if job.stage == "train"} == {False} and run.manifest("train") is not None
+    # Checkpoints that still lack a result though training is done; while it runs, its own jobs see to that.
+    jobs = [*(job for job in jobs if job.to_run), *(pending(config, options) if trained else [])]
     if not jobs:
         print("nothing to submit: all asked stages are done")
         return 0
     modules = {module for job in jobs for _, module, _ in needed_modules(config, job.stage)}
     refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
     _refuse_untrusted(run)
-    _say_what_is_not_passed_on()
+    if foreign := of_another_job(os.environ):
+        say("note", f"not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for stands "
+                    f"in the section `launch` (python launch/submit.py --explain launch)")
     make_folder(run.folder)
     # From here until all is recorded, or this process ends, nobody else submits this run.
     held = lock(run.folder, "submission", f"the submission of {run.folder}")
@@ -96,12 +100,6 @@ def _new_id() -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _evaluations(run: Run, jobs: list[Job], options: Options) -> list[Job]:
-    """Jobs for checkpoints that still lack a result though training is done; while it runs, its own see to that."""
-    trained = {job.to_run for job in jobs if job.stage == "train"} == {False} and run.manifest("train") is not None
-    return pending(run.config, options) if trained else []
-
-
 def _refuse_untrusted(run: Run) -> None:
     """What the jobs execute from the run folder is nobody else's to write; they look at it again at every start."""
     launch = run.config.launch
@@ -116,12 +114,6 @@ def _refuse_untrusted(run: Run) -> None:
     if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json"), *plugins],
                                launch.trusted_group, [run.folder, *plugins]):
         raise UserError(f"Jobs execute what is in the run folder, and others could change it:\n{listed(found)}")
-
-
-def _say_what_is_not_passed_on() -> None:
-    if foreign := of_another_job(os.environ):
-        say("note", f"not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for stands "
-                    f"in the section `launch` (python launch/submit.py --explain launch)")
 
 
 def _refuse_queued(run: Run, jobs: list[Job]) -> None:

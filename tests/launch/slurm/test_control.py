@@ -85,7 +85,6 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
 
 @pytest.mark.parametrize("status, line, written, said", [
     ("preempted", ("16", "PENDING", "BeginTime", "", "0:00", "1"), True, "when its job starts again"),
-    ("running", ("16", "FAILED"), False, "does not run (it is: failed)"),
     (None, ("16", "PENDING", "Dependency"), False, "takes it out of the queue"),
     (None, ("16", "RUNNING"), True, "after the step"),
     ("running", ("16", "RUNNING"), True, "training (job 16) will stop after the step that it is in")])

@@ -17,6 +17,7 @@ from drover.launch.slurm.job.decisions import (
 from drover.launch.slurm.job.srun import read_end
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import StageState
+from tests.launch.fake_job import NO_STEP
 
 DONE, RUNNING, FAILED = StageState("done"), StageState("running"), StageState("failed", reason="bad data")
 ASKED = StageState("preempted", step=40, reason="time limit", again=True)
@@ -27,7 +28,6 @@ STATES = (None, RUNNING, DONE, FAILED, ASKED, CANCELLED, TERMINATED)
 
 LOST = "srun: error: Node failure on n3\n"
 REFUSED = "srun: error: n1: task 0: Exited with exit code 2\n"
-NO_STEP = "srun: error: Unable to create step for job 12: Requested nodes are busy\n"
 
 
 def terms(later_links=False, requeue=True, max_restarts=3):

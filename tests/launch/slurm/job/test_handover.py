@@ -16,7 +16,6 @@ def hold(job, other, chain="", beat=1):
 
 @pytest.mark.parametrize(("other", "chain", "state", "beats", "waited", "refused"), [
     ("12", "", "RUNNING", (), 0, False),  # an earlier start of this job
-    ("11", "", "COMPLETED", (), 0, False),
     ("11", "", "PENDING", (), 0, False),  # it was queued again
     ("11", "", None, (), SILENT_S, False), ("11", "", None, (30,), 30, True),  # only its heartbeat tells
     ("11", "", "RUNNING", (), 0, True), ("11", "", "SUSPENDED", (), 0, True),

@@ -63,13 +63,9 @@ def having(kind, *nodes):
      {"n4": "a matrix product took 45 ms, 4.5 times the others' 10 ms"}),
     (slow(0, EXCHANGE, 0.9), {"n1": "an exchange with another node took 900 ms, 45.0 times the others' 20 ms"}),
     (slow(0, REDUCE, 0.9), {}),  # told, and nobody's fault
-    (but(0, times={PRODUCT: 0.01}), {}),
     # Silent are all: it is not they.
     ([], {}),
-    # What belongs to the run folder, or to a node.
-    (SOUND[:2], {}),
     (having("folder", "n1"), {"n1": "folder n1"}),
-    (having("gpu", "n3"), {"n3": "gpu n3"}),
     (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
 ])
 def test_the_table(reports, bad):

@@ -35,8 +35,9 @@ def test_gpus_are_asked_for_once(script, extra):
     asked = options(script(extra=extra), "gres", "gpus", "gpus-per-node", "gpus-per-task")
     (_, value), = extra.items()
     assert len(asked) == 1 and asked[0].endswith(f"={value}")
-    assert options(script(extra={"gres": "nvme:1"}), "gres", "gpus-per-node") == ["gpus-per-node=8",
-                                                                                             "gres=nvme:1"]
+    asked = options(script(extra={"gres": "nvme:1", "exclusive": True, "overcommit": False}), "gres", "gpus-per-node",
+                    "exclusive", "overcommit")
+    assert asked == ["exclusive", "gpus-per-node=8", "gres=nvme:1"]
 
 
 @pytest.mark.parametrize(("extra", "told"), [
