@@ -27,7 +27,7 @@ ARITY = 8
 """A rank of the tree hears so many: those of a node, most often."""
 MOST_BYTES = 4 << 20
 """Of a message that is sent in one; torch's store takes 8 MiB."""
-FIRST_LOOK_S, LONGEST_S, SHARE = 0.01, 10.0, 0.1
+FIRST_LOOK_S, LONGEST_S, SHARE = 0.01, 5.0, 0.1
 """Seconds between two looks for a message: a share of the time that it has been waited for, within these."""
 
 _numbers = itertools.count()

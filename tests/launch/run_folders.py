@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from drover.launch.slurm.chain import Chain, ChainJob
+from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
@@ -79,9 +80,12 @@ class HandMade:
 
     def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
             needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:
-        """A job of the submission."""
-        return ChainJob(name or f"demo-{stage}", stage, kind, id, elements, needs,
-                        str(self.folder / f"logs/slurm/{id}.log"), "", phase, parts)
+        """A job of the submission, with its spec."""
+        name = name or f"demo-{stage}"
+        spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
+        JobSpec(name, stage, (), run=str(self.folder), chain="c1", parts=parts, phase=phase).save(spec)
+        return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
+                        phase, parts)
 
     def whole_chain(self) -> list[ChainJob]:
         """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""

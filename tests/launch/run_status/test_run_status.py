@@ -20,7 +20,7 @@ from tests.launch.run_status.conftest import DEPENDENTS, Seen
 
 
 @pytest.mark.parametrize("said, answer, state, remark", [
-    ("running", "RUNNING", "running", ""), ("preempted", "COMPLETING", "running", ""), ("", "RUNNING", "running", ""),
+    ("preempted", "COMPLETING", "running", ""), ("", "RUNNING", "running", ""),
     ("preempted", JobInfo("16", "PENDING", "BeginTime", restarts=1), "waiting", "after about two minutes"),
     ("running", "PENDING launch failed requeued held", "waiting", "`scontrol release 16`"),
     ("", "PENDING Dependency", "waiting", ""), ("", "PENDING QOSMaxJobsPerUserLimit", "waiting", "your jobs use all"),

@@ -26,7 +26,7 @@ VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io er
     (read_end(143, "", given_up=True), "srun started no task in 30 s", None, False),
     (read_end(137, "", abandoned=True), "srun did not end within 40 s of being told to, and its tasks may still run",
      None, True),
-    (read_end(137, ""), "killed by SIGKILL", None, True), (read_end(2, ""), "", 2, True),
+    (read_end(137, ""), "killed by SIGKILL", None, True),
     (read_end(0, ""), "", None, True)])
 def test_what_srun_said(end, cause, exit_code, started):
     assert (end.cause, end.exit_code, end.started) == (cause, exit_code, started)
