@@ -25,7 +25,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.core.console import readable, say
-from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.errors import UserError, all_problems, listed
 from drover.pipeline.data.readers import absent_columns
 from drover.pipeline.records.checkpoints import TrainingProgress, complete_checkpoints, whole_marker
 from drover.pipeline.storage.store import Store, preflight
@@ -70,7 +70,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
 def _refuse_all(what: str, found: list[str]) -> None:
     """Refuse one problem by itself, several below the words `what`."""
     if found:
-        raise UserError(f"{what}:\n{listed(found)}" if len(found) > 1 else found[0])
+        raise UserError(all_problems(found, what, len(found)))
 
 
 def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,

@@ -12,10 +12,7 @@ from pathlib import Path
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.scheduler import UNKNOWN, JobInfo, Scheduler
-
-RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
-"""States of a job that has its nodes and is to keep them."""
+from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Host(ABC):
         get the nodes of the job's next start.
         """
         job = self.seen()
-        return job.state == UNKNOWN or (job.state in RUNNING and job.restarts == self.restart)
+        return job.state == UNKNOWN or (job.state in WITH_NODES and job.restarts == self.restart)
 
     def seen(self) -> JobInfo:
         """How the scheduler sees this job; as one that it does not know where it does not answer."""

@@ -23,6 +23,8 @@ UNKNOWN = "unknown"
 ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                    "PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN))
 """States in which a job will do nothing any more. Any other is taken for one in the queue."""
+WITH_NODES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
+"""States of a job that has its nodes and is to keep them."""
 LAST = 6
 RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": LAST,
          UNKNOWN: LAST}

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from drover.launch.processes import Say
 from drover.launch.slurm.chain import guarded
-from drover.launch.slurm.scheduler import Scheduler
+from drover.launch.slurm.scheduler import WITH_NODES, Scheduler
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 180.0
 """A job whose heartbeat has stood still for so long is dead, where Slurm does not answer."""
-HOLDING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+HOLDING = (*WITH_NODES, "COMPLETING", "STAGE_OUT")
 """States of a job that may have processes."""
 CHAIN_S = 180.0
 """How long a job waits for one of its own chain that is about to end: links start as soon as the last one is ending."""
@@ -67,7 +67,7 @@ class JobLock:
                     return self._write()
                 known = self.scheduler.jobs([held.job])
                 alive = known[held.job].state in HOLDING if known else seen not in (None, held)
-                if (known and not alive) or (not known and held == seen and now - since >= SILENT_S):
+                if not alive and (known or (held == seen and now - since >= SILENT_S)):
                     return self._write()
             ending = held.chain == self.own.chain != "" and now - began < CHAIN_S
             if asked or (alive and not ending):

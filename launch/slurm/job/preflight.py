@@ -20,7 +20,7 @@ from statistics import median
 
 from drover.launch.host import Host
 from drover.launch.processes import Each
-from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, REDUCE, SPACE, Report
+from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, SPACE, Report
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
@@ -149,12 +149,10 @@ def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], s
         return [found.reason]
     if found.bad:
         return [f"{node} is bad: {text}" for node, text in sorted(found.bad.items())]
-    if len(reports) < len(places) or not all(report.times for report in reports):
-        because = f" ({cause})" if cause else ""
-        return [f"after {seconds:.0f} s{because} no node can be blamed; going on"]
-    values = {what: [report.times[what] for report in reports if what in report.times]
-              for what in (PRODUCT, EXCHANGE, REDUCE)}
-    times = ", ".join(f"{what} {1000 * median(found):.1f} ms" for what, found in values.items() if found)
+    if len([report for report in reports if report.times]) < len(places):
+        return [f"after {seconds:.0f} s{f' ({cause})' if cause else ''} no node can be blamed; going on"]
+    times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
+                      for what in reports[0].times)
     count = len({*places})
     return [f"{count} node{'s' if count > 1 else ''} sound in {seconds:.0f} s ({times})"]
 

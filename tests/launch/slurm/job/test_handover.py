@@ -18,7 +18,7 @@ def hold(job, other, chain="", beat=1):
     ("12", "", "RUNNING", (), 0, False),  # an earlier start of this job
     ("11", "", "PENDING", (), 0, False),  # it was queued again
     ("11", "", None, (), SILENT_S, False), ("11", "", None, (30,), 30, True),  # only its heartbeat tells
-    ("11", "", "RUNNING", (), 0, True), ("11", "", "SUSPENDED", (), 0, True),
+    ("11", "", "SUSPENDED", (), 0, True),
     ("11", "before", "COMPLETING", (), 0, True),
     # A link waits for the end of the one before, but not without end.
     ("11", "c", None, (30,), 30 + SILENT_S, False), ("11", "c", "COMPLETING", (), CHAIN_S, True)])
