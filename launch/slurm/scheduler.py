@@ -201,7 +201,12 @@ class Scheduler:
 
     def hostnames(self, nodes: str) -> list[str]:
         """The names in a list such as `n[1-3,7]`; asks no daemon."""
-        return self._ask("scontrol", "show", "hostnames", nodes).out.split()
+        answer = self._ask("scontrol", "show", "hostnames", nodes)
+        if answer.status == 0:
+            return answer.out.split()
+        from submitit.slurm.slurm import _parse_node_list
+
+        return list(_parse_node_list(nodes))  # scontrol may get its configuration from a controller that is away
 
     def node_address(self, name: str) -> str:
         """The address under which a node is reached; its name where Slurm does not say."""
@@ -260,8 +265,8 @@ def _queue_lines(text: str) -> Iterator[tuple[str, JobInfo]]:
         id, state, reason, nodes, used, restarts, name, comment, left = (
             line[end - width:end].strip() for (_, width), end in zip(COLUMNS, ENDS, strict=True))
         if id[:1].isdigit() and state:  # not `CLUSTER: name`
-            yield id, JobInfo(id, state, _word(reason), nodes, seconds(used), int(restarts or 0), name,
-                              _word(comment), seconds(left, inf))
+            yield id, JobInfo(id, state, _word(reason), nodes, seconds(used),
+                              int(restarts) if restarts.isdigit() else 0, name, _word(comment), seconds(left, inf))
 
 
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:

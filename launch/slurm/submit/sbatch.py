@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +52,9 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
         if not job.to_run:
             continue
         try:
-            # Interrupted before it is recorded, a job is known by its token (`in_queue`).
-            submitted[job.key] = submit_job(config, replace(job, files=files),
-                                            {key: entry.id for key, entry in submitted.items()})
+            with _uninterrupted():  # what is said of an interrupt is true: a job that Slurm has is recorded
+                submitted[job.key] = submit_job(config, replace(job, files=files),
+                                                {key: entry.id for key, entry in submitted.items()})
         except (UserError, OSError, KeyboardInterrupt) as error:
             queued = " ".join(entry.id for entry in submitted.values())
             why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
@@ -60,6 +62,16 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
                 f"The jobs before it are queued; `python launch/submit.py --cancel {run}` removes them "
                 f"({queued})." if queued else "Nothing else is queued.")) from None
     return [*submitted.values()]
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until this is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:

@@ -12,6 +12,7 @@ from drover.launch.processes import PORTS, free_port
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.nodes import NODES, failing, few, lost, strikes
+from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
@@ -88,12 +89,11 @@ def test_starts_are_counted_over_restarts(job):
     assert (number(), number("13")) == (7, 0)
 
 
-def test_an_element_of_an_array(tmp_path):
-    slurm = FakeSlurm(tmp_path / "bin")
-    slurm.say("scontrol", "n1\nn2")
+def test_an_element_of_an_array():
+    """Also where scontrol does not answer."""
     here = SlurmHost.from_environment({"SLURM_JOB_ID": "23", "SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3",
-                                       "SLURM_JOB_NODELIST": "n[1-2]"}, slurm.scheduler(), [])
-    assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2"))
+                                       "SLURM_JOB_NODELIST": "n[1-2,04],m7"}, Scheduler({"PATH": "/nowhere"}), [])
+    assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
 
 
 @pytest.mark.parametrize(("state", "restarts", "current"), [
