@@ -91,12 +91,12 @@ def test_the_users_queue_lists_an_array_once(slurm):
 
 
 def test_the_kinds_of_nodes(slurm):
-    slurm.say("sinfo", "gpu*|12|128|1031000|gpu:h100:8(S:0-1)\nodd|1|64+||none\n"
-                       "gpu*|2|96|515000|gpu:a100:4,gpu:h100:2,nvme:1\n"
-                       "cpu|7|64|257000|(null)\nbad line")
+    slurm.say("sinfo", "gpu*|12|128|1031000|gpu:h100:8(S:0-1)|2-00:00:00\nodd|1|64+||none|\n"
+                       "gpu*|2|96|515000|gpu:a100:4,gpu:h100:2,nvme:1|2-00:00:00\n"
+                       "cpu|7|64|257000|(null)|infinite\nbad line")
     assert slurm.scheduler().node_kinds() == [
-        NodeKind("gpu", True, 12, 128, 1031000, 8), NodeKind("gpu", True, 2, 96, 515000, 6),
-        NodeKind("cpu", False, 7, 64, 257000, 0)]
+        NodeKind("gpu", True, 12, 128, 1031000, 8, "2-00:00:00"),
+        NodeKind("gpu", True, 2, 96, 515000, 6, "2-00:00:00"), NodeKind("cpu", False, 7, 64, 257000, 0, "infinite")]
     slurm.say("sinfo", error="Unable to contact slurm controller", status=1)
     assert slurm.scheduler().node_kinds() == []
 
