@@ -28,6 +28,7 @@ from statistics import median
 from tempfile import mkdtemp
 
 import drover
+from drover.launch.plan import in_container
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
 from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts, read_facts
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
@@ -129,7 +130,7 @@ def ask_here(runs: Path) -> Iterator[Finding]:
     """What this login node shows."""
     yield Finding("Python here", OK, f"{sys.version.split()[0]} at {sys.executable}")
     if found := [name for name in RUNTIMES if shutil.which(name)]:
-        yield Finding("containers here", OK, ", ".join(found), "wrap: starts the stages in one")
+        yield Finding("containers here", OK, ", ".join(found), "container: {image: ...} runs the stages in one")
     if os.environ.get("MODULEPATH"):
         yield Finding("modules", OK, "there are modules", "setup: [module load ...]")
     place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
@@ -187,7 +188,7 @@ def judge(name: str, nodes: int, facts: Sequence[NodeFacts], reason: str, log: s
     gpus = sorted({f"{node.gpus} x {node.gpu or 'unknown'}" for node in facts if node.gpus})
     yield Finding("  devices", OK, f"{', '.join(gpus) or 'no GPUs'}; {min(node.cpus for node in facts)} cores")
     if runtimes := sorted({name for node in facts for name in node.runtimes}):
-        yield Finding("  containers", OK, ", ".join(runtimes), "wrap: starts the stages in one")
+        yield Finding("  containers", OK, ", ".join(runtimes), "container: {image: ...} runs the stages in one")
     if len(facts) > 1:
         yield from _judge_together(facts)
 
@@ -224,7 +225,7 @@ def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str
                   f"cpus: {max(1, per)}  # {gpu.cpus} cores a node" + f", {gpu.gpus} GPUs" * bool(gpu.gpus),
                   'mem: "0"  # all that a node has', "# account: my-project", "# setup: [module load cuda]"]
     if any(node.runtimes for nodes in facts.values() for node in nodes):
-        lines.append("# wrap: [apptainer, exec, --nv, /shared/images/drover.sif]")
+        lines.append("# container: {image: /shared/images/drover.sif}")
     lines.append(f"requeue: {str(settings.get('JobRequeue') != '0').lower()}")
     limits = [f"  array: {int(most) - 1}" for most in [settings.get("MaxArraySize", "")] if most.isdecimal()]
     if gpu is not None:
@@ -255,9 +256,12 @@ def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder
     asked = {"job-name": "drover-doctor", "partition": partition, "nodes": nodes, "ntasks-per-node": 1,
              "time": MINUTES, "output": folder / "job.log", "account": launch.account, "qos": launch.qos,
              "constraint": launch.constraint, "gpus-per-node": 1 if gpus else None, "chdir": Path.cwd()}
-    python = shlex.quote(launch.runner_python or launch.python or sys.executable)
-    command = shlex.join([*launch.wrap, launch.python or sys.executable, "-m", "drover.launch.slurm.job.site_trial",
-                          str(folder), str(TRIAL_S)])
+    python = shlex.quote(launch.runner_python or sys.executable)
+    wrap, srun_args = in_container(launch.container, [folder, PACKAGE.resolve().parent, Path.cwd()], int(gpus))
+    command = shlex.join([*wrap, *launch.wrap, launch.python or sys.executable, "-m",
+                          "drover.launch.slurm.job.site_trial", str(folder), str(TRIAL_S)])
+    srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={folder}/node%n.log", *srun_args,
+                       *launch.srun_args])
     source = shlex.quote(str(PACKAGE.resolve().parent))
     return "\n".join(["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in asked.items() if value),
                       *launch.setup, *(f"export {name}={shlex.quote(value)}"
@@ -265,7 +269,7 @@ def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder
                       f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}} MASTER_ADDR=$(hostname) "
                       f"MASTER_PORT=$({python} -c 'import socket; s = socket.create_server((\"\", 0)); "
                       f"print(s.getsockname()[1])')",
-                      f"srun --export=ALL --label --output={folder}/node%n.log bash -c {shlex.quote(command)}", ""])
+                      f"{srun} {command}", ""])
 
 
 def _wait(scheduler: Scheduler, number: str, minutes: float) -> str:
