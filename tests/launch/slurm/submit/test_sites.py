@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drover.launch.plan import in_container
 from drover.launch.slurm.job.srun import srun_command
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.config.launching import Container
+from tests.conftest import REPOSITORY
 from tests.launch.slurm.submit.test_sbatch import scripts
 
 TWO_NODES = ("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "--no-rehearse", "launch.gpus_per_node=8",
@@ -97,3 +99,8 @@ def test_a_container_of_the_batch_script_is_refused_with_the_setting(launcher, e
 def test_packages_of_another_python_are_not_judged_by_this_one(launcher):
     """This Python has everything that the configuration needs; what the other one lacks, its nodes would tell."""
     assert "train" in launcher.accepted(*TWO_NODES, "train.log_to=[mlflow]", f"launch.python={PYTHON}")
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("llama3*.yaml")), ids=lambda path: path.stem)
+def test_recipes_leave_the_site_to_its_profile(path):
+    assert "launch" not in yaml.safe_load(path.read_text())
