@@ -28,6 +28,7 @@ COMMANDS = {
     "audit": ("tools.audit:main", "prove that every training sample was used once"),
     "rehearse": ("tools.rehearse:main", "take a training step of any number of ranks without their GPUs"),
     "presets": ("tools.presets:main", "list model sizes, what they cost and what they hold"),
+    "doctor": ("launch.doctor:main", "ask a Slurm site what Drover needs to know, and write a profile"),
     "lab": ("tools.slurm_lab:main", "start a real Slurm cluster on this machine"),
 }
 """Command: `module:program`, and what it does."""

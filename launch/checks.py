@@ -56,8 +56,9 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
         found.append(obstacle)
     found += [f"stages.{name}: there is no stage {name}; {', '.join(STAGES)} are there, and those that `plugins` "
               f"register." for name in config.stages if name not in STAGES]
-    for stage in running:
-        found += absent_packages(config, stage)
+    for stage, job in running.items():
+        if job.own_python:
+            found += absent_packages(config, stage)
     if "convert" in running and (problem := export_problem(config.model)):
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     if "train" in running:

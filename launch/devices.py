@@ -12,11 +12,18 @@ SMI_S = 30.0
 """For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded."""
 
 
+MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables that say which GPUs a process may use: NVIDIA's, and AMD's, of whose the one with fewest holds."""
+
+
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """GPUs that this process may use, without asking a driver."""
-    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
+    """GPUs that this process may use, NVIDIA's or AMD's, without asking a driver."""
+    masks = [[name for name in environment[mask].split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+             for mask in MASKS if mask in environment]
+    if masks:
+        return min(map(len, masks))
+    amd = len(list(devices.glob("dri/renderD*"))) if (devices / "kfd").exists() else 0
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*")) or amd
 
 
 def smi(query: str) -> list[list[str]] | None:

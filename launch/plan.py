@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from drover.launch.slurm.jobspec import JobSpec
-from drover.pipeline.config.launching import LaunchConfig, Resources, minutes
+from drover.pipeline.config.launching import Container, LaunchConfig, Resources, minutes
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State, done_parts
@@ -88,6 +89,11 @@ class Job(JobSpec):
     minutes: int = 0
     elements: tuple[int, ...] = ()
     dependencies: tuple[str, ...] = ()
+
+    @property
+    def own_python(self) -> bool:
+        """Whether the stage runs with this process's Python, and so finds the packages that this one sees."""
+        return self.command[0] == sys.executable and not self.contained
 
     @property
     def to_run(self) -> bool:
@@ -175,7 +181,9 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         threads = max(threads, launch.processes or 0)
     if spec.ranks:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    if launch.wrap:  # else the job's script says where its node has the code
+    wrap, srun_args = in_container(launch.container, [config.folder.absolute(), Path.cwd()], gpus)
+    contained = slurm and bool(wrap or srun_args or launch.wrap)
+    if contained:  # else the job's script says where its node has the code
         environment["PYTHONPATH"] = code_path(options.code)
     workers = launch.processes or (threads if slurm else options.machine.cores)
     trains = slurm and stage == "train"
@@ -186,11 +194,31 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         command=((slurm and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
                  *["--accept-drift"] * options.accept_drift, *given[1:]),
         ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
-        tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus, wrap=tuple(launch.wrap) if slurm else (),
+        tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
+        wrap=(*wrap, *launch.wrap) if slurm else (), srun_args=(*srun_args, *launch.srun_args), contained=contained,
+        health_check=tuple(launch.health_check),
         requeue=launch.requeue, signal_s=launch.signal_s, max_restarts=launch.max_restarts,
         trusted_group=launch.trusted_group, check_owners=launch.check_owners, code=options.code,
         code_sha256=options.code_sha256, preflight=trains and launch.preflight,
         every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains else 0)
+
+
+def in_container(container: Container, folders: list[Path], gpus: int) -> tuple[list[str], list[str]]:
+    """How a container starts a stage: a command to put before the stage's, and options of srun."""
+    if container.image is None:
+        return [], []
+    mounts = list(dict.fromkeys([*(f"{folder}:{folder}" for folder in folders),
+                                 *(mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts)]))
+    work = str(folders[-1])
+    if container.runtime == "pyxis":
+        return [], [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}",
+                    f"--container-workdir={work}", *container.options]
+    if container.runtime == "podman":
+        return ["podman", "run", "--rm", "--env-host", "--network=host", "--ipc=host", "--pid=host",
+                *(["--device=nvidia.com/gpu=all"] * bool(gpus)), *(f"--volume={mount}" for mount in mounts),
+                f"--workdir={work}", *container.options, container.image], []
+    return ["apptainer", "exec", *(["--nv"] * bool(gpus)), *(f"--bind={mount}" for mount in mounts), f"--pwd={work}",
+            *container.options, container.image], []
 
 
 def code_path(code: str) -> str:

@@ -147,6 +147,7 @@ REFUSED = {  # program: wrong arguments, and what is said of them
     "drover.tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
     "drover.tools.copy_tokens": ("nope --to file:///nope", NO_RUN),
     "drover.tools.export_tokens": ("--run nope --out x --format hf", NO_RUN),
+    "drover.launch.doctor": ("--wait 0", "--wait"),
     "drover.tools.init": ("nope", "nope is no folder"),
     "drover.tools.lm_eval": ("nope", "invalid choice: 'nope'"),
     "drover.tools.parity": ("--reference nope --run nope", NO_RUN),

@@ -23,7 +23,9 @@ class JobSpec:
         ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
         parts: elements into which an array cuts the `phase` of the stage, whose units they share; 0: no array.
         link, links: which of how many jobs that go on with the same stage, from 1.
-        wrap: a command that the stage is started with, such as a container's.
+        wrap: a command that the stage is started with, such as a container's. srun_args: more options of srun.
+        contained: whether a container starts the stage, which may not see the folders of its node.
+        health_check: a site's test of a node.
         requeue: whether the job may queue itself again.
         signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
         max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
@@ -51,6 +53,9 @@ class JobSpec:
     link: int = 1
     links: int = 1
     wrap: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = ()
+    contained: bool = False
+    health_check: tuple[str, ...] = ()
     requeue: bool = True
     signal_s: int = 120
     max_restarts: int = 3

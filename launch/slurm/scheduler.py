@@ -72,7 +72,8 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of a partition that are alike. usual: whether the partition is the site's default."""
+    """Nodes of a partition that are alike. usual: whether the partition is the site's default; longest: its time limit,
+    as Slurm writes it."""
 
     partition: str
     usual: bool
@@ -80,6 +81,7 @@ class NodeKind:
     cpus: int
     memory_mb: int
     gpus: int
+    longest: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,28 @@ class Scheduler:
 
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; nothing where Slurm does not answer."""
-        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G")
+        rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l")
         return [NodeKind(row[0].rstrip("*"), row[0].endswith("*"), int(row[1]), int(row[2]), int(row[3]),
-                         sum(int(count or 1) for count in GPUS.findall(row[4])))
+                         sum(int(count or 1) for count in GPUS.findall(row[4])), row[5])
                 for row in rows if all(count.isdecimal() for count in row[1:4])]
+
+    def site_settings(self) -> dict[str, str]:
+        """Settings of slurm.conf, by name; nothing where Slurm does not answer."""
+        pairs = (line.partition("=") for line in self._ask("scontrol", "show", "config").out.splitlines())
+        return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+    def associations(self, user: str) -> list[list[str]]:
+        """Account, partition and QOS of what a user may submit under; nothing without an accounting database."""
+        return self._rows("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}",
+                          "format=account,partition,qos")
+
+    def submit(self, script: str) -> tuple[str, str | None]:
+        """Queue a script; its job's id, and why that failed, or None."""
+        try:
+            answer = _Answer(*answer_of(["sbatch", "--parsable"], self._environment, 60, script))
+        except (OSError, subprocess.TimeoutExpired) as error:
+            answer = _Answer(None, error=str(error))
+        return answer.out.strip().partition(";")[0], answer.problem
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""

@@ -38,7 +38,7 @@ from typing import Any
 from zipfile import ZipFile
 
 CACHE = "__pycache__"
-CODE = ("code", "code_sha256", "trusted_group", "check_owners", "wrap")
+CODE = ("code", "code_sha256", "trusted_group", "check_owners", "contained")
 """What of a job's spec says which code is run, and who may own it."""
 SHOWN = 5
 UNUSED_S = 30 * 24 * 3600
@@ -84,7 +84,7 @@ def usable_code(values: Mapping[str, Any]) -> tuple[Path, list[str]]:
     """
     code, content = Path(values["code"]), values["code_sha256"]
     other = f"{archive_of(code)}, the copy of the code, is not what was submitted, or gone. {_AGAIN}"
-    if not values["wrap"]:
+    if not values["contained"]:
         try:
             return local_copy(code, content), []
         except ValueError:

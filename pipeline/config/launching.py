@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -92,6 +92,20 @@ class EvaluateResources(GpuResources):
     their own; a checkpoint that is owed a result is kept until it has one. null: the last one only."""
 
 
+class Container(Section):
+    """A container in which Slurm jobs run every stage. The batch script, the runner and srun stay outside."""
+
+    image: str | None = None
+    """Image: a file, or for podman and pyxis also a name in a registry. `python` is then the Python inside. null: no
+    container."""
+    runtime: Literal["apptainer", "podman", "pyxis"] = "apptainer"
+    """What starts it; pyxis is an option of srun."""
+    mounts: list[str] = []
+    """Folders to mount, FOLDER or FOLDER:INSIDE. The run folder and the working directory are always mounted."""
+    options: list[str] = []
+    """More options of `apptainer exec`, `podman run`, or with pyxis of srun."""
+
+
 class SiteLimits(Section):
     """What the site allows; null: not known here, Slurm will say. For cluster profiles."""
 
@@ -118,6 +132,8 @@ class LaunchConfig(Resources):
     what is saved of a run holds its settings in place of its name."""
     gpus_per_node: NonNegativeInt = 0
     """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node."""
+    gpu_type: str | None = None
+    """Type of the GPUs that stages with ranks ask for, as the site names it: `h100`; null: any."""
     account: str | None = None
     """Slurm account; null: the user's default."""
     qos: str | None = None
@@ -147,8 +163,12 @@ class LaunchConfig(Resources):
     runner_python: str | None = None
     """Python of what runs outside of a container: the runner, which starts the stages, and what makes each process a
     rank. null: `python`; with `wrap`, the one that submits."""
+    container: Container = Field({}, validate_default=True)
+    """The container of Slurm jobs."""
     wrap: list[str] = []
-    """A command that every stage is started with, such as a container's: `[apptainer, exec, --nv, drover.sif]`."""
+    """A command that every stage is started with, such as a site's own container program; see also `container`."""
+    srun_args: list[str] = []
+    """More options of srun, with which the job starts its ranks: `[--mpi=none, --gpu-bind=none]`."""
     requeue: bool = True
     """Whether a job that ran into its time limit, was preempted or lost a node may be queued again under its own id.
     false where the site forbids it; then `train.links` goes on."""
@@ -166,6 +186,9 @@ class LaunchConfig(Resources):
     preflight: bool = True
     """Try every node (devices, memory, disk, network, clock) before training: 180 s at most, one more for every two
     nodes, half an hour in all. A rank four times slower than the median makes its node a bad one."""
+    health_check: list[str] = []
+    """A site's own test of a node: a command that the preflight runs on each. Where it fails, its last line is the
+    reason and the node is left out."""
     limits: SiteLimits = Field({}, validate_default=True)
     """What the site allows."""
     check_fit: bool = True

@@ -14,9 +14,10 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -24,11 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from drover.launch.devices import smi, visible_gpus
+from drover.launch.processes import answer_of
 
+FIELDS = 4
+"""Of a GPU, that are asked for."""
 LEAST_DISK = 1 << 30
 LEAST_SHARED = 64 << 20
 """Bytes free that a node needs in the run folder and in /dev/shm."""
-SPACE, FOLDER, SHARED_MEMORY, GPU = "space", "folder", "shm", "gpu"
+SPACE, FOLDER, SHARED_MEMORY, GPU, OWN = "space", "folder", "shm", "gpu", "own"
 """Kinds of problems; the first two may be the shared run folder's."""
 PRODUCT, EXCHANGE, REDUCE = "a matrix product", "an exchange with another node", "an all-reduce"
 REPEATS = 5
@@ -77,16 +81,19 @@ def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> 
     return found
 
 
-def check_gpus(wanted: int) -> list[str]:
-    """What is wrong with the job's GPUs of this node, as their driver sees it."""
+def check_gpus(wanted: int, driver: Path = Path("/dev/nvidiactl")) -> list[str]:
+    """What is wrong with the job's GPUs of this node, as their driver sees it. A driver that does not know a field, or
+    answers in another form, says nothing of their health."""
     if (seen := visible_gpus(os.environ)) < wanted:
         return [f"{seen} GPUs instead of {wanted}"]
+    if not driver.exists():  # another maker's: what is known of their health a site's own test says
+        return []
     rows = smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown,"
                "clocks_throttle_reasons.hw_thermal_slowdown")
-    if rows is None:
+    if rows is None and smi("--query-gpu=index") is None:
         return ["nvidia-smi does not answer"]
     found = []
-    for index, errors, slowdown, thermal in rows:
+    for index, errors, slowdown, thermal in (row for row in rows or () if len(row) == FIELDS):
         if errors.isdigit() and int(errors):
             found.append(f"GPU {index} has {errors} uncorrected memory errors")
         if "Active" in (slowdown, thermal):
@@ -105,16 +112,28 @@ def _is_foreign(pid: str) -> bool:
     return f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID')}".encode() not in environment.split(b"\0")
 
 
+def failed(command: Sequence[str], limit_s: float) -> str:
+    """Why the site's own test fails; empty where it does not."""
+    try:
+        status, output, errors = answer_of(command, os.environ, limit_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"launch.health_check did not run: {error}"
+    lines = [line for line in (errors + output).splitlines() if line.strip()]
+    return (lines[-1] if lines else f"launch.health_check failed with exit status {status}") if status else ""
+
+
 def partner_of(node: int, number: int, nodes: int) -> int:
     """The node that exchanges with `node` in round `number`; itself where it sits that one out."""
     return (number - node) % nodes
 
 
-def try_node(run_folder: Path, limit_s: float) -> None:
+def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
     """Do this rank's part. limit_s: how long the others are waited for at most."""
     report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
     if int(os.environ["LOCAL_RANK"]) == 0:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
+        if health_check and (problem := failed(health_check, limit_s)):
+            report.problems[OWN] = problem
     _send(report)
     measure(report, limit_s)
     _send(report)
@@ -178,4 +197,4 @@ def measure(report: Report, limit_s: float) -> None:
 
 
 if __name__ == "__main__":
-    try_node(Path(sys.argv[1]), float(sys.argv[2]))
+    try_node(Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

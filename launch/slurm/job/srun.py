@@ -93,11 +93,13 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[st
     # this process has from a compared copy: the run folder's file may have been exchanged since.
     copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node",
                json.dumps({name: vars(spec)[name] for name in trust.CODE})]
+    # With pyxis srun starts the task itself inside the container; elsewhere each rank becomes the container's program.
+    python = spec.command[0] if spec.contained and not spec.wrap else sys.executable
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
-            *(copying if spec.code_sha256 and not spec.wrap else []),
-            sys.executable, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
+            *spec.srun_args, *(copying if spec.code_sha256 and not spec.contained else []),
+            python, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
 
 
 def run_step(command: Sequence[str], environment: Environment, folder: Path, each: Each,

@@ -12,6 +12,7 @@ RANKS = "launch.gpus_per_node or launch.processes"
 NONE = ""
 DECIDED = {
     "array": "launch.<stage>.array", "chdir": NONE, "clusters": NONE,
+    **dict.fromkeys(("container", "container-image", "container-mounts", "container-workdir"), "launch.container"),
     "cpus-per-gpu": "launch.cpus", "cpus-per-task": "launch.cpus", "error": NONE, "exclude": "launch.exclude",
     "export": "launch.environment and launch.secrets", "export-file": "launch.environment and launch.secrets",
     "job-name": "name", "kill-on-invalid-dep": NONE, "mem": "launch.mem", "no-requeue": "launch.requeue: false",

@@ -67,7 +67,10 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
         print("nothing to submit: all asked stages are done")
         return 0
     modules = {module for job in jobs for _, module, _ in needed_modules(config, job.stage)}
-    refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
+    if all(job.own_python for job in jobs):
+        refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
+    else:
+        say("note", f"the packages of {jobs[0].command[0]} are not checked from here; `drover doctor` tries them")
     _refuse_untrusted(run)
     if foreign := of_another_job(os.environ):
         say("note", f"not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for stands "

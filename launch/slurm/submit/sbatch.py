@@ -137,13 +137,14 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         "array": job.elements and spelled(job.elements).replace(" ", "") + (f"%{at_once}" if at_once else ""),
         "chdir": Path.cwd(), "comment": f"{token(job.chain, job.key)} {extra.get('comment', '')}".rstrip(),
         "cpus-per-task": job.cpus_per_task, "dependency": ",".join(waits),
-        "gpus-per-node": extra.get("gpus-per-node") if gpus_asked(job) else job.gpus_per_node, "job-name": job.name,
+        "gpus-per-node": extra.get("gpus-per-node") if gpus_asked(job) else _gpus(job, launch.gpu_type),
+        "job-name": job.name,
         "kill-on-invalid-dep": "yes" if job.dependencies else None, "nodes": job.nodes,
         "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
         "output": config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log"),
         "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
     # What runs the runner and, with it, the ranks until each becomes its stage: outside of a container.
-    python = shlex.quote(launch.runner_python or (None if launch.wrap else launch.python) or sys.executable)
+    python = shlex.quote(launch.runner_python or (None if job.contained else launch.python) or sys.executable)
     spec = f"{shlex.quote(str(_spec_path(config, job)))} {job.sha256}"
     return "\n".join([
         "#!/bin/bash", "",
@@ -156,6 +157,10 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         # The file tells the next start, which counts such ends.
         *[f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; "
           f"scontrol requeue $SLURM_JOB_ID; }}; exit $code"] * launch.requeue, ""])
+
+
+def _gpus(job: Job, kind: str | None) -> str | int:
+    return f"{kind}:{job.gpus_per_node}" if kind and job.gpus_per_node else job.gpus_per_node
 
 
 def _checks(job: Job, python: str, spec: str) -> list[str]:

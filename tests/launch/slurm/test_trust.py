@@ -104,7 +104,7 @@ def place(spec, name):
 def test_what_was_submitted_is_run(submitted):
     assert check(submitted) == ""
     place(submitted, "")
-    assert check(submitted) == check(saved(submitted, wrap=("x",))) == "", "Python's own caches are no change"
+    assert check(submitted) == check(saved(submitted, contained=True)) == "", "Python's own caches are no change"
 
 
 @pytest.mark.parametrize(("spoil", "why"), [
@@ -114,7 +114,7 @@ def test_what_was_submitted_is_run(submitted):
                  marks=pytest.mark.skipif(not ROOT, reason="only root can give files away"))])
 def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, why):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    submitted = saved(submitted, wrap=("x",))
+    submitted = saved(submitted, contained=True)
     for name in EXECUTED:
         path = place(submitted, name)
         before = path.stat()
@@ -130,7 +130,7 @@ def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, 
 def test_a_group_can_be_trusted(submitted, monkeypatch):
     """It may write what is executed; a folder that everybody may write is no group's."""
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, wrap=("x",))
+    trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, contained=True)
     for name in EXECUTED:
         path = place(submitted, name)
         path.chmod(path.stat().st_mode | 0o020)
@@ -160,7 +160,7 @@ def test_a_private_group_is_the_users_own(monkeypatch):
 
 
 def test_owners_need_not_be_looked_at(submitted):
-    blind = saved(submitted, check_owners=False, wrap=("x",))
+    blind = saved(submitted, check_owners=False, contained=True)
     for folder in folders_of(Path(submitted.run)):
         folder.chmod(0o777)
     assert check(blind) == ""
@@ -183,7 +183,7 @@ def test_owners_need_not_be_looked_at(submitted):
     (lambda code: archive_of(code).unlink(), ".zip, the copy of the code, is not what was submitted, or gone")])
 def test_other_code_is_not_run(submitted, change, told):
     """In a container, which may not see the node's copy."""
-    submitted = saved(submitted, wrap=("x",))
+    submitted = saved(submitted, contained=True)
     change(Path(submitted.code))
     assert told in check(submitted) and "submit the same command again" in check(submitted)
 

@@ -189,8 +189,9 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
 
 
 def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
-    (slurm.tools / "sinfo").write_text('#!/bin/sh\necho "debug*|4|4|16000|(null)"\necho "odd line"\n'
-                                      'echo "odd|1|64+||none"\necho "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1"\n')
+    (slurm.tools / "sinfo").write_text(
+        '#!/bin/sh\necho "debug*|4|4|16000|(null)|infinite"\necho "odd line"\necho "odd|1|64+||none|"\n'
+        'echo "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite"\n')
     (slurm.tools / "sinfo").chmod(0o755)
     said = slurm.refused("--stage", "all")
     assert "train, evaluate: asks for 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \

@@ -1,0 +1,294 @@
+"""Ask a Slurm site what Drover needs to know, and write a profile to start from.
+
+    drover doctor                                 asks Slurm, then runs a small job in the default partition
+    drover doctor --partition gpu --partition cpu a job in each of these
+    drover doctor --cluster mine                  with the modules, Python and environment of a profile
+    drover doctor --no-jobs                       asks only, and queues nothing
+    drover doctor --write configs/clusters/mine.yaml
+
+The job takes a minute on two nodes: Python and packages, GPUs, the shared folder (locks, renames, clocks), and an
+all-reduce. Nothing stays behind but the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import mkdtemp
+
+import drover
+from drover.launch.plan import in_container
+from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
+from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts, read_facts
+from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
+from drover.pipeline.config.launching import LaunchConfig
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
+from drover.pipeline.core.console import aligned
+from drover.pipeline.core.errors import UserError
+
+PACKAGE = Path(drover.__file__).parent
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+CLOCK_S = 1.0
+"""Clocks that are further apart confuse logs; a preflight refuses 5 s."""
+SLOW_IMPORT_S = 20.0
+SLOW_FOLDER_S = 3.0
+TRIAL_S = 120
+"""How long a node waits for the others."""
+MINUTES = 10
+"""Time limit of a job."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the table. state: `ok`, `note` or `problem`; advice: what to do or to set, if anything."""
+
+    what: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def add_options(parser: Parser) -> None:
+    """The options."""
+    parser.add_argument("--cluster", metavar="PROFILE", help="use this profile's modules, Python and environment")
+    parser.add_argument("--partition", action="append", metavar="NAME", help="try this partition; can be repeated")
+    parser.add_argument("--runs-dir", default="runs", metavar="FOLDER", help="shared folder to test (default: runs)")
+    parser.add_argument("--no-jobs", action="store_true", help="only ask Slurm; queue nothing")
+    parser.add_argument("--wait", type=float, default=10, metavar="MINUTES",
+                        help="how long a job may wait in the queue (default 10)")
+    parser.add_argument("--write", metavar="FILE", help="write a profile to start from")
+    add_json(parser)
+
+
+def work(options: argparse.Namespace) -> int:
+    """Ask, try, print; 1 if there is a problem."""
+    refuse_low(options, "wait")
+    if options.write and Path(options.write).exists():
+        raise UserError(f"{options.write} exists already. Give another name, or remove it.")
+    if shutil.which("sbatch") is None:
+        raise UserError("There is no sbatch on PATH, so this is no login node of a Slurm cluster. Log in there, load "
+                        "Slurm's module, or start a Slurm on this machine with `drover lab up 4`.")
+    chosen = [f"launch.cluster={options.cluster}"] if options.cluster else []
+    launch = load_config(PACKAGE / "configs/demo.yaml", chosen, check=False).launch
+    scheduler = Scheduler()
+    kinds, settings = scheduler.node_kinds(), scheduler.site_settings()
+    findings = [*ask_slurm(scheduler, kinds, settings), *ask_here(Path(options.runs_dir))]
+    facts = dict[str, list[NodeFacts]]()
+    for name in [] if options.no_jobs or not kinds else options.partition or _usual_partitions(launch, kinds):
+        if not options.json:
+            print(f"trying partition {name} ...", file=sys.stderr, flush=True)
+        findings += try_partition(name, kinds, launch, Path(options.runs_dir), options.wait, facts)
+    if options.write:
+        Path(options.write).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.write).write_text(profile(kinds, settings, facts))
+    if options.json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings],
+                          "nodes": [asdict(node) for nodes in facts.values() for node in nodes]}, indent=1))
+    else:
+        print("\n".join(aligned([("what", "", "found", "advice"), *((finding.what, finding.state, finding.found,
+                                                                    finding.advice) for finding in findings)])))
+        if options.write:
+            print(f"\nwrote {options.write}; use it with --cluster {Path(options.write).stem}")
+    return int(any(finding.state == PROBLEM for finding in findings))
+
+
+def ask_slurm(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: dict[str, str]) -> Iterator[Finding]:
+    """What Slurm answers without a job."""
+    if not kinds:
+        yield Finding("Slurm", PROBLEM, "sinfo shows no partition", "look at `sinfo`; the controller may be away")
+        return
+    yield Finding("Slurm", OK, f"version {settings.get('SLURM_VERSION', 'unknown')}")
+    for kind in kinds:
+        yield Finding(f"partition {kind.partition}{'*' * kind.usual}", OK, _described(kind))
+    if (most := settings.get("MaxArraySize", "")).isdecimal():
+        yield Finding("arrays", OK, f"at most {int(most) - 1:,} elements", f"limits.array: {int(most) - 1}")
+    if settings.get("JobRequeue") == "0":
+        yield Finding("requeue", NOTE, "off by default", "if the site forbids it, requeue: false and train.links")
+    else:
+        yield Finding("requeue", OK, "allowed")
+    if settings.get("AccountingStorageType", "").endswith("/none") or not settings.get("AccountingStorageType"):
+        yield Finding("accounting", NOTE, "none; the run's own records decide")
+    else:
+        rows = scheduler.associations(getpass.getuser())
+        found = "; ".join(" ".join(filter(None, row)) for row in rows) or "no association for you"
+        yield Finding("account, QOS", OK if rows else NOTE, found, "account: and qos:, if the default is not yours")
+
+
+def ask_here(runs: Path) -> Iterator[Finding]:
+    """What this login node shows."""
+    yield Finding("Python here", OK, f"{sys.version.split()[0]} at {sys.executable}")
+    if found := [name for name in RUNTIMES if shutil.which(name)]:
+        yield Finding("containers here", OK, ", ".join(found), "container: {image: ...} runs the stages in one")
+    if os.environ.get("MODULEPATH"):
+        yield Finding("modules", OK, "there are modules", "setup: [module load ...]")
+    place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free / 1e9
+    writable = os.access(place, os.W_OK)
+    yield Finding("run folder", OK if writable else PROBLEM, f"{free:,.0f} GB free in {place}" if writable else
+                  f"{place} is not writable", "" if writable else "give a shared folder of yours with --runs-dir")
+
+
+def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, runs: Path, wait: float,
+                  facts: dict[str, list[NodeFacts]]) -> Iterator[Finding]:
+    """Run the job in a partition, and judge what its nodes found; `facts` gets that too."""
+    here = [kind for kind in kinds if kind.partition == name]
+    if not here:
+        yield Finding(f"job in {name}", PROBLEM, "there is no such partition", "sinfo lists them")
+        return
+    runs.mkdir(parents=True, exist_ok=True)
+    folder = Path(mkdtemp(prefix=".doctor-", dir=runs)).absolute()
+    (folder / "launch").mkdir()  # where a node's check writes
+    try:
+        nodes = 2 if sum(kind.nodes for kind in here) > 1 else 1
+        script = _script(name, nodes, bool(max(kind.gpus for kind in here)), launch, folder)
+        scheduler = Scheduler()
+        number, problem = scheduler.submit(script)
+        if problem is not None:
+            yield Finding(f"job in {name}", PROBLEM, f"sbatch refused it: {problem}",
+                          "the profile may lack account, qos or constraint")
+            return
+        reason = _wait(scheduler, number, wait)
+        facts[name] = read_facts(folder)
+        log = (folder / "job.log").read_text(errors="replace").strip() if (folder / "job.log").is_file() else ""
+        yield from judge(name, nodes, facts[name], reason, log)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def judge(name: str, nodes: int, facts: Sequence[NodeFacts], reason: str, log: str) -> Iterator[Finding]:
+    """What the nodes' reports mean. reason: why the job did not end, if so. log: what it printed outside of reports."""
+    if not facts:
+        last = log.splitlines()[-1] if log else "no node reported"
+        yield Finding(f"job in {name}", PROBLEM, reason or last, "" if reason else
+                      "python: must exist on the nodes too; a venv on a login node's own disk does not")
+        return
+    lost = nodes - len(facts)
+    yield Finding(f"job in {name}", PROBLEM if lost else OK, f"{len(facts)} of {nodes} nodes reported: " + ", ".join(
+        node.node for node in facts), log.splitlines()[-1] if lost and log else "")
+    for node in facts:
+        for problem in node.problems.values():
+            yield Finding(f"  {node.node}", PROBLEM, problem)
+    imports = [node.import_s for node in facts if node.import_s is not None]
+    if imports:
+        slow = max(imports) > SLOW_IMPORT_S
+        yield Finding("  Python", NOTE if slow else OK, f"{facts[0].python}, torch {facts[0].torch}, imported in "
+                      f"{max(imports):.1f} s", "put the environment on a local disk or into a container" * slow)
+    gpus = sorted({f"{node.gpus} x {node.gpu or 'unknown'}" for node in facts if node.gpus})
+    yield Finding("  devices", OK, f"{', '.join(gpus) or 'no GPUs'}; {min(node.cpus for node in facts)} cores")
+    if runtimes := sorted({name for node in facts for name in node.runtimes}):
+        yield Finding("  containers", OK, ", ".join(runtimes), "container: {image: ...} runs the stages in one")
+    if len(facts) > 1:
+        yield from _judge_together(facts)
+
+
+def _judge_together(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """What only several nodes show: the clocks, the shared folder, the network."""
+    clocks = [node.clock_at for node in facts if node.clock_at is not None]
+    apart = max(clocks) - min(clocks) if clocks else 0.0
+    yield Finding("  clocks", OK if apart <= CLOCK_S else PROBLEM, f"{apart:.2f} s apart",
+                  "" if apart <= CLOCK_S else "ask the site to synchronize them")
+    others = [node for node in facts if node.visible_s is not None]
+    if others:
+        seen = max(node.visible_s or 0.0 for node in others)
+        late = seen > SLOW_FOLDER_S + apart
+        yield Finding("  shared folder", NOTE if late else OK, f"a renamed file shows after {max(0.0, seen):.2f} s",
+                      "the file system caches absent names; status may lag behind" * late)
+        locked = all(node.locked_out for node in others)
+        yield Finding("  locks between nodes", OK if locked else PROBLEM, "refused as they should be" if locked else
+                      "two nodes held one lock", "" if locked else "mount the run folder with flock (Lustre: -o flock)")
+    times = {what: [node.times[what] for node in facts if what in node.times] for what in (EXCHANGE, REDUCE)}
+    if all(times.values()):
+        yield Finding("  network", OK, ", ".join(f"{what} {1000 * median(found):.1f} ms"
+                                                for what, found in times.items()), "environment: NCCL_SOCKET_IFNAME")
+
+
+def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str, list[NodeFacts]]) -> str:
+    """A profile of the site in YAML, with the reason for each value."""
+    gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes), default=None)
+    cpu = next((kind for kind in kinds if not kind.gpus), None)
+    lines = ["# Written by `drover doctor`. Look it over: account, modules and time limits are yours to say."]
+    if gpu is not None:
+        per = gpu.cpus // max(1, gpu.gpus) if gpu.gpus else min(4, gpu.cpus)
+        lines += [f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
+                  f"cpus: {max(1, per)}  # {gpu.cpus} cores a node" + f", {gpu.gpus} GPUs" * bool(gpu.gpus),
+                  'mem: "0"  # all that a node has', "# account: my-project", "# setup: [module load cuda]"]
+    if any(node.runtimes for nodes in facts.values() for node in nodes):
+        lines.append("# container: {image: /shared/images/drover.sif}")
+    lines.append(f"requeue: {str(settings.get('JobRequeue') != '0').lower()}")
+    limits = [f"  array: {int(most) - 1}" for most in [settings.get("MaxArraySize", "")] if most.isdecimal()]
+    if gpu is not None:
+        limits.append(f"  nodes: {sum(kind.nodes for kind in kinds if kind.partition == gpu.partition)}")
+        if seconds(gpu.longest):
+            limits.append(f"  time: {gpu.longest}")
+    lines += ["limits:", *limits] if limits else []
+    if gpu is not None and gpu.gpus and cpu is not None:
+        lines += [f"{stage}: {{partition: {cpu.partition}}}" for stage in ("shard", "tokenizer", "encode", "convert",
+                                                                           "report")]
+    return "\n".join(lines) + "\n"
+
+
+def _described(kind: NodeKind) -> str:
+    gpus = f", {kind.gpus} GPUs" if kind.gpus else ""
+    return (f"{kind.nodes} node{'s' if kind.nodes > 1 else ''} with {kind.cpus} cores, {kind.memory_mb / 1000:,.0f} GB"
+            f"{gpus}; time limit {kind.longest or 'unknown'}")
+
+
+def _usual_partitions(launch: LaunchConfig, kinds: Sequence[NodeKind]) -> list[str]:
+    """The partition of the profile, or the site's default, or its first."""
+    usual = [kind.partition for kind in kinds if kind.usual] or [kinds[0].partition]
+    return [launch.partition] if launch.partition else usual[:1]
+
+
+def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder: Path) -> str:
+    """The job's script: the environment of the profile, and one task on each node."""
+    asked = {"job-name": "drover-doctor", "partition": partition, "nodes": nodes, "ntasks-per-node": 1,
+             "time": MINUTES, "output": folder / "job.log", "account": launch.account, "qos": launch.qos,
+             "constraint": launch.constraint, "gpus-per-node": 1 if gpus else None, "chdir": Path.cwd()}
+    python = shlex.quote(launch.runner_python or sys.executable)
+    wrap, srun_args = in_container(launch.container, [folder, PACKAGE.resolve().parent, Path.cwd()], int(gpus))
+    command = shlex.join([*wrap, *launch.wrap, launch.python or sys.executable, "-m",
+                          "drover.launch.slurm.job.site_trial", str(folder), str(TRIAL_S)])
+    srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={folder}/node%n.log", *srun_args,
+                       *launch.srun_args])
+    source = shlex.quote(str(PACKAGE.resolve().parent))
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in asked.items() if value),
+                      *launch.setup, *(f"export {name}={shlex.quote(value)}"
+                                       for name, value in launch.environment.items()),
+                      f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}} MASTER_ADDR=$(hostname) "
+                      f"MASTER_PORT=$({python} -c 'import socket; s = socket.create_server((\"\", 0)); "
+                      f"print(s.getsockname()[1])')",
+                      f"{srun} {command}", ""])
+
+
+def _wait(scheduler: Scheduler, number: str, minutes: float) -> str:
+    """Wait for the job's end; why it did not come to one, if so, and then it is cancelled."""
+    until, job = time.monotonic() + 60 * minutes, None
+    try:
+        while time.monotonic() < until or (job is not None and job.state == "RUNNING"):
+            job = (scheduler.jobs([number]) or {}).get(number)
+            if job is not None and not job.queued:
+                return ""
+            time.sleep(1)
+        waits = f"{job.state} ({job.reason})" if job is not None else "Slurm does not answer"
+        return f"still {waits} after {minutes:g} minutes; it was cancelled"
+    finally:
+        with suppress(OSError):
+            scheduler.cancel(number)
+
+
+main = Program("python -m drover.launch.doctor", __doc__, add_options, work)
+
+if __name__ == "__main__":
+    sys.exit(main())

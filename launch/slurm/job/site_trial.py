@@ -1,0 +1,142 @@
+"""What `drover doctor` runs on a cluster's nodes: one task per node, which prints what it finds as a line of JSON.
+
+    srun --ntasks-per-node=1 ... python -m drover.launch.slurm.job.site_trial FOLDER SECONDS
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from drover.launch.devices import smi, visible_gpus
+from drover.launch.slurm.job.node_trial import Report, check_node, measure
+from drover.launch.slurm.start_logs import labelled
+
+POLL_S = 0.01
+RUNTIMES = ("apptainer", "singularity", "podman", "enroot")
+
+
+@dataclass
+class NodeFacts:
+    """What one node shows.
+
+    Attributes:
+        import_s: seconds to import torch, and `torch` its version; without torch, None and the error.
+        gpus: that the task may use; `gpu` the name of the first, empty if the driver does not answer.
+        visible_s: seconds from the renaming of a file on the first node until it was seen here; None on the first node.
+            These compare clocks too, which `clock_at` allows for.
+        locked_out: whether a lock that the first node held was refused here.
+        times, clock_at: as in a preflight's report.
+        problems: what is wrong, by kind.
+    """
+
+    rank: int
+    node: str
+    python: str = platform.python_version()
+    torch: str = ""
+    import_s: float | None = None
+    cpus: int = 0
+    gpus: int = 0
+    gpu: str = ""
+    runtimes: list[str] = field(default_factory=list)
+    visible_s: float | None = None
+    locked_out: bool | None = None
+    times: dict[str, float] = field(default_factory=dict)
+    clock_at: float | None = None
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+def try_site(folder: Path, limit_s: float) -> None:
+    """Do this task's part and print it."""
+    rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    facts = NodeFacts(rank, os.environ.get("SLURMD_NODENAME") or platform.node())
+    facts.cpus, facts.gpus = len(os.sched_getaffinity(0)), visible_gpus(os.environ)
+    if facts.gpus:
+        facts.gpu = next(iter(smi("--query-gpu=name") or [[""]]))[0]
+    facts.runtimes = [name for name in RUNTIMES if shutil.which(name)]
+    facts.problems = check_node(folder, facts.gpus)
+    began = time.monotonic()
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - whatever keeps the site's torch from starting is a finding
+        facts.problems["torch"] = f"torch cannot be imported: {type(error).__name__}: {error}"
+    else:
+        facts.torch, facts.import_s = torch.__version__, time.monotonic() - began
+    if world > 1:
+        share(folder, facts, world, limit_s)
+    if facts.torch:
+        exchange(facts, world, limit_s)
+    print("\n" + json.dumps(asdict(facts)), flush=True)
+
+
+def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
+    """Rename a file and hold a lock on the first node; see on the others when the one shows and the other refuses.
+
+    Every node looks for the file before it is there, so that a client that remembers its absence shows.
+    """
+    flag, lock, until = folder / "flag", folder / "lock", time.monotonic() + limit_s
+
+    def waited(done: Callable[[], bool]) -> bool:
+        while not done():
+            if time.monotonic() > until:
+                facts.problems["shared"] = f"files of other nodes did not show in {folder} within {limit_s:.0f} s"
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    if facts.rank == 0:
+        if not waited(lambda: len(list(folder.glob("ready-*"))) == world - 1):
+            return
+        with open(lock, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (folder / "flag.tmp").write_text(repr(time.time()))
+            (folder / "flag.tmp").rename(flag)
+            waited(lambda: len(list(folder.glob("tried-*"))) == world - 1)
+        return
+    lock.touch()
+    flag.exists()
+    (folder / f"ready-{facts.rank}").touch()
+    if waited(flag.exists):
+        facts.visible_s = time.time() - float(flag.read_text())
+        with open(lock, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                facts.locked_out = False
+            except OSError:
+                facts.locked_out = True
+        (folder / f"tried-{facts.rank}").touch()
+
+
+def exchange(facts: NodeFacts, world: int, limit_s: float) -> None:
+    """A product, exchanges between nodes and an all-reduce, as a preflight measures them."""
+    os.environ |= {"RANK": str(facts.rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    report = Report(facts.rank, facts.node)
+    try:
+        measure(report, limit_s)
+    except Exception as error:  # noqa: BLE001 - a network that does not work is a finding
+        facts.problems["network"] = f"an all-reduce failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+    facts.times, facts.clock_at = report.times, report.clock_at
+
+
+def read_facts(folder: Path) -> list[NodeFacts]:
+    """What the nodes printed, in their order."""
+    found = []
+    for path in folder.glob("node*.log"):
+        with open(path, "rb") as file:
+            for _, line in labelled(file):
+                with suppress(ValueError, TypeError):
+                    found.append(NodeFacts(**json.loads(line)))
+    return sorted(found, key=lambda facts: facts.rank)
+
+
+if __name__ == "__main__":
+    try_site(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,70 @@
+"""`drover doctor`: what nodes' reports mean, and the profile that it writes. A real Slurm is in tests/slurm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from drover.launch.doctor import NOTE, OK, PROBLEM, judge, main, profile
+from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
+from drover.launch.slurm.job.site_trial import NodeFacts
+from drover.launch.slurm.scheduler import NodeKind
+from drover.pipeline.config.loading import load_config
+from tests.conftest import REPOSITORY
+
+FIRST = NodeFacts(0, "n1", torch="2.13.0", import_s=3.0, cpus=8, clock_at=100.0, times={EXCHANGE: 0.01, REDUCE: 0.02})
+SECOND = replace(FIRST, rank=1, node="n2", visible_s=0.1, locked_out=True)
+
+
+def states(*facts, nodes=2, reason="", log=""):
+    return {finding.what.strip(): finding.state for finding in judge("gpu", nodes, facts, reason, log)}
+
+
+def test_healthy_nodes_have_no_problem():
+    assert set(states(FIRST, SECOND).values()) == {OK}
+
+
+@pytest.mark.parametrize(("what", "state", "change"), [
+    ("clocks", PROBLEM, {"clock_at": 107.0}),
+    ("locks between nodes", PROBLEM, {"locked_out": False}),
+    ("shared folder", NOTE, {"visible_s": 31.0}),
+    ("Python", NOTE, {"import_s": 40.0}),
+    ("n2", PROBLEM, {"problems": {"network": "an all-reduce failed: RuntimeError: timed out"}}),
+])
+def test_what_is_wrong_with_a_node_shows_alone(what, state, change):
+    found = states(FIRST, replace(SECOND, **change))
+    assert found.pop(what) == state and set(found.values()) == {OK}
+
+
+@pytest.mark.parametrize(("reason", "log", "part"), [
+    ("still PENDING (Priority) after 10 minutes; it was cancelled", "", "Priority"),
+    ("", "bash: /home/me/.venv/bin/python: No such file or directory", "No such file"),
+    ("", "", "no node reported")])
+def test_a_job_without_reports_says_why(reason, log, part):
+    [finding] = judge("gpu", 2, [], reason, log)
+    assert finding.state == PROBLEM and part in finding.found
+
+
+def test_a_node_that_did_not_report_is_a_problem():
+    assert states(FIRST)["job in gpu"] == PROBLEM
+
+
+@pytest.mark.parametrize(("kinds", "expected"), [
+    ([NodeKind("gpu", True, 12, 96, 1031000, 8, "2-00:00:00"), NodeKind("cpu", False, 7, 64, 257000, 0, "infinite")],
+     {"partition": "gpu", "gpus_per_node": 8, "cpus": 12, "requeue": False}),
+    ([NodeKind("debug", True, 3, 4, 6000, 0, "infinite")],
+     {"partition": "debug", "gpus_per_node": 0, "cpus": 4, "requeue": False})])
+def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, expected):
+    path = tmp_path / "mine.yaml"
+    path.write_text(profile(kinds, {"MaxArraySize": "1001", "JobRequeue": "0"}, {}))
+    launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
+    assert expected.items() <= launch.model_dump().items()
+    assert (launch.limits.array, launch.limits.nodes) == (1000, kinds[0].nodes)
+    assert (launch.limits.time, launch.shard.partition) == (
+        ("2-00:00:00", "cpu") if len(kinds) > 1 else (None, None))
+
+
+def test_a_machine_without_slurm_is_told_what_to_do(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main([]) == 2 and "drover lab up 4" in capsys.readouterr().err
