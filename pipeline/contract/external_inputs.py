@@ -166,7 +166,7 @@ def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
 
 def places(stage: Stage, config: Config) -> dict[str, Any]:
     """The settings that say where the stage's outside files are, by their full names."""
-    if stage.files is None and stage.unit_files is None:
+    if not {"files", "unit_files"} & stage.functions.keys():
         return {}
     parts = {part: config.part(part) for part in stage.reads}
     values = flatten({name: part.model_dump(mode="json") if isinstance(part, BaseModel) else part

@@ -1,7 +1,8 @@
 """The list of the files that a stage's units read: what is known of a begun stage's input before it has been read.
 
-The units hash what they read themselves (`Stage.unit_files`), so that no file is read twice. Until all have, name, size
-and time of each file stand for its content. Which units are done again after a change is decided by their own keys.
+The units hash what they read themselves (`unit_files` of `Stage.functions`), so that no file is read twice. Until all
+have, name, size and time of each file stand for its content. Which units are done again after a change is decided by
+their own keys.
 """
 
 from __future__ import annotations

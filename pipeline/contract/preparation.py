@@ -37,7 +37,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     if forced(run, name, options):
         return _start_afresh(run, name, options, part)
     state = run.state(name)
-    if state.kind == "to do" and state.differences and STAGES[name].renews is None:
+    if state.kind == "to do" and state.differences and "renews" not in STAGES[name].functions:
         _tell_lost_units(run, name, state)
         return _start_afresh(run, name, options, part)
     drift: list[dict[str, Any]] = _earlier_drift(run, name) if state.kind == "partial" else []

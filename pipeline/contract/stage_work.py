@@ -257,7 +257,7 @@ class Work:
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": processes(self.config), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
-        gone = [self.folder / LISTING] if STAGES[self.name].unit_files is not None else []
+        gone = [self.folder / LISTING] if "unit_files" in STAGES[self.name].functions else []
         if scratch:
             gone += [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])]
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
@@ -300,7 +300,7 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     if part is None:
         remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
     save_config(run.config, run.folder / "config.yaml")
-    if STAGES[name].unit_files is not None:
+    if "unit_files" in STAGES[name].functions:
         write_listing(work.folder, run.listing(name))
     chain = os.environ.get("DROVER_CHAIN")  # all its starts count as one piece of work
     before = sound_start(work.folder)

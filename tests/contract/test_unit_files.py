@@ -75,8 +75,9 @@ def upper(tmp_path, monkeypatch):
         (tmp_path / "in" / f"{name}.txt").write_text(f"text of {name}\n")
     (tmp_path / "in/large.txt").write_bytes(b"a" * LARGE)
     write_config(tmp_path, [files_source("t", tmp_path / "in" / "*.txt")])
-    monkeypatch.setitem(STAGES, "upper", Stage("upper", needs=(), reads=("shard",), code=(), phases=("read",),
-                                               unit_files="drover.pipeline.data.sources:input_files", own_module="x"))
+    monkeypatch.setitem(STAGES, "upper", Stage(
+        "upper", needs=(), reads=("shard",), code=(), phases=("read",), own_module="x",
+        functions={"unit_files": "drover.pipeline.data.sources:input_files"}))
     made, hashing = Upper(tmp_path), drover.pipeline.contract.external_inputs.content_hash
     made.hashed = []
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
