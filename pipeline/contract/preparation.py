@@ -12,7 +12,7 @@ from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import sound_start
-from drover.pipeline.contract.state import PROGRESS, STATE
+from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE
 from drover.pipeline.contract.tasks import Part, finished_units
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
@@ -74,9 +74,10 @@ def _tell_lost_units(run: Run, name: str, state: State) -> None:
 
 
 def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
-    aside = set_aside(run.own_folder(name), keep=STAGES[name].checkpoints)
-    if aside is not None:
-        say(name, f"the old outputs are kept in {aside}")
+    keep = STAGES[name].checkpoints
+    for old in (run.own_folder(name), *([run.folder / EVALUATIONS] if keep else [])):  # which are of the checkpoints
+        if (aside := set_aside(old, keep=keep)) is not None:
+            say(name, f"the old outputs are kept in {aside}")
     if name in before(["report"]):
         (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it tells of more than the outputs
     run.forget_files(name)  # hashes that were recorded went with the outputs: what is read now is what counts

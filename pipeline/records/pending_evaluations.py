@@ -7,10 +7,8 @@ from pathlib import Path
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import MANIFEST
+from drover.pipeline.contract.state import EVALUATIONS
 from drover.pipeline.records.checkpoints import checkpoint_name
-
-EVALUATIONS = Path("evaluations")
-"""In a run folder: a run folder of its own for each checkpoint that is evaluated beside training."""
 
 
 def evaluation_folder(run_folder: Path, step: int) -> Path:
