@@ -36,7 +36,7 @@ A stage without units writes its outputs itself, and commits. docs/extending.md 
     workers.py        the processes that do units; stopping.py: requests to stop them
     tasks.py          units and their keys, shares of several jobs; the ledger of what is done is in core/files.py
     manifest.py       the record of a finished stage; start_record.py: of one that is begun; state.py: its last word
-    external_inputs.py  files from outside of the run; listing.py, content_hash.py: those that units read
+    external_inputs.py  files from outside of the run; content_hash.py: those that units read
     input_check.py    hashes what is read beside the work
     locks.py          who may work on a stage
     telling.py        what rank 0 tells the other ranks; signed.py: that it was rank 0

@@ -12,12 +12,21 @@ from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, warn
 from drover.pipeline.config.section import identity
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
-from drover.pipeline.contract.listing import changed_files, listed_files, listing_digest
+from drover.pipeline.contract.external_inputs import (
+    Outside,
+    Record,
+    changed_places,
+    listed_files,
+    listing_digest,
+    look,
+    places,
+    source_of_place,
+)
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
 from drover.pipeline.contract.tasks import finished_units, identity_key, marked_parts
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
 from drover.pipeline.core.files import sha256_file
 
@@ -42,9 +51,7 @@ class State:
 
     def __str__(self) -> str:
         if self.kind == "stale":
-            first = "; ".join(map(str, self.differences[:2]))
-            more = len(self.differences) - 2
-            return f"stale: {first}" + (f" and {more} more" if more > 0 else "")
+            return f"stale: {first([str(difference) for difference in self.differences], 2)}"
         return self.kind + (f" ({self.reasons[0]})" if self.reasons else "")
 
 
@@ -162,8 +169,8 @@ class Run:
         """What there is to say of files that the finished ones of `stages` read and that are not there any more."""
         found = {stage: self.absent_files(stage) for stage in stages}
         return [f"{len(names):,} of the files that the stage {stage} read "
-                f"{'is' if len(names) == 1 else 'are'} not there any more ({', '.join(names[:3])}"
-                f"{' ...' if len(names) > 3 else ''}); what was made of them is used as it was recorded"
+                f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); what was made of them is "
+                f"used as it was recorded"
                 for stage, names in found.items() if names]
 
     def _outside(self, stage: str) -> Outside:
@@ -220,14 +227,11 @@ class Run:
         return State("partial", reasons=["will continue" + (f"; {other}" if other else "")])
 
     def files_changed_since_begun(self, stage: str) -> str:
-        """In words, which files that the stage's units read are not those of when it was begun; empty if all are."""
-        if "unit_files" not in STAGES[stage].functions:
-            return ""
-        names = changed_files(self.own_folder(stage), self.listing(stage))
-        if not names:
-            return ""
-        return (f"{len(names):,} of its input files {'is' if len(names) == 1 else 'are'} new, gone or changed since it "
-                f"was begun ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})")
+        """That the files which the stage's units read are not those of when it was begun; empty if they are."""
+        started = read_start(self.own_folder(stage))
+        before = started.fingerprint.get("listing") if started else None
+        return "" if before is None or before == listing_digest(self.listing(stage)) else \
+            "some of its input files are new, gone or changed since it was begun"
 
     def begun_drift(self, stage: str) -> list[dict[str, Any]]:
         """The drift that was accepted for a stage that is begun and not finished."""
