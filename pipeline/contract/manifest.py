@@ -17,7 +17,7 @@ from drover.pipeline.core.files import (
     Inside,
     Outputs,
     like,
-    problem_of,
+    problems_of,
     read_record,
     sha256_json,
     typed,
@@ -146,8 +146,7 @@ class Manifest:
 
     def missing_outputs(self, folder: Path) -> list[str]:
         """Outputs that are gone or have another size, as sentences."""
-        problems = (problem_of(folder / record["path"], record, hashed=False) for record in self.outputs)
-        return [problem for problem in problems if problem]
+        return [problem for problem in problems_of(folder, self.outputs) if problem]
 
 
 def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:

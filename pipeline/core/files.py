@@ -14,13 +14,14 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
 
 from drover.pipeline.core.errors import OtherVersionError, UserError
+from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.core.typed import Count as Count
 from drover.pipeline.core.typed import Inside as Inside
 from drover.pipeline.core.typed import like as like
@@ -249,6 +250,11 @@ def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) ->
         return f"{path} has {size:,} bytes instead of {record['bytes']:,}"
     return "" if found == record["sha256"] else \
         f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {found[:12]}"
+
+
+def problems_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """`problem_of` each file of a folder by its size, several at a time."""
+    return ordered_map(lambda record: problem_of(folder / record["path"], record, hashed=False), records, batch=512)
 
 
 class Output(TypedDict):
