@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ from drover.pipeline.core.files import (
     like,
     problems_of,
     read_record,
+    remove,
     sha256_json,
     typed,
     write_sealed,
@@ -138,10 +138,7 @@ class Manifest:
         """Remove what is to go; the names of what there was. OSError if that fails."""
         left = self.left_scratch(folder)
         for path in left:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
         return [path.name for path in left]
 
     def missing_outputs(self, folder: Path) -> list[str]:

@@ -200,8 +200,8 @@ class Run:
             return State("stale", changed) if changed else State("waiting", reasons=[f"for {', '.join(absent)}"])
         if manifest is not None:
             changed = self.changed(stage)
-            if changed and spec.call("renews", manifest.fingerprint,
-                                     self._compared(stage, manifest, manifest.fingerprint)):
+            if changed and spec.may_renew(manifest.fingerprint,
+                                          self._compared(stage, manifest, manifest.fingerprint)):
                 return State("partial", changed, reasons=[KEEPS])
             if changed:
                 return State("stale", changed)
@@ -214,7 +214,7 @@ class Run:
         now = self.fingerprint(stage)
         before = started.fingerprint
         changed = differences(before, now)
-        if changed and spec.call("renews", before, now):
+        if changed and spec.may_renew(before, now):
             return State("partial", changed, reasons=[KEEPS])
         # A stage that renews what it has keeps the rest of it.
         nothing_lost = started.unusable or (started.failed and (

@@ -94,6 +94,10 @@ class Stage:
         return sorted((found for kind in kinds or ("files", "unit_files")
                        for found in self.call(kind, config, otherwise=())), key=itemgetter(0))
 
+    def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
+        """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
+        return bool(self.call("renews", old, new))
+
     def phases_of(self, config: Config) -> list[str]:
         """The phases that may have units under a configuration."""
         setting, phases = self.phases_with

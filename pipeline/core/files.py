@@ -272,11 +272,16 @@ def remove_temporary(folder: Path) -> int:
     """Delete what killed writers left behind (files and folders `*.tmp`) under `folder`; returns how many went."""
     leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
     for path in leftovers:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)  # an orphan may still write into it; then the next start clears it
-        else:
-            path.unlink(missing_ok=True)
+        remove(path, ignore_errors=True)  # an orphan may still write into a folder; then the next start clears it
     return len(leftovers)
+
+
+def remove(path: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a file, or a folder (`ignore_errors`: as far as that goes); of a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # Records that carry the hash of their own bytes, so that a byte of them that has changed is noticed (tools/verify).

@@ -284,7 +284,7 @@ class Uploads:
         if mine is not None or complete_checkpoints(self.work.folder):
             return (f"{url} holds the checkpoints of another training of {name} than the one in {self.work.folder}: "
                     f"they began apart, so one must not replace the other. {ways}")
-        if STAGES["train"].call("renews", theirs["fingerprint"], self.work.fingerprint):
+        if STAGES["train"].may_renew(theirs["fingerprint"], self.work.fingerprint):
             return ""  # other phases: whether one that has begun is among them shows with the checkpoint
         changed = differences(theirs["fingerprint"], self.work.fingerprint)
         return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are asked for "

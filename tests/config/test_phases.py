@@ -166,4 +166,4 @@ def test_other_phases_alone_need_no_force(tmp_path):
     assert not only_phases_differ(old, {"config": train_of(PHASES, lr=0.1), "inputs": {"encode": "a"}})
     assert not only_phases_differ(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "b"}})
     assert not only_phases_differ(old, {"config": train_of([]), "inputs": {"encode": "a"}})
-    assert STAGES["train"].call("renews", old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
+    assert STAGES["train"].may_renew(old, {"config": train_of(PHASES[:2]), "inputs": {"encode": "a"}})
