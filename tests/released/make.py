@@ -46,12 +46,15 @@ def text() -> str:
 
 
 def make(to: Path, folder: Path) -> None:
-    """Run the whole chain in `folder`, and pack the run. The source text is left out, as it is where raw text goes."""
+    """Run the whole chain in `folder`, copy its token shards to a store, and pack both. The source text is left out, as
+    it is where raw text goes."""
     (folder / "text.txt").write_text(text())
     (folder / "tiny.yaml").write_text(yaml.safe_dump(SETTINGS))
-    subprocess.run([sys.executable, "-m", "drover", "run", "--config", "tiny.yaml", "--cluster", "local"], cwd=folder,
-                   env=environment(), check=True)
+    for command in (["drover", "run", "--config", "tiny.yaml", "--cluster", "local"],
+                    ["drover.tools.copy_tokens", "tiny", "--to", f"file://{folder}/store"]):
+        subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment(), check=True)
     with tarfile.open(to, "w:xz") as archive:
+        archive.add(folder / "store", "store")
         archive.add(folder / "runs/tiny", "tiny", filter=lambda about: None if ".locks" in about.name else about)
 
 
