@@ -290,7 +290,7 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
     found = []
     for stage in stages:
         try:
-            files = STAGES[stage].all_input_files(config)
+            files = STAGES[stage].input_files(config)
         except UserError as error:
             found.append(f"{stage}: {error}")
             continue

@@ -176,7 +176,7 @@ def gathered_bytes_per_layer(config: Config, ranks: int) -> int:
 def corpus_bytes(config: Config) -> int:
     """Bytes of the input files; of Hub data sets nothing is known before they are read."""
     try:
-        return sum(_size(path) for _, path in STAGES["shard"].all_input_files(config))
+        return sum(_size(path) for _, path in STAGES["shard"].input_files(config))
     except UserError:  # not there: another check says so
         return 0
 

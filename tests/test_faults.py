@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import yaml
@@ -83,24 +84,42 @@ def test_a_stage_killed_before_its_1st_2nd_4th_8th_change_of_files_ends_with_the
     assert_same(config, undisturbed, stage)
 
 
+def files(run):
+    """How many files a run has: it grows from the first stage to the last, so it tells how far a chain has come."""
+    return sum(len(names) for _, _, names in os.walk(run))  # which passes over folders that vanish meanwhile
+
+
 @pytest.mark.parametrize("seed, kills", [pytest.param(0, 4, marks=pytest.mark.slow),
-                                         pytest.param(1, 20, marks=pytest.mark.soak)])
+                                         pytest.param(1, 100, marks=pytest.mark.soak)])
 def test_kill_9_anywhere_in_the_chain_changes_nothing(tmp_path, corpus, undisturbed, seed, kills):
-    """The launcher and everything below it is killed at random moments; the same command continues each time."""
-    def files(run):
-        """How many files a run has: it grows from the first stage to the last, so it tells how far a chain has come."""
-        return sum(len(names) for _, _, names in os.walk(run))  # which passes over folders that vanish meanwhile
-    config, chance, run, landed = write_config(tmp_path, corpus), random.Random(seed), tmp_path / "runs/mini", 0
-    chain = [sys.executable, "launch/submit.py", "--stage", "all", "--config", str(config), "--cluster", "local"]
-    for moment in sorted(chance.sample(range(1, files(undisturbed.parent / "runs/mini")), kills)):
-        process = subprocess.Popen(chain, cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)
-        wait_for(lambda moment=moment, process=process: files(run) >= moment or process.poll() is not None)
-        kill(process)
-        landed += process.wait() < 0
-    assert landed >= kills / 2
-    subprocess.run(chain, cwd=REPOSITORY, env=environment(), check=True, capture_output=True, timeout=HANG_S)
-    assert_same(config, undisturbed, *STAGES)
+    """The launcher and everything below it is killed at random moments; the same command continues each time.
+
+    A moment is a number of files that the run has more by then, and up to a second after that. A chain that comes to
+    its end is compared, and another run is begun.
+    """
+    chance, most = random.Random(seed), 2 * files(undisturbed.parent / "runs/mini") // min(kills, 16)
+    landed, config = 0, None
+    while landed < kills or config is not None:
+        if config is None:
+            (folder := tmp_path / f"after-{landed}").mkdir()
+            config = write_config(folder, corpus)
+        run = config.parent / "runs/mini"
+        process = subprocess.Popen(
+            [sys.executable, "launch/submit.py", "--stage", "all", "--config", str(config), "--cluster", "local"],
+            cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if landed < kills:
+            moment, late = files(run) + chance.randrange(most), chance.random()
+            wait_for(lambda run=run, moment=moment, process=process: files(run) >= moment or process.poll() is not None)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(late)
+            kill(process)
+        if (status := process.wait(HANG_S)) == -signal.SIGKILL:
+            landed += 1
+            print(f"{landed} kills, at {files(run)} files", flush=True)
+            continue
+        assert status == 0
+        assert_same(config, undisturbed, *STAGES)
+        config = None
 
 
 def test_a_killed_rank_on_one_box_is_started_again_and_changes_nothing(before, undisturbed):

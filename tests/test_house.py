@@ -97,6 +97,13 @@ def test_the_rooms_are_less_entangled_than_the_first_version_was():
     assert sum(start != "benchmarks" for start, _ in arrows()) < 100
 
 
+def test_names_of_modules_in_texts_stand_in_one_registry():
+    """And in the network, which knows nothing of the pipeline; lm_eval is told of our model in its own way."""
+    assert {str(path.relative_to(REPOSITORY)) for path in FILES
+            if re.search(r"\"drover\.[\w.]+:\w+\"", path.read_text())} == {
+        "pipeline/config/shipped.py", "model/attention/__init__.py", "tools/lm_eval.py"}
+
+
 CALLED_FROM_OUTSIDE = {
     "register_stage",  # by plugins
     "initialise",  # by who uses the network alone

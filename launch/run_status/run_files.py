@@ -24,12 +24,12 @@ from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import PROGRESS, STATE, STOP, Progress, StageState, read_attempts
+from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE, STOP, Progress, StageState, read_attempts
 from drover.pipeline.contract.tasks import marked_parts
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines, read_sealed
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
-from drover.pipeline.records.pending_evaluations import EVALUATIONS, evaluation_folder
+from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 Value = TypeVar("Value")
 

@@ -44,7 +44,7 @@ from drover.pipeline.records.checkpoints import (
     read_marker,
     step_of,
 )
-from drover.pipeline.records.pending_evaluations import evaluation_folder, evaluation_record
+from drover.pipeline.records.pending_evaluations import evaluation_folder, evaluation_record, is_owed
 
 TRIES = 2
 """Jobs for one checkpoint in one submission."""
@@ -54,14 +54,12 @@ EVERY_S = 20.0
 def owed(run_folder: Path, config: Config) -> list[int]:
     """Steps of complete checkpoints that `launch.evaluate.every_checkpoints` asks a result for and that have none,
     oldest first. That of the last step is evaluated by the chain itself."""
-    every = (config.launch.evaluate.every_checkpoints or 0) * config.train.checkpoint.every_steps
-    if not every:
+    if config.launch.evaluate.every_checkpoints is None:
         return []
     finished = read_manifest(run_folder / "train")
-    last = {config.train.steps, finished.counts["steps"] if finished else None}
+    last = finished.counts["steps"] if finished else None
     steps = map(step_of, complete_checkpoints(run_folder / "train"))
-    return sorted(step for step in steps if step > 0 and step % every == 0 and step not in last
-                  and not evaluation_record(run_folder, step).exists())
+    return [step for step in steps if step != last and is_owed(run_folder, config, step)]
 
 
 def pending(config: Config, options: Options, tried: Sequence[str] = ()) -> list[Job]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, cast
@@ -136,6 +136,37 @@ class Kinds(Generic[Of]):
                 sentence(problem, ".".join([at, *map(str, problem["loc"])]), advice(str(problem["loc"][-1]),
                                                                                    section.model_fields))
                 for problem in error.errors()])) from None
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What there is to know of an optimizer before torch is loaded.
+
+    Attributes:
+        make: "module:name" of what makes it, called as `make(weights, config, grid)`; see
+            `drover.pipeline.training.optimizers.base.Make`. Imported by the training ranks only.
+        matrix_bytes: bytes of its state for each element of the blocks' matrices, where weights are float32.
+        other_bytes: the same for each element of embeddings, output matrix and norms.
+        settings: what train.optimizer_settings may hold, with defaults, whose types are theirs. A default is part of
+            what a run computed: where another is better, give it another name.
+        engines: values of parallel.engine that it works under. DeepSpeed lays weights out flat, so that "deepspeed" is
+            for those that treat each element by itself (`ElementwiseOptimizer`).
+    """
+
+    make: str
+    matrix_bytes: float
+    other_bytes: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    engines: tuple[str, ...] = ("fsdp2",)
+
+    def state_bytes(self, matrix_elements: int, other_elements: int) -> float:
+        """Bytes of state of so many elements of the blocks' matrices, and so many others; weights are float32."""
+        return self.matrix_bytes * matrix_elements + self.other_bytes * other_elements
+
+    def maker(self) -> Callable[..., Any]:
+        """What `make` names, imported; UserError if it is not there."""
+        found: Callable[..., Any] = imported(self.make, "train.optimizer")
+        return found
 
 
 def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:

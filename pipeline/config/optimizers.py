@@ -1,57 +1,18 @@
-"""Which optimizers there are, and what is known of each without torch: for checks, the plan and the forecast of memory.
+"""What is known of optimizers without torch: for checks, the plan and the forecast of memory.
 
 How one adds an optimizer is told in pipeline/training/optimizers/base.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
+from drover.pipeline.config.kinds import OptimizerKind as OptimizerKind
 from drover.pipeline.config.kinds import imported
+from drover.pipeline.config.shipped import OPTIMIZERS as OPTIMIZERS
 from drover.pipeline.config.training import Setting, TrainConfig
 from drover.pipeline.core.errors import UserError
-
-
-@dataclass(frozen=True)
-class OptimizerKind:
-    """What there is to know of an optimizer before torch is loaded.
-
-    Attributes:
-        make: "module:name" of what makes it, called as `make(weights, config, grid)`; see
-            `drover.pipeline.training.optimizers.base.Make`. Imported by the training ranks only.
-        matrix_bytes: bytes of its state for each element of the blocks' matrices, where weights are float32.
-        other_bytes: the same for each element of embeddings, output matrix and norms.
-        settings: what train.optimizer_settings may hold, with defaults, whose types are theirs. A default is part of
-            what a run computed: where another is better, give it another name.
-        engines: values of parallel.engine that it works under. DeepSpeed lays weights out flat, so that "deepspeed" is
-            for those that treat each element by itself (`ElementwiseOptimizer`).
-    """
-
-    make: str
-    matrix_bytes: float
-    other_bytes: float
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    engines: tuple[str, ...] = ("fsdp2",)
-
-    def state_bytes(self, matrix_elements: int, other_elements: int) -> float:
-        """Bytes of state of so many elements of the blocks' matrices, and so many others; weights are float32."""
-        return self.matrix_bytes * matrix_elements + self.other_bytes * other_elements
-
-    def maker(self) -> Callable[..., Any]:
-        """What `make` names, imported; UserError if it is not there."""
-        found: Callable[..., Any] = imported(self.make, "train.optimizer")
-        return found
-
-
-OPTIMIZERS: dict[str, OptimizerKind] = {
-    "adamw": OptimizerKind("drover.pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,
-                           engines=("fsdp2", "deepspeed")),
-    "muon": OptimizerKind("drover.pipeline.training.optimizers.muon:Muon", matrix_bytes=4, other_bytes=8,
-                          settings={"momentum": 0.95, "nesterov": True, "iterations": 5}),
-}
-"""By the name that train.optimizer gives."""
 
 
 def register(name: str, kind: OptimizerKind) -> None:

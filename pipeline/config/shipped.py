@@ -1,14 +1,16 @@
-"""What ships of the kinds that settings name, as "module:Class": nothing of it is imported before it is asked for.
+"""The one registry of what is named as "module:name", and imported only when it is asked for: filters, sinks, hooks,
+optimizers, and the functions of stages. The network stands below and names its attention backends itself.
 
 How one adds a filter is told in pipeline/data/filters/base.py, a log sink in pipeline/training/sinks/base.py, a hook in
-pipeline/training/hooks.py.
+pipeline/training/hooks.py, an optimizer in pipeline/training/optimizers/base.py, a stage in
+pipeline/contract/__init__.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from drover.pipeline.config.kinds import Kind, Kinds
+from drover.pipeline.config.kinds import Kind, Kinds, OptimizerKind
 
 FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Filter", {
     "length": "drover.pipeline.data.filters.length:Length",
@@ -30,6 +32,26 @@ SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "drover.pipeline.training.
     "mlflow": "drover.pipeline.training.sinks.network:MLflow"})
 
 HOOKS: Kinds[Any] = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind("drover.pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,
+                           engines=("fsdp2", "deepspeed")),
+    "muon": OptimizerKind("drover.pipeline.training.optimizers.muon:Muon", matrix_bytes=4, other_bytes=8,
+                          settings={"momentum": 0.95, "nesterov": True, "iterations": 5})}
+"""By the name that train.optimizer gives."""
+
+STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
+    "shard": {"files": "drover.pipeline.data.filters.files:input_files",
+              "unit_files": "drover.pipeline.data.sources:input_files",
+              "outside_code": "drover.pipeline.data.filters.base:outside_code"},
+    "tokenizer": {"files": "drover.pipeline.tokenization.kinds:input_files"},
+    "train": {"files": "drover.pipeline.records.weight_files:input_files",
+              "renews": "drover.pipeline.config.phases:only_phases_differ",
+              "outside_code": "drover.pipeline.config.outside:training_code"},
+    "convert": {"due": "drover.pipeline.storage.export:due"},
+    "evaluate": {"files": "drover.pipeline.evaluation.tasks:input_files",
+                 "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}
+"""What the stages give the contract to call (`drover.pipeline.contract.stages.Stage.functions`)."""
 
 
 def name_of(item: Kind) -> str:

@@ -7,8 +7,8 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
 from typing import NoReturn
 
 from drover.pipeline.config.loading import load_config
@@ -45,7 +45,7 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())  # the elastic agent's workers are in sessions of their own and would outlive it
     try:
-        return _run(name, body, options)
+        return StageAttempt(name, body, options)()
     except Exception as error:
         # Only texts are kept: an error holds on to its frames, and so to the lock.
         if (text := _reason(error)) is None:
@@ -93,192 +93,192 @@ def parser(name: str) -> Parser:
     return result
 
 
-def _await_manifest(run: Run, need: str) -> None:
-    """In a chain of jobs the stage before has ended well; on a network file system this node may see it a while later,
-    as long as it remembers that there was no manifest."""
-    until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
-    while run.manifest(need) is None and time.monotonic() < until:
-        time.sleep(1.0)
-        with suppress(OSError):
-            list(run.stage_folder(need).iterdir())  # makes the client look again
-
-
-def _refuse_stale_inputs(run: Run, name: str) -> None:
-    """UserError if a stage that this one is made of is not what is asked for now.
-
-    A job that goes on with what its submission began, when nobody is there to answer, is not stopped by a corpus that
-    has grown since: this is said.
-    """
-    try:
-        run.refuse_stale_inputs(name)
-    except UserError as error:
-        if not continues(run, name):
-            raise
-        run.refuse_stale_inputs(name, files=False)
-        say(name, f"warning: it goes on as it was submitted, although since then: {error}")
-        return
-    if "DROVER_LAUNCHED" not in os.environ:  # the launcher has said it
-        for text in run.absences(before([name])):
-            say(name, text)
-
-
 def continues(run: Run, name: str) -> bool:
     """Whether this job goes on with what the same submission has begun, or measures what it made so far."""
     chain = os.environ.get("DROVER_CHAIN")
     return "DROVER_CONTINUES" in os.environ or (chain is not None and sound_start(run.own_folder(name)).chain == chain)
 
 
-def _run(name: str, body: Callable[[Work], None], options: argparse.Namespace) -> int:
-    """Do what there is to do; the process's exit status."""
-    channel = Channel.here()
-    if channel is None:
-        return _lead(name, body, options, None)
-    if not is_leader():
-        return _follow(name, body, options, channel)
-    try:
-        status = _lead(name, body, options, channel)
-    except UserError as error:
-        channel.end(error.exit_status)
-        raise
-    except BaseException:
-        channel.end(1)
-        raise
-    channel.end(status)
-    return status
+class StageAttempt:
+    """One attempt at a stage, by one process: of several ranks, rank 0 decides what there is to do (`lead`) and tells
+    the others, who do it (`follow`).
 
+    Attributes:
+        stage, body, options: what is to be done, and the command line.
+        channel: the way to the other ranks; None where there are none.
+        run: as this process reads it. part: the share of a phase that was asked for. workers: processes for units.
+    """
 
-def _follow(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel) -> int:
-    """Do what rank 0 says."""
-    try:
-        work = channel.listen(name, lambda: load_config(options.config, options.overrides, check=False).plugins)
-    except RuntimeError:
-        say(name, f"rank 0 ended before it told rank {channel.rank} what to do")
-        return 1
-    if isinstance(work, Ended):
-        if work.status:
-            time.sleep(SILENCE_S)  # rank 0 is to end first, with its reason
-        return work.status
-    work.asked, work.store = asked(vars(options)), channel.store
-    _do(work, body)
-    return 0
+    def __init__(self, name: str, body: Callable[[Work], None], options: argparse.Namespace) -> None:
+        self.name, self.stage, self.body, self.options = name, STAGES[name], body, options
+        self.channel = Channel.here()
 
-
-def _lead(name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None) -> int:
-    run, stage = Run(load_config(options.config, options.overrides)), STAGES[name]
-    if (obstacle := blocked(run.folder)) is not None:
-        raise UserError(obstacle)
-    if not (run.own_folder(name) / MANIFEST).exists():  # else there is most likely nothing to do
-        for module in stage.unit_modules:
-            importlib.import_module(module)
-    with_workers = stage.workers or (stage.own_module and not stage.ranks)  # a plugin's may have units too
-    with closing(Workers(processes(run.config) if with_workers else 1)) as workers:
-        return _led(run, name, body, options, channel, workers)
-
-
-def _led(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace, channel: Channel | None,
-         workers: Workers) -> int:
-    part = _part(name, options)
-    try:
-        for need in STAGES[name].needs:
-            _await_manifest(run, need)
-            run.finished(need)  # refuses before anything is touched
-        _refuse_stale_inputs(run, name)
-        # A part looks no further without a manifest: one of them, which starts the stage, hashes the files for all.
-        done = (not forced(run, name, options) and (part is None or run.manifest(name) is not None)
-                and run.state(name).kind == "done")
-        if not done and (problems := absent_packages(run.config, name)):
-            raise UserError(listed(problems))
-    except UserError as error:
-        if part is None:
-            with suppress(UserError, OSError):  # another process has it: then that one tells how it stands
-                other = lock(run.folder, name) if _is_followed(run, name) else None
-                _note_end(run, name, error)
-                del other
-        raise
-    if done:
-        report_done(run, name)  # without a lock: others may be reading it
-        _note_done(run, name, locked=False)
-        return 0
-    make_folder(run.folder)
-    held = StageLock(run.folder, name, part)
-    try:
-        return _locked(run, name, body, options, held, channel, workers)
-    except (Exception, KeyboardInterrupt) as error:
-        if part is None:
-            _note_end(run, name, error)
-        raise
-    finally:
-        held.release()
-
-
-def _locked(run: Run, name: str, body: Callable[[Work], None], options: argparse.Namespace,
-            held: StageLock, channel: Channel | None, workers: Workers) -> int:
-    """Do what the state of the stage asks for; the process's exit status."""
-    part = held.part
-    # Nobody rebuilds what is read here.
-    reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in STAGES[name].needs]
-    if part and not forced(run, name, options) and run.state(name).kind == "partial":
-        tell_changed_files(run, name)
-        work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
-        change_start(run.own_folder(name), failed=False, unusable=False)  # it goes on with what was refused
-    else:
-        held.alone()
-        work = prepare(run, name, options, part)
-    held.begun()
-    if work is None:
-        _note_done(run, name, locked=True)
-        return 0
-    if channel is not None:
-        channel.tell(work)
-        work.asked, work.store = asked(vars(options)), channel.store
-    try:
-        with _listening(work, workers):
-            _do(work, body)
-    except ShareDone:
-        return 0
-    except Stopped as stopped:
-        work.note_stopped(stopped)
-        if stopped.hopeless:
-            complain(f"{name} stops here: {stopped.reason}.")
-            return UserError.exit_status
-        say(name, f"stopped ({stopped.reason}); the same command continues")
-        return INTERRUPTED
-    except UserError as error:
-        # When what was refused is corrected it may start afresh without --force: as long as it has no finished units,
-        # or also with some that are no use. A part never says so of what the other parts have made.
-        change_start(work.folder, failed=True, unusable=part is None and isinstance(error, UnusableInputError))
-        raise
-    del reading
-    return 0 if read_manifest(work.folder) is not None else INTERRUPTED
-
-
-@contextmanager
-def _listening(work: Work, workers: Workers) -> Iterator[None]:
-    """Give the stage its workers. One that is done in units hears what asks it to stop."""
-    work.workers = workers
-    if not STAGES[work.name].workers:
-        yield
-        return
-    work.stop = StopRequest(work.config.launch.signal_s)
-    with work.stop:
-        yield
-
-
-def _do(work: Work, body: Callable[[Work], None]) -> None:
-    """Do the work; where it fails because an input is damaged, that is what is told."""
-    try:
-        body(work)
-    except (ShareDone, OSError):
-        raise
-    except Exception as error:
+    def __call__(self) -> int:
+        """Do what there is to do; the process's exit status."""
+        if self.channel is None:
+            return self.lead()
+        if not is_leader():
+            return self.follow(self.channel)
+        status = 1
         try:
-            work.refuse_changed_inputs()
-        except UserError as damaged:
-            raise damaged from error
-        raise
-    finally:
-        for check in work.checks:
-            check.close()
+            status = self.lead()
+        except UserError as error:
+            status = error.exit_status
+            raise
+        finally:
+            self.channel.end(status)
+        return status
+
+    def follow(self, channel: Channel) -> int:
+        """Do what rank 0 says."""
+        try:
+            work = channel.listen(self.name, lambda: load_config(
+                self.options.config, self.options.overrides, check=False).plugins)
+        except RuntimeError:
+            say(self.name, f"rank 0 ended before it told rank {channel.rank} what to do")
+            return 1
+        if isinstance(work, Ended):
+            if work.status:
+                time.sleep(SILENCE_S)  # rank 0 is to end first, with its reason
+            return work.status
+        self._do(work)
+        return 0
+
+    def lead(self) -> int:
+        """Look what there is to do, and do it with the others."""
+        self.run = Run(load_config(self.options.config, self.options.overrides))
+        self.part = _part(self.name, self.options)
+        if (obstacle := blocked(self.run.folder)) is not None:
+            raise UserError(obstacle)
+        if not (self.run.own_folder(self.name) / MANIFEST).exists():  # else there is most likely nothing to do
+            for module in self.stage.unit_modules:
+                importlib.import_module(module)
+        # A plugin's may have units too.
+        with_workers = self.stage.workers or (self.stage.own_module and not self.stage.ranks)
+        with closing(Workers(processes(self.run.config) if with_workers else 1)) as self.workers:
+            if self._is_done():
+                report_done(self.run, self.name)  # without a lock: others may be reading it
+                _note_done(self.run, self.name, locked=False)
+                return 0
+            make_folder(self.run.folder)
+            held = StageLock(self.run.folder, self.name, self.part)
+            try:
+                return self._locked(held)
+            except (Exception, KeyboardInterrupt) as error:
+                if self.part is None:
+                    _note_end(self.run, self.name, error)
+                raise
+            finally:
+                held.release()
+
+    def _is_done(self) -> bool:
+        """Whether the stage is up to date; UserError where what it is made of, or a package, is not there."""
+        run, name = self.run, self.name
+        try:
+            for need in self.stage.needs:
+                self._await_manifest(need)
+                run.finished(need)  # refuses before anything is touched
+            self._refuse_stale_inputs()
+            # A part looks no further without a manifest: one of them, which starts the stage, hashes the files for all.
+            done = (not forced(run, name, self.options) and (self.part is None or run.manifest(name) is not None)
+                    and run.state(name).kind == "done")
+            if not done and (problems := absent_packages(run.config, name)):
+                raise UserError(listed(problems))
+            return done
+        except UserError as error:
+            if self.part is None:
+                with suppress(UserError, OSError):  # another process has it: then that one tells how it stands
+                    other = lock(run.folder, name) if _is_followed(run, name) else None
+                    _note_end(run, name, error)
+                    del other
+            raise
+
+    def _await_manifest(self, need: str) -> None:
+        """In a chain of jobs the stage before has ended well; on a network file system this node may see it a while
+        later, as long as it remembers that there was no manifest."""
+        until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+        while self.run.manifest(need) is None and time.monotonic() < until:
+            time.sleep(1.0)
+            with suppress(OSError):
+                list(self.run.stage_folder(need).iterdir())  # makes the client look again
+
+    def _refuse_stale_inputs(self) -> None:
+        """UserError if a stage that this one is made of is not what is asked for now.
+
+        A job that goes on with what its submission began, when nobody is there to answer, is not stopped by a corpus
+        that has grown since: this is said.
+        """
+        run, name = self.run, self.name
+        try:
+            run.refuse_stale_inputs(name)
+        except UserError as error:
+            if not continues(run, name):
+                raise
+            run.refuse_stale_inputs(name, files=False)
+            say(name, f"warning: it goes on as it was submitted, although since then: {error}")
+            return
+        if "DROVER_LAUNCHED" not in os.environ:  # the launcher has said it
+            for text in run.absences(before([name])):
+                say(name, text)
+
+    def _locked(self, held: StageLock) -> int:
+        """Do what the state of the stage asks for; the process's exit status."""
+        run, name, part = self.run, self.name, self.part
+        # Nobody rebuilds what is read here.
+        reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in self.stage.needs]
+        if part and not forced(run, name, self.options) and run.state(name).kind == "partial":
+            tell_changed_files(run, name)
+            work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
+            change_start(run.own_folder(name), failed=False, unusable=False)  # it goes on with what was refused
+        else:
+            held.alone()
+            work = prepare(run, name, self.options, part)
+        held.begun()
+        if work is None:
+            _note_done(run, name, locked=True)
+            return 0
+        if self.channel is not None:
+            self.channel.tell(work)
+        work.workers = self.workers
+        if self.stage.workers:  # what is done in units hears what asks it to stop
+            work.stop = StopRequest(work.config.launch.signal_s)
+        try:
+            with work.stop if self.stage.workers else nullcontext():
+                self._do(work)
+        except ShareDone:
+            return 0
+        except Stopped as stopped:
+            work.note_stopped(stopped)
+            if stopped.hopeless:
+                complain(f"{name} stops here: {stopped.reason}.")
+                return UserError.exit_status
+            say(name, f"stopped ({stopped.reason}); the same command continues")
+            return INTERRUPTED
+        except UserError as error:
+            # When what was refused is corrected it may start afresh without --force: as long as it has no finished
+            # units, or also with some that are no use. A part never says so of what the other parts have made.
+            change_start(work.folder, failed=True, unusable=part is None and isinstance(error, UnusableInputError))
+            raise
+        del reading
+        return 0 if read_manifest(work.folder) is not None else INTERRUPTED
+
+    def _do(self, work: Work) -> None:
+        """Do the work; where it fails because an input is damaged, that is what is told."""
+        if self.channel is not None:
+            work.asked, work.store = asked(vars(self.options)), self.channel.store
+        try:
+            self.body(work)
+        except (ShareDone, OSError):
+            raise
+        except Exception as error:
+            try:
+                work.refuse_changed_inputs()
+            except UserError as damaged:
+                raise damaged from error
+            raise
+        finally:
+            for check in work.checks:
+                check.close()
 
 
 def _part(name: str, options: argparse.Namespace) -> Part | None:

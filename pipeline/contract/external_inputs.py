@@ -2,6 +2,10 @@
 
 A file is hashed where its size or time is not the recorded one, and the hash is remembered. What is not there any more
 has not changed: raw text is deleted once its tokens are made.
+
+Files that a stage's units read are hashed by them (`unit_files` of `Stage.functions`), so that no file is read twice.
+Until all have, name, size and time of each file stand for its content. Which units are done again after a change is
+decided by their own keys.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from drover.pipeline.contract.content_hash import BLOCK_BYTES, OF_BLOCKS, conten
 from drover.pipeline.contract.manifest import Difference
 from drover.pipeline.contract.stages import Stage
 from drover.pipeline.contract.tasks import Ledger
+from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.core.files import changed_ns
+from drover.pipeline.core.files import changed_ns, sha256_file, sha256_json
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.object_files import InputFile, ObjectStat
 from drover.pipeline.storage.store import is_url
@@ -123,6 +128,36 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
     return Outside(records, frozenset(incomplete))
 
 
+def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
+    """Name, absolute path, bytes and mtime_ns of files, in their order; UserError if one is not there."""
+    stats = ordered_map(lambda path: _stat(path, strict=True), [path for _, path in files], batch=512)
+    return [{"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": changed_ns(stat)}
+            for (name, path), stat in zip(files, stats, strict=True) if stat is not None]
+
+
+def hashed_now(listing: Sequence[Record]) -> list[Record]:
+    """The records with the sha256 of each file, for a stage whose units did not hash what they read."""
+    return [{**record, "sha256": sha256_file(Path(record["path"]))} for record in listing]
+
+
+def listing_digest(listing: Sequence[Record]) -> str:
+    """What stands for the files in the identity of a stage that is begun."""
+    return sha256_json([_seen(record) for record in listing])
+
+
+def refuse_unread(listing: Sequence[Record], read: Sequence[Record], stage: str) -> None:
+    """UserError if what units read of the files is not what was listed when they began."""
+    known = {str(record["name"]): _seen(record) for record in read}
+    other = [str(record["name"]) for record in listing if known.pop(record["name"], None) != _seen(record)]
+    if other := [*other, *known]:
+        raise UserError(f"{len(other):,} input files were changed while {stage} was reading them "
+                        f"({first_names(other)}), so it is not committed. Run it again: it reads what is there now.")
+
+
+def _seen(record: Record) -> list[Any]:
+    return [record["name"], record["bytes"], record["mtime_ns"]]
+
+
 def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
     """Records for `Work.commit(files=...)` of what all units say they read of each file.
 
@@ -148,8 +183,8 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
         records.append({**first, "sha256": hashes.pop()})
     if changed:
         raise UserError(f"{len(changed):,} input files changed while they were read, one unit after another "
-                        f"({', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}). Let nobody write to them, "
-                        f"and run the stage again: what was read of them is read anew.")
+                        f"({first_names(changed)}). Let nobody write to them, and run the stage again: what was read "
+                        f"of them is read anew.")
     return records
 
 
@@ -166,7 +201,7 @@ def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
 
 def places(stage: Stage, config: Config) -> dict[str, Any]:
     """The settings that say where the stage's outside files are, by their full names."""
-    if stage.files is None and stage.unit_files is None:
+    if not {"files", "unit_files"} & stage.functions.keys():
         return {}
     parts = {part: config.part(part) for part in stage.reads}
     values = flatten({name: part.model_dump(mode="json") if isinstance(part, BaseModel) else part

@@ -6,12 +6,13 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 
@@ -103,19 +104,20 @@ class InputCheck:
     The page cache is left as it is: what was read once is the first that the kernel drops.
 
     Attributes:
-        checked: how many files are as they should be.
-        problem: what is told of the first that is not.
+        problem: what is told of the first file that is not as it should be.
     """
 
     def __init__(self, files: Sequence[Expected]) -> None:
-        self.files, self.checked, self.problem, self._pace = files, 0, "", Pace()
-        self._thread = threading.Thread(target=self._run, name="input-check", daemon=True)
-        self._thread.start()
+        self.problem, self._pace = "", Pace()
+        self._worker = BackgroundWorker[Expected]("input-check", self._compare)
+        for file in files:
+            self._worker.put(file)
+        self._worker.close(0.0)  # no others come: the thread ends with them
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Until it has ended; `seconds` at most."""
+    def wait(self) -> None:
+        """Until all are done or one is wrong."""
         self._pace.hurry.set()
-        self._thread.join(seconds)
+        self._worker.wait()
 
     def refuse(self) -> None:
         """Wait for the end; UserError if a file is not what it should be."""
@@ -126,18 +128,12 @@ class InputCheck:
     def close(self) -> None:
         """Leave the rest unread, and a read that a disk keeps from ending to itself."""
         self._pace.over.set()
-        self.wait(LEFT_AFTER_S)
+        self._pace.hurry.set()
+        self._worker.close(LEFT_AFTER_S, drop=True)
 
-    def _run(self) -> None:
+    def _compare(self, file: Expected) -> None:
         lowest_priority()
-        for file in self.files:
-            found = compared(file, self._pace)
-            if self._pace.over.is_set():
-                return
-            if found:
-                self.problem = found
-                return
-            self.checked += 1
+        self.problem = self.problem or compared(file, self._pace)
 
 
 def _problem(file: Expected, pace: Pace) -> str:
@@ -150,14 +146,14 @@ def _problem(file: Expected, pace: Pace) -> str:
     return "" if found in (file.sha256, None) else wrong(file, str(found))
 
 
-def _hash(path: Path, after_chunk: Callable[[float], bool] | None = None) -> str | None:
-    """Hex sha256 of a file; None where `after_chunk`, called with the seconds of each, says to stop."""
+def _hash(path: Path, pace: Pace) -> str | None:
+    """Hex sha256 of a file; None where it is over before."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         began = time.monotonic()
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
-            if after_chunk is not None and not after_chunk(time.monotonic() - began):
+            if not pace(time.monotonic() - began):
                 return None
             began = time.monotonic()
     return digest.hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -17,8 +16,9 @@ from drover.pipeline.core.files import (
     Inside,
     Outputs,
     like,
-    problem_of,
+    problems_of,
     read_record,
+    remove,
     sha256_json,
     typed,
     write_sealed,
@@ -138,16 +138,12 @@ class Manifest:
         """Remove what is to go; the names of what there was. OSError if that fails."""
         left = self.left_scratch(folder)
         for path in left:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
         return [path.name for path in left]
 
     def missing_outputs(self, folder: Path) -> list[str]:
         """Outputs that are gone or have another size, as sentences."""
-        problems = (problem_of(folder / record["path"], record, hashed=False) for record in self.outputs)
-        return [problem for problem in problems if problem]
+        return [problem for problem in problems_of(folder, self.outputs) if problem]
 
 
 def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:

@@ -12,9 +12,9 @@ from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stage_work import Work, begin, set_aside
 from drover.pipeline.contract.stages import STAGES, before
 from drover.pipeline.contract.start_record import sound_start
-from drover.pipeline.contract.state import PROGRESS, STATE
+from drover.pipeline.contract.state import EVALUATIONS, PROGRESS, STATE
 from drover.pipeline.contract.tasks import Part, finished_units
-from drover.pipeline.core.console import say
+from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UserError
 
 MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
@@ -37,7 +37,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     if forced(run, name, options):
         return _start_afresh(run, name, options, part)
     state = run.state(name)
-    if state.kind == "to do" and state.differences and STAGES[name].renews is None:
+    if state.kind == "to do" and state.differences and "renews" not in STAGES[name].functions:
         _tell_lost_units(run, name, state)
         return _start_afresh(run, name, options, part)
     drift: list[dict[str, Any]] = _earlier_drift(run, name) if state.kind == "partial" else []
@@ -68,15 +68,16 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
 def _tell_lost_units(run: Run, name: str, state: State) -> None:
     """Say, of a stage that refused what it was given and is now asked for otherwise, what goes with that."""
     if (units := finished_units(run.own_folder(name))):
-        changed = [*map(str, state.differences[:3]), *(["..."] if len(state.differences) > 3 else [])]
-        say(name, f"could not use what it was given before, and is asked for otherwise now: {'; '.join(changed)}. It "
-                  f"starts afresh; finished units that are removed: {units:,}")
+        say(name, f"could not use what it was given before, and is asked for otherwise now: "
+                  f"{first([str(difference) for difference in state.differences])}. It starts afresh; finished units "
+                  f"that are removed: {units:,}")
 
 
 def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
-    aside = set_aside(run.own_folder(name), keep=STAGES[name].checkpoints)
-    if aside is not None:
-        say(name, f"the old outputs are kept in {aside}")
+    keep = STAGES[name].checkpoints
+    for old in (run.own_folder(name), *([run.folder / EVALUATIONS] if keep else [])):  # which are of the checkpoints
+        if (aside := set_aside(old, keep=keep)) is not None:
+            say(name, f"the old outputs are kept in {aside}")
     if name in before(["report"]):
         (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it tells of more than the outputs
     run.forget_files(name)  # hashes that were recorded went with the outputs: what is read now is what counts
@@ -105,8 +106,7 @@ def report_done(run: Run, name: str) -> None:
     origin = f", reused from {run.stage_folder(name)}" if run.is_reused(name) else ""
     say(name, f"up to date{origin}")
     if changed := run.changed_code(name):
-        say(name, f"warning: made by other code than is here now ({', '.join(changed[:3])}"
-                  f"{' ...' if len(changed) > 3 else ''}); --force rebuilds it")
+        say(name, f"warning: made by other code than is here now ({first(changed)}); --force rebuilds it")
 
 
 def _refuse_mixing(run: Run, name: str, state: State) -> None:

@@ -12,12 +12,21 @@ from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.config.plugins import imported, left_out, loaded_plugins, warn
 from drover.pipeline.config.section import identity
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.external_inputs import Outside, Record, changed_places, look, places, source_of_place
-from drover.pipeline.contract.listing import changed_files, listed_files, listing_digest
+from drover.pipeline.contract.external_inputs import (
+    Outside,
+    Record,
+    changed_places,
+    listed_files,
+    listing_digest,
+    look,
+    places,
+    source_of_place,
+)
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
 from drover.pipeline.contract.tasks import finished_units, identity_key, marked_parts
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
 from drover.pipeline.core.files import sha256_file
 
@@ -42,9 +51,7 @@ class State:
 
     def __str__(self) -> str:
         if self.kind == "stale":
-            first = "; ".join(map(str, self.differences[:2]))
-            more = len(self.differences) - 2
-            return f"stale: {first}" + (f" and {more} more" if more > 0 else "")
+            return f"stale: {first([str(difference) for difference in self.differences], 2)}"
         return self.kind + (f" ({self.reasons[0]})" if self.reasons else "")
 
 
@@ -54,7 +61,7 @@ class Run:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = config.folder
-        self._known_files: dict[tuple[str, bool], Outside] = {}
+        self._known_files: dict[tuple[str, str, bool], Outside] = {}
         self._listings: dict[str, list[Record]] = {}
         self._manifests: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
@@ -127,7 +134,7 @@ class Run:
         Of files that its units read, a digest of their list stands in it; their hashes once they have been read.
         """
         by_units, files = all_told(lambda: self.listing(stage), lambda: self.files(stage))
-        listing = {"listing": listing_digest(by_units)} if STAGES[stage].unit_files else {}
+        listing = {"listing": listing_digest(by_units)} if "unit_files" in STAGES[stage].functions else {}
         return {"config": self._settings(stage),
                 "inputs": {need: self.finished(need).digest for need in STAGES[stage].needs},
                 "files": {record["name"]: record["sha256"] for record in files}, **listing}
@@ -136,7 +143,7 @@ class Run:
         """Name, path, bytes and mtime_ns of the outside files that the stage's units read, as this process first saw
         them; UserError if one is not there."""
         if stage not in self._listings:
-            self._listings[stage] = listed_files(STAGES[stage].read_by_units(self.config))
+            self._listings[stage] = listed_files(STAGES[stage].input_files(self.config, "unit_files"))
         return self._listings[stage]
 
     def files(self, stage: str) -> list[Record]:
@@ -146,16 +153,11 @@ class Run:
         A file whose path, size and modification time are those of the manifest, or of the start record of a stage
         that is not finished, is not hashed again.
         """
-        found = self._look(stage, strict=True)
-        if found.incomplete:  # looked at before, when they were allowed to be gone
-            self.forget_files(stage)
-            found = self._look(stage, strict=True)
-        return found.records
+        return self._look(stage, "files", strict=True).records
 
     def forget_files(self, stage: str) -> None:
         """Look at the stage's outside files anew when they are asked for next."""
-        self._known_files.pop((stage, False), None)
-        self._known_files.pop((stage, True), None)
+        self._known_files = {key: found for key, found in self._known_files.items() if key[0] != stage}
         self._listings.pop(stage, None)
 
     def absent_files(self, stage: str) -> list[str]:
@@ -167,30 +169,25 @@ class Run:
         """What there is to say of files that the finished ones of `stages` read and that are not there any more."""
         found = {stage: self.absent_files(stage) for stage in stages}
         return [f"{len(names):,} of the files that the stage {stage} read "
-                f"{'is' if len(names) == 1 else 'are'} not there any more ({', '.join(names[:3])}"
-                f"{' ...' if len(names) > 3 else ''}); what was made of them is used as it was recorded"
+                f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); what was made of them is "
+                f"used as it was recorded"
                 for stage, names in found.items() if names]
 
     def _outside(self, stage: str) -> Outside:
         """The outside files of a stage that is finished, both kinds."""
-        return self._look(stage) + self._look(stage, by_units=True)
+        return self._look(stage, "files") + self._look(stage, "unit_files")
 
-    def _look(self, stage: str, *, by_units: bool = False, strict: bool = False) -> Outside:
-        """The stage's outside files, looked at once; those that its units read are only hashed to be compared with what
-        they read."""
-        spec = STAGES[stage]
-        if (spec.unit_files if by_units else spec.files) is None:
-            return Outside([])
-        if (stage, by_units) not in self._known_files:
-            manifest = self.manifest(stage)
+    def _look(self, stage: str, kind: str, *, strict: bool = False) -> Outside:
+        """The stage's outside files of one kind, looked at once; those that its units read (`unit_files`) are only
+        hashed to be compared with what they read."""
+        manifest = self.manifest(stage)
+        key = stage, kind, strict or manifest is None
+        if key not in self._known_files:
             made = manifest or read_start(self.own_folder(stage))
-            records = made.files if made else []
-            self._known_files[stage, by_units] = look(
-                stage, partial(spec.read_by_units if by_units else spec.input_files, self.config),
-                records, run_folder=self.folder,
-                remember=manifest is not None,
-                strict=strict or manifest is None)
-        return self._known_files[stage, by_units]
+            self._known_files[key] = look(
+                stage, partial(STAGES[stage].input_files, self.config, kind), made.files if made else [],
+                run_folder=self.folder, remember=manifest is not None, strict=key[2])
+        return self._known_files[key]
 
     def state(self, stage: str) -> State:
         """Whether the stage is done, to do, or not to be trusted. Reads only; never hashes unchanged files."""
@@ -209,7 +206,7 @@ class Run:
             if changed:
                 return State("stale", changed)
             missing = manifest.missing_outputs(folder)
-            if not missing and (due := spec.still_due(self.config, folder, manifest)):
+            if not missing and (due := spec.call("due", self.config, folder, manifest)):
                 return State("partial", reasons=[due])
             return State("damaged", reasons=missing) if missing else State("done", reasons=self._origin(stage))
         if (started := read_start(folder)) is None:
@@ -221,7 +218,7 @@ class Run:
             return State("partial", changed, reasons=[KEEPS])
         # A stage that renews what it has keeps the rest of it.
         nothing_lost = started.unusable or (started.failed and (
-            spec.renews is not None or not finished_units(folder)))
+            "renews" in spec.functions or not finished_units(folder)))
         if changed and nothing_lost and not spec.checkpoints:
             return State("to do", changed, reasons=["refused its input before; starts afresh with the new"])
         if changed:
@@ -230,14 +227,11 @@ class Run:
         return State("partial", reasons=["will continue" + (f"; {other}" if other else "")])
 
     def files_changed_since_begun(self, stage: str) -> str:
-        """In words, which files that the stage's units read are not those of when it was begun; empty if all are."""
-        if STAGES[stage].unit_files is None:
-            return ""
-        names = changed_files(self.own_folder(stage), self.listing(stage))
-        if not names:
-            return ""
-        return (f"{len(names):,} of its input files {'is' if len(names) == 1 else 'are'} new, gone or changed since it "
-                f"was begun ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})")
+        """That the files which the stage's units read are not those of when it was begun; empty if they are."""
+        started = read_start(self.own_folder(stage))
+        before = started.fingerprint.get("listing") if started else None
+        return "" if before is None or before == listing_digest(self.listing(stage)) else \
+            "some of its input files are new, gone or changed since it was begun"
 
     def begun_drift(self, stage: str) -> list[dict[str, Any]]:
         """The drift that was accepted for a stage that is begun and not finished."""
@@ -376,7 +370,7 @@ def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
     """sha256 of each source file that makes the stage's outputs, by path in the repository; and by module, of plugins,
     which may take part in any stage, and with a configuration of what it names from outside."""
     own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
-    outside = loaded_plugins() | (stage.outside_files(config) if config else {})
+    outside = loaded_plugins() | (stage.call("outside_code", config, otherwise={}) if config else {})
     return own | {module: sha256_file(path) for module, path in sorted(outside.items())}
 
 

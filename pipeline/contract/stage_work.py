@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 
 from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
-from drover.pipeline.contract.external_inputs import places
+from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
 from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
-from drover.pipeline.contract.listing import LISTING, hashed_now, refuse_unread, write_listing
 from drover.pipeline.contract.locks import NETWORK_S
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
@@ -41,7 +40,7 @@ from drover.pipeline.contract.tasks import (
 )
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.workers import Workers
-from drover.pipeline.core.console import ProgressBar, duration, say
+from drover.pipeline.core.console import ProgressBar, duration, first, say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed
 
@@ -205,9 +204,8 @@ class Work:
         if missing := [name for name in keys if name not in records]:
             raise UserError(
                 f"{self.name} cannot begin its phase {part.phase}: of the phase {phase}, {len(missing):,} of "
-                f"{len(keys):,} units are not done ({', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}). Do "
-                f"them with --part I/N --phase {phase}, or run {self.name} without --part, which does all that is "
-                f"left.")
+                f"{len(keys):,} units are not done ({first(missing)}). Do them with --part I/N --phase {phase}, or run "
+                f"{self.name} without --part, which does all that is left.")
         return [records[name] for name in keys]
 
     def _leave(self, part: Part, units: int, found: int) -> NoReturn:
@@ -257,9 +255,8 @@ class Work:
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": processes(self.config), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
-        gone = [self.folder / LISTING] if STAGES[self.name].unit_files is not None else []
-        if scratch:
-            gone += [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])]
+        gone = [*scratch, self.folder / PARTS, *(self.folder / UNITS / phase for phase in self.phases[:-1])] \
+            if scratch else []
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
         with suppress(OSError):  # whoever finds the stage done tries again
@@ -300,8 +297,6 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
     if part is None:
         remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
     save_config(run.config, run.folder / "config.yaml")
-    if STAGES[name].unit_files is not None:
-        write_listing(work.folder, run.listing(name))
     chain = os.environ.get("DROVER_CHAIN")  # all its starts count as one piece of work
     before = sound_start(work.folder)
     if chain is not None and chain == before.chain:

@@ -5,14 +5,16 @@ This table is all that the launcher and the run folder know of a stage.
 
 from __future__ import annotations
 
-import importlib
 import operator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import drover
+from drover.pipeline.config.kinds import imported
+from drover.pipeline.config.shipped import STAGE_FUNCTIONS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.storage.object_files import InputFile
@@ -48,16 +50,17 @@ class Stage:
         reusable: whether `reuse:` may take it from another run.
         own_module: the module of a stage that a plugin adds; "" is pipeline.<name>.
         code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
-        outside_code: "module:function" giving the source files from outside of Drover that a configuration names, by
-            their modules' names; they are recorded and warned of as well.
-        files: "module:function" giving its input files that no stage made, as (name, path) pairs. They are hashed
-            before it begins.
-        unit_files: the same of those that its units hash while they read them; before, they are only listed. The body
-            commits with records of them (`drover.pipeline.contract.external_inputs.gathered`).
-        renews: "module:function" that says of two fingerprints whether a finished stage may go from one to the other
-            without being forced. Its body keeps each of its results under an identity of its own.
-        due: "module:function" that says, of a configuration, the stage's folder and its manifest, what is still to be
-            done although its outputs are made; "" for nothing. Its body then finds the manifest there.
+        functions: what the contract calls, as "module:function", imported when it is called:
+            `files(config)`: its input files that no stage made, as (name, path) pairs; they are hashed before it
+                begins.
+            `unit_files(config)`: those that its units hash while they read them; before, they are only listed. The body
+                commits with records of them (`drover.pipeline.contract.external_inputs.gathered`).
+            `outside_code(config)`: the source files from outside of Drover that a configuration names, by their
+                modules' names; a change there is recorded and warned of as well.
+            `renews(old, new)`: of two fingerprints, whether a finished stage may go from one to the other without being
+                forced. Its body keeps each of its results under an identity of its own.
+            `due(config, folder, manifest)`: what is still to be done although its outputs are made; "" for nothing. Its
+                body then finds the manifest there.
     """
 
     name: str
@@ -73,11 +76,7 @@ class Stage:
     checkpoints: bool = False
     goal: tuple[str, str] | None = None
     reusable: bool = False
-    outside_code: str | None = None
-    files: str | None = None
-    unit_files: str | None = None
-    renews: str | None = None
-    due: str | None = None
+    functions: Mapping[str, str] = field(default_factory=dict)
     own_module: str = ""
 
     @property
@@ -85,21 +84,19 @@ class Stage:
         """The module to run with `python -m`."""
         return self.own_module or f"drover.pipeline.{self.name}"
 
-    def input_files(self, config: Config) -> list[tuple[str, InputFile]]:
-        """Files from outside the run that are hashed before the stage begins, as (name, path), sorted by name."""
-        return _input_files(self.files, config)
+    def call(self, function: str, *given: Any, otherwise: Any = None) -> Any:
+        """What one of its `functions` answers; `otherwise` where it has none of that name."""
+        return imported(self.functions[function], self.name)(*given) if function in self.functions else otherwise
 
-    def read_by_units(self, config: Config) -> list[tuple[str, InputFile]]:
-        """Files from outside the run that its units read and hash, as (name, path), sorted by name."""
-        return _input_files(self.unit_files, config)
-
-    def all_input_files(self, config: Config) -> list[tuple[str, InputFile]]:
-        """All files from outside the run that the stage reads, as (name, path), sorted by name."""
-        return sorted(self.input_files(config) + self.read_by_units(config), key=itemgetter(0))
+    def input_files(self, config: Config, *kinds: str) -> list[tuple[str, InputFile]]:
+        """Files from outside the run, those of some of the functions `files` and `unit_files` (by default both), as
+        (name, path), sorted by name."""
+        return sorted((found for kind in kinds or ("files", "unit_files")
+                       for found in self.call(kind, config, otherwise=())), key=itemgetter(0))
 
     def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
         """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
-        return self.renews is not None and bool(_named(self.renews)(old, new))
+        return bool(self.call("renews", old, new))
 
     def phases_of(self, config: Config) -> list[str]:
         """The phases that may have units under a configuration."""
@@ -123,33 +120,13 @@ class Stage:
             found.update(inside if path.is_dir() else [path] if path.is_file() else [])
         return sorted(path.relative_to(REPOSITORY) for path in found)
 
-    def still_due(self, config: Config, folder: Path, manifest: Any) -> str:
-        """What is still to be done for the finished stage in `folder`; "" for nothing."""
-        return str(_named(self.due)(config, folder, manifest)) if self.due is not None else ""
-
-    def outside_files(self, config: Config) -> dict[str, Path]:
-        """The source files from outside of Drover that help to make its outputs, by module, as far as found."""
-        return _named(self.outside_code)(config) if self.outside_code is not None else {}
-
-
-def _input_files(function: str | None, config: Config) -> list[tuple[str, InputFile]]:
-    return [] if function is None else sorted(_named(function)(config), key=itemgetter(0))
-
-
-def _named(text: str) -> Any:
-    """What "module:function" names, imported only now."""
-    module, _, function = text.partition(":")
-    return getattr(importlib.import_module(module), function)
-
 
 STAGES = {stage.name: stage for stage in (
     Stage("shard", needs=(), reads=("shard",), workers=True, reusable=True,
           unit_modules=("drover.pipeline.data.reading", "drover.pipeline.data.planning.passes"),
           phases=("read", "sort", "match", "components", "resolve", "decide", "write"),
           phases_with=("shard.near_duplicates", ("components", "resolve")),
-          outside_code="drover.pipeline.data.filters.base:outside_code",
-          files="drover.pipeline.data.filters.files:input_files",
-          unit_files="drover.pipeline.data.sources:input_files",
+          functions=STAGE_FUNCTIONS["shard"],
           code=("pipeline/data/sources.py", "pipeline/data/reading.py", "pipeline/data/readers.py",
                 "pipeline/data/columnar.py", "pipeline/data/hub.py", "pipeline/data/file_kinds.py",
                 "pipeline/data/streams.py",
@@ -159,7 +136,7 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/text_shards.py")),
     Stage("tokenizer", needs=("shard",), reads=("tokenizer",), workers=True, reusable=True,
           unit_modules=("webdataset",),
-          files="drover.pipeline.tokenization.kinds:input_files",
+          functions=STAGE_FUNCTIONS["tokenizer"],
           code=("pipeline/tokenization", "pipeline/data/documents.py", "pipeline/data/text_shards.py")),
     Stage("encode", needs=("shard", "tokenizer"), reads=("encode",), workers=True, phases=("encode",),
           reusable=True, unit_modules=("webdataset",),
@@ -167,9 +144,7 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/data/token_shards.py")),
     Stage("train", needs=("tokenizer", "encode"), reads=("seed", "model", "train"), ranks=True,
           ranks_know_outputs=False, checkpoints=True, goal=("train.steps", "steps"),
-          files="drover.pipeline.records.weight_files:input_files",
-          renews="drover.pipeline.config.phases:only_phases_differ",
-          outside_code="drover.pipeline.config.outside:training_code",
+          functions=STAGE_FUNCTIONS["train"],
           code=("model", "pipeline/training", "pipeline/parallel", "pipeline/records",
                 "pipeline/data/sampling", "pipeline/data/exclusion.py", "pipeline/data/mixing.py",
                 "pipeline/data/token_shards.py", "pipeline/data/shard_table.py", "pipeline/data/chosen_documents.py",
@@ -177,12 +152,11 @@ STAGES = {stage.name: stage for stage in (
                 "pipeline/formats/sharded_tensors.py", "pipeline/formats/tensor_file.py",
                 "pipeline/formats/weights.py", "pipeline/formats/huggingface.py", "pipeline/config/shapes.py")),
     Stage("convert", needs=("tokenizer", "encode", "train"), reads=("convert",),
-          due="drover.pipeline.storage.export:due",
+          functions=STAGE_FUNCTIONS["convert"],
           code=("model", "pipeline/formats", "pipeline/records/checkpoints.py",
                 "pipeline/records/generation_settings.py", "pipeline/tokenization/export.py")),
     Stage("evaluate", needs=("shard", "tokenizer", "encode", "convert"), reads=("evaluate",), ranks=True,
-          files="drover.pipeline.evaluation.tasks:input_files",
-          renews="drover.pipeline.evaluation.tasks:only_kept_differs",
+          functions=STAGE_FUNCTIONS["evaluate"],
           code=("model", "pipeline/evaluation", "pipeline/formats", "pipeline/tokenization",
                 "pipeline/config/shapes.py", "pipeline/parallel/ranks.py", "pipeline/parallel/forward_only.py",
                 "pipeline/data/text_shards.py", "pipeline/data/token_shards.py", "pipeline/data/shard_table.py",

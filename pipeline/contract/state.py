@@ -25,6 +25,8 @@ STOP = Path("launch") / "stop"
 ATTEMPTS = Path("launch") / "attempts"
 """In a run folder: what the launcher did, a file per job, one JSON object a line (`log_attempt`). Not one file for all:
 on network file systems lines that several nodes append at once overwrite each other."""
+EVALUATIONS = Path("evaluations")
+"""In a run folder: a run folder of its own for each checkpoint that is evaluated beside training."""
 PROGRESS = "PROGRESS.json"
 """Beside STATE.json: how far the stage's work is (`Progress`). Only people read it."""
 PROGRESS_EVERY_S = 5.0

@@ -6,8 +6,6 @@ record under that key. A stage's units, the results of an evaluation and the par
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ from typing import Any, TypeVar
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Ledger as Ledger
-from drover.pipeline.core.files import sha256_json
-from drover.pipeline.core.ordered_map import ordered_map
+from drover.pipeline.core.files import problems_of, sha256_json
 
 UNITS = "units"
 PARTS = Path(UNITS) / "parts"
@@ -35,18 +32,17 @@ class Unit:
 
 def unit_keys(identity: Mapping[str, Any], phase: str, units: Iterable[Unit]) -> dict[str, str]:
     """The key of each unit: a hash of the stage's identity, the phase and the payload."""
-    before = sha256_json([dict(identity), phase]).encode()  # once: it may name a million files
-    return {unit.name: hashlib.sha256(before + _canonical(unit.payload)).hexdigest() for unit in units}
+    before = sha256_json([dict(identity), phase])  # once: it may name a million files
+    return {unit.name: sha256_json([before, unit.payload]) for unit in units}
 
 
 def with_outputs(records: dict[str, Record], folder: Path, say: Callable[[str], None]) -> dict[str, Record]:
     """Those records whose `outputs` are in the stage's folder, in the size that was recorded."""
-    sizes = ((name, folder / output["path"], output["bytes"]) for name, record in records.items()
-             for output in record.get("outputs", []))
-    lost = {name: path for name, path, there in
-            ordered_map(lambda item: (*item[:2], _size(item[1]) == item[2]), sizes, batch=512) if not there}
-    for path in lost.values():
-        say(f"{path} is missing or cut: making it again")
+    outputs = [(name, output) for name, record in records.items() for output in record.get("outputs", [])]
+    problems = problems_of(folder, [output for _, output in outputs])
+    lost = {name: problem for (name, _), problem in zip(outputs, problems, strict=True) if problem}
+    for problem in lost.values():
+        say(f"{problem}: making it again")
     return {name: record for name, record in records.items() if name not in lost}
 
 
@@ -54,22 +50,6 @@ def finished_units(stage_folder: Path) -> int:
     """How many units of all phases the stage in a folder has records of."""
     return sum(len({name for name, _, _ in Ledger(folder).lines()})
                for folder in (stage_folder / UNITS).glob("*") if folder != stage_folder / PARTS)
-
-
-def _canonical(payload: Any) -> bytes:
-    """The payload as JSON, equal for equal ones."""
-    import orjson
-    try:
-        return orjson.dumps(payload, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # large numbers, keys that are no text, the names of files that are not UTF-8
-        return json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ def readable(size: float) -> str:
 class ProgressBar:
     """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds elsewhere."""
 
-    def __init__(self, stage: str, label: str, total: int, unit: str, plain_every_s: float = 10.0) -> None:
+    def __init__(self, stage: str, label: str, total: int, unit: str) -> None:
         self.stage, self.label, self.total, self.unit = stage, label, total, unit
         self.live = sys.stdout.isatty()
-        self.every_s = 0.2 if self.live else plain_every_s
+        self.every_s = 0.2 if self.live else 10.0
         self.done, self.first = 0, 0
         self.start = self.shown = time.monotonic()
 
@@ -62,9 +62,9 @@ class ProgressBar:
         """Seconds to the end, as fast as since the start; once something was done."""
         return (self.total - self.done) * (time.monotonic() - self.start) / (self.done - self.first)
 
-    def advance(self, count: int = 1) -> None:
-        """Note finished work and, now and then, show it."""
-        self.done += count
+    def advance(self) -> None:
+        """Note a finished unit and, now and then, show how far it is."""
+        self.done += 1
         now = time.monotonic()
         if now - self.shown < self.every_s or self.done >= self.total:
             return

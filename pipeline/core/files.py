@@ -14,13 +14,14 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypedDict, TypeVar
 
 from drover.pipeline.core.errors import OtherVersionError, UserError
+from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.core.typed import Count as Count
 from drover.pipeline.core.typed import Inside as Inside
 from drover.pipeline.core.typed import like as like
@@ -251,6 +252,11 @@ def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) ->
         f"{path} is not what was written: sha256 {record['sha256'][:12]} -> {found[:12]}"
 
 
+def problems_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """`problem_of` each file of a folder by its size, several at a time."""
+    return ordered_map(lambda record: problem_of(folder / record["path"], record, hashed=False), records, batch=512)
+
+
 class Output(TypedDict):
     """What is always there of the record of an output file."""
 
@@ -266,20 +272,24 @@ def remove_temporary(folder: Path) -> int:
     """Delete what killed writers left behind (files and folders `*.tmp`) under `folder`; returns how many went."""
     leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
     for path in leftovers:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)  # an orphan may still write into it; then the next start clears it
-        else:
-            path.unlink(missing_ok=True)
+        remove(path, ignore_errors=True)  # an orphan may still write into a folder; then the next start clears it
     return len(leftovers)
 
 
+def remove(path: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a file, or a folder (`ignore_errors`: as far as that goes); of a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+    else:
+        path.unlink(missing_ok=True)
+
+
 # Records that carry the hash of their own bytes, so that a byte of them that has changed is noticed (tools/verify).
-# Outputs are hashed by their stage's manifest; the manifest hashes itself: in its last line `"seal"` is the sha256 of
-# every byte before that line's comma (in YAML: its #). A seal tells of accidents, not of forgers.
+# Outputs are hashed by their stage's manifest; the manifest hashes itself: at its end `"seal"` is the sha256 of every
+# byte before its comma (in YAML: its #). A seal tells of accidents, not of forgers.
 SEAL = "seal"
 Sealed = Literal["sealed", "not sealed", "damaged"]
-_SEAL = re.compile(b"(?:%s)\\n\\Z" % b"|".join(
-    form % rb'"seal": "([0-9a-f]{64})"' for form in (b",\n %s\n}", b", %s}", b"# %s")))
+_SEAL = re.compile(rb'(?:, "seal": "([0-9a-f]{64})"}|# "seal": "([0-9a-f]{64})")\n\Z')
 _WAS_SEAL = re.compile(rb"seal|[0-9a-f]{64}")
 """One changed byte in a seal leaves one of the two."""
 _SEAL_BYTES = 84
@@ -289,15 +299,14 @@ def write_sealed(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object as `write_json` does, with its seal; a seal that it has is left out."""
     content = {key: item for key, item in value.items() if key != SEAL}
     assert content, f"{path}: an empty record is not sealed"
-    text = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}").encode("utf-8", "backslashreplace")
     with atomic_file(path) as file:
-        file.write(text + b',\n "seal": "' + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n')
+        file.write(_sealed(json.dumps(content, indent=1, ensure_ascii=False)))
 
 
-def sealed_line(value: dict[str, Any]) -> bytes:
-    """A JSON object as one line with its seal."""
-    text = json.dumps(value).removesuffix("}").encode()
-    return text + b', "seal": "' + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
+def _sealed(text: str) -> bytes:
+    """The text of a JSON object with its seal."""
+    content = text.removesuffix("}").rstrip("\n").encode("utf-8", "backslashreplace")
+    return content + b', "seal": "' + hashlib.sha256(content).hexdigest().encode() + b'"}\n'
 
 
 def sealed_text(text: str) -> str:
@@ -335,7 +344,8 @@ class Ledger:
         may lose it."""
         path, folder = self.folder / f"{platform.node()}-{os.getpid()}.jsonl", self.folder.is_dir()
         new = durable and not path.exists()
-        _append(path, sealed_line({"task": name, "key": key, "record": record, "at": time.time_ns()}), durable=durable)
+        line = json.dumps({"task": name, "key": key, "record": record, "at": time.time_ns()})
+        _append(path, _sealed(line), durable=durable)
         if new:
             sync(self.folder)
             if not folder:

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path, PurePath
 
 from drover.pipeline.data.streams import COMPRESSIONS, unpacked
-from drover.pipeline.storage.object_files import ObjectReader
+from drover.pipeline.storage.object_files import ObjectFile
 
 HEAD = 4096
 """Bytes that are looked at."""
@@ -39,10 +39,10 @@ FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
 
 
-def mistaken(path: Path | ObjectReader, kind: str) -> str | None:
+def mistaken(path: Path | ObjectFile, kind: str) -> str | None:
     """What a file is instead of the format `kind` (and the compression) that it is to be read as, and what to do about
     it; None where nothing speaks against it. A file that cannot be opened is left to its reader."""
-    ending = PurePath(path.url if isinstance(path, ObjectReader) else path).suffix
+    ending = PurePath(path.url if isinstance(path, ObjectFile) else path).suffix
     try:
         with _opened(path) as file:
             head = file.read(HEAD) or b""
@@ -58,8 +58,8 @@ def mistaken(path: Path | ObjectReader, kind: str) -> str | None:
         return None
 
 
-def _opened(path: Path | ObjectReader) -> io.RawIOBase | io.BufferedReader:
-    return path.open(until=0) if isinstance(path, ObjectReader) else open(path, "rb", buffering=0)
+def _opened(path: Path | ObjectFile) -> io.RawIOBase | io.BufferedReader:
+    return path.open(until=0) if isinstance(path, ObjectFile) else open(path, "rb", buffering=0)
 
 
 def _instead_of(kind: str, head: bytes) -> str | None:

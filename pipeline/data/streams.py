@@ -28,7 +28,7 @@ from typing import IO, Any
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns
-from drover.pipeline.storage.object_files import ObjectReader, content_number
+from drover.pipeline.storage.object_files import ObjectFile, content_number
 from drover.pipeline.storage.store import Changed, is_url
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -76,9 +76,9 @@ class Piece:
         """The file's name within its source."""
         return self.name.partition("/")[2]
 
-    def reader(self) -> ObjectReader | None:
+    def reader(self) -> ObjectFile | None:
         """What reads it, if it is an object."""
-        return ObjectReader(self.path, self.bytes, self.etag) if is_url(self.path) else None
+        return ObjectFile(self.path, self.bytes, self.etag) if is_url(self.path) else None
 
     def refuse_changed(self) -> None:
         """UserError if the file's size or time is another than the unit was told; OSError if it cannot be had.
@@ -222,7 +222,7 @@ class _Watched(io.RawIOBase):
 class _Spool(io.RawIOBase):
     """An object of which the bytes from `start` on lie in `copy`."""
 
-    def __init__(self, reader: ObjectReader, copy: IO[bytes], start: int) -> None:
+    def __init__(self, reader: ObjectFile, copy: IO[bytes], start: int) -> None:
         self._reader, self._copy, self._start, self._stop = reader, copy, start, start + copy.tell()
         self._position = 0
 

@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
 MARKER = "COMPLETE.json"
 FORMAT = 2
-"""Of the marker and what it stands for; 1 was torch's distributed checkpoint."""
+"""Of the marker and what it stands for."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Goodput:
 def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
     """The goodput of a run until it finished; until `now` (seconds since 1970) or its last sign of life if it has not.
 
-    None where training has not begun a step, or an earlier version wrote its records.
+    None where training has not begun a step.
     """
     train = run_folder / "train"
     starts = _starts(list(read_lines(train / "events.jsonl", Event)), list(read_lines(train / "metrics.jsonl", Line)))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.core.console import spelled
+from drover.pipeline.core.console import first, spelled
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, read_lines, read_record, write_sealed
 
@@ -168,7 +168,7 @@ def _told(group: Sequence[HungRank], ranks: int, nodes: Mapping[int, str]) -> st
 
 def _named(ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
     there = list(dict.fromkeys(nodes[rank] for rank in ranks if rank in nodes))
-    where = f" ({', '.join(there[:3])}{f' and {len(there) - 3} more nodes' if len(there) > 3 else ''})" if there else ""
+    where = f" ({first(there, what='more nodes')})" if there else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {spelled(ranks)}{where}"
 
 

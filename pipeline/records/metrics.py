@@ -91,6 +91,6 @@ def plan_changes(folder: Path) -> int:
 
 
 def _plan_changes(folder: Path) -> list[tuple[int, int]]:
-    """(number, steps done) of each change of the plan; earlier versions gave them no number, and lines none either."""
+    """(number, steps done) of each change of the plan."""
     return [(event["number"], event["step"]) for event in read_lines(folder / "events.jsonl", Event)
             if event["event"] == PLAN_CHANGED and {"number", "step"} <= event.keys()]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.manifest import MANIFEST
+from drover.pipeline.contract.state import EVALUATIONS
 from drover.pipeline.records.checkpoints import checkpoint_name
-
-EVALUATIONS = Path("evaluations")
-"""In a run folder: a run folder of its own for each checkpoint that is evaluated beside training."""
 
 
 def evaluation_folder(run_folder: Path, step: int) -> Path:
@@ -23,19 +23,16 @@ def evaluation_record(run_folder: Path, step: int) -> Path:
     return evaluation_folder(run_folder, step) / "evaluate" / MANIFEST
 
 
-class PendingEvaluations:
-    """Which checkpoints of the run in `run_folder` wait for a result of `launch.evaluate.every_checkpoints`.
+def is_owed(run_folder: Path, config: Config, step: int) -> bool:
+    """Whether `launch.evaluate.every_checkpoints` asks for a result of the checkpoint after `step`, and there is none.
+    That of the last step is evaluated by the chain itself."""
+    every = (config.launch.evaluate.every_checkpoints or 0) * config.train.checkpoint.every_steps
+    return bool(every and 0 < step < config.train.steps and step % every == 0
+                and not evaluation_record(run_folder, step).exists())
 
-    None, where nobody will evaluate them: outside of Slurm's jobs.
-    """
 
-    def __init__(self, run_folder: Path, config: Config) -> None:
-        submitted = "DROVER_CHAIN" in os.environ and "DROVER_LAUNCHED" not in os.environ
-        every = config.launch.evaluate.every_checkpoints if submitted else None
-        self.run_folder, self.last = run_folder, config.train.steps
-        self.every_steps = every and every * config.train.checkpoint.every_steps
-
-    def __call__(self, step: int) -> bool:
-        """Whether the checkpoint after `step` waits."""
-        return bool(self.every_steps and 0 < step < self.last and step % self.every_steps == 0
-                    and not evaluation_record(self.run_folder, step).exists())
+def pending_evaluations(run_folder: Path, config: Config) -> Callable[[int], bool]:
+    """Tells of a step whether its checkpoint waits for a result. None does where nobody will evaluate them: outside of
+    Slurm's jobs."""
+    submitted = "DROVER_CHAIN" in os.environ and "DROVER_LAUNCHED" not in os.environ
+    return partial(is_owed, run_folder, config) if submitted else lambda step: False

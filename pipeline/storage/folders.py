@@ -6,12 +6,13 @@ which fails where there is one, a replacement under a lock on the file that it r
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import TypeVar
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, sync
@@ -65,14 +66,20 @@ class Folder:
     def put(self, key: str, data: bytes | Path, only_new: bool) -> str:
         """Write a file; its ETag."""
         path = Path(f"/{key}")
+        new = path.with_name(f"{path.name}.new-{os.urandom(4).hex()}-{os.getpid()}.tmp")
 
         def write() -> str:
-            with _content(data) as content:
-                if only_new:
-                    _write_new(path, content)
-                else:
-                    with atomic_file(path) as file:
-                        _copy(content, file)
+            with open(data, "rb") if isinstance(data, Path) else io.BytesIO(data) as content, \
+                    atomic_file(new if only_new else path) as file:
+                shutil.copyfileobj(content, file, _COPY)
+            if only_new:
+                try:
+                    os.link(new, path)
+                except FileExistsError:
+                    raise Exists(f"file://{path} is there already.") from None
+                finally:
+                    new.unlink()
+                sync(path.parent)
             return _entry(key, path.stat()).etag
         return self._told(f"/{key}", "write", write)
 
@@ -97,33 +104,3 @@ def _unusable(url: str, operation: str, error: OSError) -> UserError:
 
 def _entry(key: str, about: os.stat_result) -> Entry:
     return Entry(key, about.st_size, f"{about.st_ino:x}-{about.st_mtime_ns:x}-{about.st_size:x}", about.st_mtime)
-
-
-@contextmanager
-def _content(data: bytes | Path) -> Iterator[bytes | IO[bytes]]:
-    if isinstance(data, Path):
-        with open(data, "rb") as file:
-            yield file
-    else:
-        yield data
-
-
-def _copy(content: bytes | IO[bytes], file: IO[Any]) -> None:
-    if isinstance(content, bytes):
-        file.write(content)
-        return
-    while block := content.read(_COPY):
-        file.write(block)
-
-
-def _write_new(path: Path, content: bytes | IO[bytes]) -> None:
-    finished = path.with_name(f"{path.name}.new-{os.urandom(4).hex()}-{os.getpid()}.tmp")
-    try:
-        with atomic_file(finished) as file:
-            _copy(content, file)
-        os.link(finished, path)
-        sync(path.parent)
-    except FileExistsError:
-        raise Exists(f"file://{path} is there already.") from None
-    finally:
-        finished.unlink(missing_ok=True)

@@ -25,12 +25,13 @@ class ObjectStat:
 
 @dataclass(frozen=True, order=True)
 class ObjectFile:
-    """An object, as it was listed, in place of the path of a file."""
+    """An object, as it was listed, in place of the path of a file. Where its ETag is another by now, what it holds is
+    not read: `Changed`; `Missing` where it is gone."""
 
     url: str
     size: int
     etag: str
-    modified: float
+    modified: float = 0.0
 
     def __str__(self) -> str:
         return self.url
@@ -61,32 +62,6 @@ class ObjectFile:
         """Its size, and in place of a time the number of its content."""
         return ObjectStat(self.size, content_number(self.etag, self.modified))
 
-
-InputFile = Path | ObjectFile
-"""What stages read from outside: a file of this machine, or an object."""
-
-
-def content_number(etag: str, modified: float) -> int:
-    """A number that is another where an object's ETag is: it stands where records of files have the time of the last
-    change, in nanoseconds. Of a store without ETags, that time."""
-    if not etag:
-        return int(modified * 1e9)
-    return int.from_bytes(hashlib.sha256(etag.encode()).digest()[:6], "big")
-
-
-@dataclass(frozen=True)
-class ObjectReader:
-    """Reads an object that is as it was listed; what it holds is refused where its ETag is another.
-
-    Raises:
-        Missing: it is not there any more.
-        Changed: it was replaced.
-    """
-
-    url: str
-    size: int
-    etag: str
-
     @cached_property
     def _store(self) -> Store:
         return Store(self.url.rpartition("/")[0])
@@ -106,7 +81,7 @@ class ObjectReader:
 
     def open(self, position: int = 0, until: int | None = None) -> BufferedReader:
         """The bytes from `position` on, of which those before `until` are fetched ahead."""
-        entry = Entry(self._path, self.size, self.etag, 0.0)
+        entry = Entry(self._path, self.size, self.etag, self.modified)
         first = self.beginning if position < min(self.size, BEGINNING_BYTES) else b""
         return self._store.stream(self._path, position, entry=entry, until=until, known=first[position:])
 
@@ -115,6 +90,18 @@ class ObjectReader:
         if (entry := self._store.head(self._path)) is None:
             raise Missing(f"{self.url} is not there any more.")
         return entry
+
+
+InputFile = Path | ObjectFile
+"""What stages read from outside: a file of this machine, or an object."""
+
+
+def content_number(etag: str, modified: float) -> int:
+    """A number that is another where an object's ETag is: it stands where records of files have the time of the last
+    change, in nanoseconds. Of a store without ETags, that time."""
+    if not etag:
+        return int(modified * 1e9)
+    return int.from_bytes(hashlib.sha256(etag.encode()).digest()[:6], "big")
 
 
 BEGINNING_BYTES = 1 << 20

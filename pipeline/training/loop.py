@@ -34,7 +34,7 @@ from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, TrainingPro
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.hangs import write_places
 from drover.pipeline.records.metrics import read_metrics
-from drover.pipeline.records.pending_evaluations import PendingEvaluations
+from drover.pipeline.records.pending_evaluations import pending_evaluations
 from drover.pipeline.records.rollbacks import ROLLBACKS, no_longer_left_out
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
@@ -123,7 +123,7 @@ class Loop:
             update={"vocab_size": self.config.model.vocab_size or vocabulary_size})
 
     def _find_checkpoint(self) -> None:
-        pending = PendingEvaluations(self.work.run.folder, self.config)
+        pending = pending_evaluations(self.work.run.folder, self.config)
         self.checkpoints = Checkpoints(self.work.folder / CHECKPOINTS, self.ranks, self.say,
                                        needed=lambda step: pending(step) or self.tokens.needs(step)
                                        or self.uploads.needs(step) or step in self.config.convert.average)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-import drover.pipeline.contract.run
+import drover.pipeline.contract
 import drover.pipeline.contract.stage_work
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.locks import lock
@@ -15,7 +15,8 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import atomic_file, output_record, write_text
+from drover.pipeline.core.files import atomic_file, output_record, read_json, write_text
+from tests.conftest import run_python
 from tests.stand_ins import call, copy_corpus, count_bytes, count_bytes_again, never
 
 
@@ -129,6 +130,21 @@ def test_why_and_changed_code(place):
     assert "made by other code: pipeline/shard.py" in run.why("shard")
     stale = Run(load_config(place / "c.yaml", ["shard.shard_mb=1"]))
     assert "shard.shard_mb: 64.0 -> 1.0" in stale.why("shard")
+
+
+def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(place):
+    page = drover.pipeline.contract.__doc__
+    code = "\n".join(line[4:] for line in page[:page.index("All else")].splitlines() if line[:4].isspace() or not line)
+    (place / "words.py").write_text(
+        "import sys\nfrom pathlib import Path\nfrom drover.pipeline.contract.entry import stage_main\n"
+        "from drover.pipeline.contract.stages import Stage, register_stage\n"
+        "from drover.pipeline.contract.tasks import Unit\n"
+        f"from drover.pipeline.core.files import output_record, write_json\n{code}")
+    (place / "c.yaml").write_text(f"{(place / 'c.yaml').read_text()}plugins: [words.py]\n")
+    assert call(place, "shard", copy_corpus) == 0
+    for told in ("words     done in", "words     up to date"):
+        assert told in run_python(place / "words.py", "--config", place / "c.yaml").stdout
+    assert read_json(place / "runs/a/words/text.json") == {"words": 2}
 
 
 def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, content_hash
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.external_inputs import HASHES, gathered
-from drover.pipeline.contract.listing import LISTING
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES, Stage
@@ -75,8 +74,9 @@ def upper(tmp_path, monkeypatch):
         (tmp_path / "in" / f"{name}.txt").write_text(f"text of {name}\n")
     (tmp_path / "in/large.txt").write_bytes(b"a" * LARGE)
     write_config(tmp_path, [files_source("t", tmp_path / "in" / "*.txt")])
-    monkeypatch.setitem(STAGES, "upper", Stage("upper", needs=(), reads=("shard",), code=(), phases=("read",),
-                                               unit_files="drover.pipeline.data.sources:input_files", own_module="x"))
+    monkeypatch.setitem(STAGES, "upper", Stage(
+        "upper", needs=(), reads=("shard",), code=(), phases=("read",), own_module="x",
+        functions={"unit_files": "drover.pipeline.data.sources:input_files"}))
     made, hashing = Upper(tmp_path), drover.pipeline.contract.external_inputs.content_hash
     made.hashed = []
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
@@ -91,7 +91,7 @@ def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("drover.pipeline.contract.manifest.Manifest.remove_scratch", killed)
         assert upper() == 130
-    assert upper.state.kind == "done" and (upper.folder / LISTING).is_file()
+    assert upper.state.kind == "done"
     assert upper() == 0 and upper.hashed == []
     manifest = read_manifest(upper.folder)
     names = [f"t/{name}.txt" for name in ("large", "one", "three", "two")]
@@ -99,7 +99,7 @@ def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
     large, *small = manifest.files
     assert all(record["sha256"] == hashlib.sha256(Path(record["path"]).read_bytes()).hexdigest() for record in small)
     assert large["sha256"].startswith("blocks:") and large["sha256"] == content_hash(Path(large["path"]), "blocks:")
-    assert set(manifest.fingerprint) == {"config", "inputs", "files"} and not (upper.folder / LISTING).exists()
+    assert set(manifest.fingerprint) == {"config", "inputs", "files"}
     assert upper.state.kind == "done" and upper.hashed == [] and set(upper.made.values()) == {1}
 
 
@@ -130,7 +130,7 @@ def test_files_that_change_after_the_start_are_read_again_and_no_others(upper, c
     (upper.place / "in/one.txt").write_text("another text\n")
     (upper.place / "in/three.txt").unlink()
     (upper.place / "in/zero.txt").write_text("nothing\n")
-    told = "3 of its input files are new, gone or changed since it was begun (t/one.txt, t/three.txt, t/zero.txt)"
+    told = "some of its input files are new, gone or changed since it was begun"
     assert upper.state.kind == "partial" and told in str(upper.state)
     upper.made.clear()
     upper.stop_at = None
@@ -146,7 +146,7 @@ def test_parts_that_see_other_files_say_so_and_the_last_call_decides(upper, caps
     assert upper("--part", "0/2") == 0
     (upper.place / "in/one.txt").write_text("another text\n")
     assert upper("--part", "1/2") == 0
-    assert "1 of its input files is new, gone or changed since it was begun (t/one.txt)" in capsys.readouterr().out
+    assert "some of its input files are new, gone or changed since it was begun" in capsys.readouterr().out
     assert len({key for _, key, _ in Ledger(upper.folder / PARTS).lines()}) == 2
     assert upper() == 0
     assert (upper.folder / "one-0.txt").read_text() == "ANOTHER TEXT\n"

@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
 
 def test_in_a_log_progress_is_a_line_now_and_then(clock, capsys):
-    with ProgressBar("encode", "shards", 40, "units", plain_every_s=10) as bar:
+    with ProgressBar("encode", "shards", 40, "units") as bar:
         bar.already(20)  # by an earlier start: not of this one's rate
         for _ in range(4):
             clock[0] += 4
@@ -46,12 +46,12 @@ def test_on_a_terminal_one_line_is_drawn_again_and_cleared(clock, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
     with ProgressBar("encode", "shards", 4, "units") as bar:
         clock[0] += 1
-        bar.advance(2)
+        bar.advance()
         clock[0] += 0.1  # too soon for another
         bar.advance()
     drawn = screen.getvalue()
-    assert drawn == ("\r\x1b[Kencode    shards: 2/4 units, 2.0/s, 1.0 s to go\r\x1b[K"
-                     "encode    shards: 3/4 units in 1.1 s\n")
+    assert drawn == ("\r\x1b[Kencode    shards: 1/4 units, 1.0/s, 3.0 s to go\r\x1b[K"
+                     "encode    shards: 2/4 units in 1.1 s\n")
 
 
 def test_nothing_is_claimed_of_what_failed(clock, capsys):

@@ -127,8 +127,8 @@ def build_house(folder: Path) -> House:
     shutil.copytree(REPOSITORY / "drover", root / "drover", symlinks=True)
     for name, stage in STAGES.items():
         (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
-        for given in filter(None, (stage.files, stage.unit_files)):
-            module, _, function = given.partition(":")
+        for kind in {"files", "unit_files"} & stage.functions.keys():
+            module, _, function = stage.functions[kind].partition(":")
             (root / f"{module.replace('.', '/')}.py").write_text(f"def {function}(config):\n    return []\n")
     work.mkdir()
     pids.mkdir()

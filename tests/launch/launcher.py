@@ -71,7 +71,7 @@ class Launcher:
         (self.work / "config.yaml").write_text(SETTINGS)
         patch.chdir(self.work)
         for name, stage in list(STAGES.items()):
-            patch.setitem(STAGES, name, replace(stage, files=None, unit_files=None))
+            patch.setitem(STAGES, name, replace(stage, functions={}))
         for name in [name for name in os.environ if name.startswith(("SLURM", "RANK", "WORLD_SIZE", "OMP_NUM"))]:
             patch.delenv(name)
         patch.setenv("PATH", "/nowhere")  # no Slurm and no GPU, whatever this machine has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock = folder, 0.0
         self.step, self.train_s, self.look_s = 0, 0.0, 0.0
+
+    def play(self, script: str) -> Recorded:
+        """Methods of this class, one after another: `start 20; steps 5; end finish stall_s=1`."""
+        for call in script.split(";"):
+            method, *words = shlex.split(call)
+            given = {name: int(text) if text.isdigit() and name != "job" else text
+                     for name, _, text in (word.rpartition("=") for word in words)}
+            getattr(self, method)(*([given.pop("")] if "" in given else []), **given)
+        return self
 
     def launcher(self, event: str, **details: Any) -> None:
         """A line of what the launcher did."""

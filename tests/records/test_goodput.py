@@ -25,164 +25,66 @@ def parts(found):
     return {cause: round(seconds, 2) for cause, seconds in found.lost.items() if seconds > 0.01}
 
 
-def test_a_run_that_nobody_disturbed(run):
-    run.start(20)
-    run.steps(5)
-    run.save(2)
-    run.look(7)
-    run.steps(5)
-    run.look(3)
-    run.end("finish", stall_s=1)
-    found = goodput(run.folder, now=BEGIN + 1e6)
-    assert parts(found) == {"start-up": 20, "checkpoint stall": 3, "looking": 10}
-    assert (found.effective_s, found.wall_s, found.share) == (100, 133, pytest.approx(100 / 133))
-    assert found.begun == first_start(run.folder) == BEGIN
+LAUNCHED = """
+    launcher job job=7; wait 9; launcher preflight job=7 seconds=8; wait 2; launcher attempt job=7;
+    start 20 job=7; steps 6; wait 5; launcher ended job=7 status=crashed reason='rank 1 was killed' next=restart;
+    wait 4; launcher attempt job=7; start 21 step=4 job=7; steps 3; hang 600 key=7.0.2; wait 10;
+    launcher ended job=7 status=hung reason='rank 3 (n4) was late' next=restart;
+    launcher attempt job=7; wait 15; launcher ended job=7 status=crashed reason=exit next=requeue; wait 1000;
+    launcher job job=7; wait 9; launcher preflight job=7 seconds=9; launcher attempt job=7;
+    start 22 step=4 job=7; steps 10; end stop stall_s=2 reason=SIGTERM; wait 1;
+    launcher ended job=7 status=preempted reason=SIGTERM next=stop"""
+"""On Slurm: preflight, a crash and a restart inside the allocation, a hang, a start that crashes before its first step,
+a requeue, and a stop for good."""
+QUEUED = """launcher job job=7; launcher attempt job=7; start 20 job=7; steps 3; end stop reason=SIGUSR2;
+    launcher ended job=7 status=preempted reason=SIGUSR2 next=requeue"""
+KILLED = "start 20; steps 8 {0}; save 0; steps 4 {0}; wait 503; start 30 step=8; steps 12 {0}; end finish"
 
 
-@pytest.mark.parametrize("log_every", [1, 4])
-def test_what_was_killed_is_done_again(run, log_every):
-    """Locally: until somebody starts it again, nobody wanted it to run."""
-    run.start(20)
-    run.steps(8, log_every)
-    run.save(0)
-    run.steps(4, log_every)
-    run.wait(3)  # killed within a step
-    run.wait(500)
-    run.start(30, step=8)
-    run.steps(12, log_every)
-    run.end("finish")
-    found = goodput(run.folder)
-    assert parts(found) == {"start-up": 50, "recomputed steps": 40, "stopped": 503}
-    assert found.effective_s == 200
-    assert [(start.first, start.last, start.why) for start in found.starts] == \
-        [(0, 12, "ended without a word"), (8, 20, "finished")]
-
-
-def test_a_rollback_undoes_steps_and_the_one_that_was_judged(run):
-    run.start(20)
-    run.steps(15)
-    run.roll_back(10, lost_s=16)
-    run.steps(2)
-    run.roll_back(10, lost_s=14)
-    run.steps(10)
-    run.end("finish")
-    found = goodput(run.folder)
-    assert parts(found) == {"start-up": 20, "recomputed steps": 50 + 16 + 20 + 14} and found.effective_s == 200
-
-
-def launched(run):
-    """On Slurm: preflight, a crash and a restart inside the allocation, a hang, a requeue, a stop for good, a second
-    submission that ends in the queue's favour."""
-    run.launcher("job", job="7")
-    run.wait(1)
-    run.wait(8)
-    run.launcher("preflight", job="7", seconds=8.0)
-    run.wait(2)
-    run.launcher("attempt", job="7")
-    run.start(20, job="7")
-    run.steps(6)
-    run.wait(5)  # killed within a step, noticed after 5 s
-    run.launcher("ended", job="7", status="crashed", reason="rank 1 was killed", next="restart")
-    run.wait(4)
-    run.launcher("attempt", job="7")
-    run.start(21, step=4, job="7")
-    run.steps(3)
-    run.hang(600, key="7.0.2")
-    run.wait(10)
-    run.launcher("ended", job="7", status="hung", reason="rank 3 (n4) was late", next="restart")
-    run.launcher("attempt", job="7")
-    run.wait(15)  # crashes before its first step
-    run.launcher("ended", job="7", status="crashed", reason="exit", next="requeue")
-    run.wait(1000)
-    run.launcher("job", job="7")
-    run.wait(9)
-    run.launcher("preflight", job="7", seconds=9.0)
-    run.launcher("attempt", job="7")
-    run.start(22, step=4, job="7")
-    run.steps(10)
-    run.end("stop", stall_s=2, reason="SIGTERM")
-    run.wait(1)
-    run.launcher("ended", job="7", status="preempted", reason="SIGTERM", next="stop")
-
-
-def test_the_launcher_knows_what_training_does_not(run):
-    launched(run)
-    run.wait(3000)
-    run.launcher("job", job="8")
-    run.launcher("attempt", job="8")
-    run.start(23, step=14, job="8")
-    run.steps(2)
-    run.end("finish")
-    found = goodput(run.folder)
-    assert found.effective_s == 160 and not found.notes
-    assert parts(found) == {
-        "queue": 1000,
-        "preflight": 17, "start-up": 1 + 2 + 20 + 4 + 21 + 15 + 22 + 23, "checkpoint stall": 2,
-        "recomputed steps": 20 + 30, "hang": 610, "stopped": 3000, "other": 6}
-    assert [start.why for start in found.starts] == \
-        ["crashed: rank 1 was killed", "hung: rank 3 (n4) was late", "asked to stop (SIGTERM)", "finished"]
+@pytest.mark.parametrize(("script", "effective_s", "lost", "ends"), [
+    ("start 20; steps 5; save 2; look 7; steps 5; look 3; end finish stall_s=1", 100,
+     {"start-up": 20, "checkpoint stall": 3, "looking": 10}, ["finished"]),
+    # Killed within a step; locally, until somebody starts it again, nobody wanted it to run.
+    *((KILLED.format(every), 200, {"start-up": 50, "recomputed steps": 40, "stopped": 503},
+       ["ended without a word", "finished"]) for every in ("", "log_every=4")),
+    # A rollback undoes steps, and the one that was judged.
+    ("start 20; steps 15; roll_back 10 lost_s=16; steps 2; roll_back 10 lost_s=14; steps 10; end finish", 200,
+     {"start-up": 20, "recomputed steps": 100}, ["finished"]),
+    (f"{LAUNCHED}; wait 3000; launcher job job=8; launcher attempt job=8; start 23 step=14 job=8; steps 2; end finish",
+     160, {"queue": 1000, "preflight": 17, "start-up": 108, "checkpoint stall": 2, "recomputed steps": 50, "hang": 610,
+           "stopped": 3000, "other": 6},
+     ["crashed: rank 1 was killed", "hung: rank 3 (n4) was late", "asked to stop (SIGTERM)", "finished"]),
+    (QUEUED, 30, {"start-up": 20}, ["asked to stop (SIGUSR2)"]),
+    # A node that is lost takes the launcher along: the next job's first word ends the wait.
+    ("launcher job job=7; start 20 job=7; steps 3; wait 200; launcher job job=7; start 20 step=2 job=7; steps 1", 30,
+     {"queue": 200, "start-up": 40, "recomputed steps": 10}, ["ended without a word", ""]),
+    # A local hang is told by what its ranks wrote.
+    ("start 20; steps 3; hang 60; wait 40; start 20 step=3; steps 1; end finish", 40,
+     {"start-up": 40, "hang": 60, "stopped": 40}, ["hung", "finished"]),
+    # Jobs before training was begun from scratch do not count.
+    ("launcher job job=5; wait 9000; launcher job job=6; start 20 job=6; steps 1; end finish", 10, {"start-up": 20},
+     ["finished"])])
+def test_planted_times_are_found_again(run, script, effective_s, lost, ends):
+    found = goodput(run.play(script).folder)
+    assert (parts(found), found.effective_s) == (lost, effective_s) and not found.notes
+    assert found.share == pytest.approx(effective_s / (effective_s + sum(lost.values())))
+    assert [start.why for start in found.starts] == ends and found.begun == first_start(run.folder)
 
 
 def test_a_run_that_waits_in_the_queue_loses_time_now(run):
-    run.launcher("job", job="7")
-    run.launcher("attempt", job="7")
-    run.start(20, job="7")
-    run.steps(3)
-    run.end("stop", reason="SIGUSR2")
-    run.launcher("ended", job="7", status="preempted", reason="SIGUSR2", next="requeue")
-    assert parts(goodput(run.folder)) == {"start-up": 20}
+    run.play(QUEUED)
     assert parts(goodput(run.folder, now=BEGIN + run.clock + 50)) == {"start-up": 20, "queue": 50}
 
 
-def test_a_lost_node_takes_the_launcher_along(run):
-    """No word of an end: the next job's first word ends the wait."""
-    run.launcher("job", job="7")
-    run.start(20, job="7")
-    run.steps(3)
-    run.wait(200)
-    run.launcher("job", job="7")
-    run.start(20, step=2, job="7")
-    run.steps(1)
-    assert parts(goodput(run.folder)) == {"queue": 200, "start-up": 40, "recomputed steps": 10}
-
-
-def test_a_local_hang_is_told_by_what_its_ranks_wrote(run):
-    run.start(20)
-    run.steps(3)
-    run.hang(60)
-    run.wait(40)
-    run.start(20, step=3)
-    run.steps(1)
-    run.end("finish")
-    assert parts(goodput(run.folder)) == {"start-up": 40, "hang": 60, "stopped": 40}
-
-
-def test_jobs_before_training_was_begun_afresh_do_not_count(run):
-    run.launcher("job", job="5")
-    run.wait(9000)
-    run.launcher("job", job="6")
-    run.start(20, job="6")
-    run.steps(1)
-    run.end("finish")
-    assert goodput(run.folder).wall_s == 30 and first_start(run.folder) == BEGIN + 9000
-
-
 def test_clocks_that_differ_are_told(run):
-    run.start(20)
-    run.steps(10)
-    run.clock -= 60  # the next start is on a node whose clock is behind
-    run.start(20, step=10)
-    run.steps(2)
-    run.end("finish")
-    found = goodput(run.folder)
+    run.play("start 20; steps 10").clock -= 60  # the next start is on a node whose clock is behind
+    found = goodput(run.play("start 20 step=10; steps 2; end finish").folder)
     assert "clocks of nodes differ" in found.notes[0]
     parts(found)
 
 
 def test_nothing_to_tell(run):
     assert goodput(run.folder) is None and first_start(run.folder) is None
-    run.event("start", step=0, ranks=1)  # as earlier versions wrote it
-    assert goodput(run.folder) is None
 
 
 @pytest.mark.slow

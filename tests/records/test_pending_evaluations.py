@@ -11,7 +11,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.core.files import write_json
 from drover.pipeline.parallel.ranks import Ranks, start_ranks, stop_ranks
 from drover.pipeline.records.checkpoints import MARKER
-from drover.pipeline.records.pending_evaluations import PendingEvaluations
+from drover.pipeline.records.pending_evaluations import pending_evaluations
 from drover.pipeline.training.checkpoint import Checkpoints
 
 STEPS = [10, 20, 30, 40, 50]
@@ -38,7 +38,7 @@ def left(run: Path, ranks: Ranks, config: Config) -> list[int]:
     folder = run / "train/checkpoints"
     for step in STEPS:
         write_json(folder / f"step-{step:08d}" / MARKER, {})
-    Checkpoints(folder, ranks, lambda text: None, PendingEvaluations(run, config)).prune(1, None)
+    Checkpoints(folder, ranks, lambda text: None, pending_evaluations(run, config)).prune(1, None)
     return sorted(int(path.name[-8:]) for path in folder.iterdir())
 
 

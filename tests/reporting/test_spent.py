@@ -10,7 +10,7 @@ from drover.pipeline.core.files import write_json
 from drover.pipeline.reporting.facts import collect
 from drover.pipeline.reporting.render import compose, html, markdown
 from tests.records.recorded_time import Recorded
-from tests.records.test_goodput import launched
+from tests.records.test_goodput import LAUNCHED
 from tests.reporting.made_up import block, results, write_run
 
 
@@ -21,8 +21,7 @@ def made(tmp_path):
     shutil.rmtree(run.folder / "launch", ignore_errors=True)
     for name in ("events", "metrics"):
         (run.folder / f"train/{name}.jsonl").unlink()
-    recorded = Recorded(run.folder)
-    launched(recorded)
+    Recorded(run.folder).play(LAUNCHED)
     for step, bits in ((200, 2.5), (400, 2.25)):
         found = results()
         found["heldout"]["overall"]["bits_per_byte"] = bits

@@ -230,14 +230,3 @@ def test_what_a_killed_preflight_left_does_not_take_the_place_from_the_run(tmp_p
     manifest = SimpleNamespace(outputs=[record], digest="a")
     copy_export(store.url, "mini", tmp_path / "convert", manifest, lambda text: None)
     assert store.read("config.json") == b"{}" and store.head(COPY)
-
-
-def test_what_is_not_this_run_s_is_not_written_over(converted, tmp_path, capsys):
-    url = f"file://{tmp_path}/store"
-    store = Store(url)
-    store.put("precious", b"x")
-    assert copying(converted, url) == 2 and "holds precious" in capsys.readouterr().err
-    store.put(OWNER, b'{"format": 1, "name": "other", "writer": "a"}')
-    assert copying(converted, url) == 2 and "holds what was copied of other, not of mini" in capsys.readouterr().err
-    assert main([f"file://{tmp_path}/nothing", str(tmp_path / "fetched")]) == 2
-    assert "holds no copy" in capsys.readouterr().err and store.read("precious") == b"x"

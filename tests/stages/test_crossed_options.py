@@ -4,7 +4,6 @@ what one option promises holds beside the others, and the run equals the plain o
 import shutil
 
 import pytest
-import yaml
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import read_manifest
@@ -12,8 +11,6 @@ from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.opening import used
 from drover.pipeline.records.metrics import read_metrics
-from drover.pipeline.storage.store import Store
-from drover.tools.copy_tokens import main as copy_tokens
 from tests.conftest import run_stage
 from tests.object_store import SECRET
 from tests.stages.test_damaged_inputs import flipped
@@ -120,13 +117,6 @@ TIMES = {"tokens_per_s", "step_s", "data_wait_s", "memory_mb", "time", "train_s"
          "shards_checked"}
 
 
-def copied(config, bucket):
-    """The URL of the run's shards in the bucket."""
-    reused = yaml.safe_load(config.read_text())["reuse"]
-    assert copy_tokens(["--run", reused, "--to", bucket.url_of("tokens"), "--compare"]) == 0
-    return bucket.url_of("tokens")
-
-
 def metrics(run):
     """What a run measured, but for times, how far the comparing was, and what only reading from a store has."""
     lines = read_metrics(run / "train/metrics.jsonl")
@@ -145,19 +135,3 @@ def weights(run):
 def ending(run):
     """What the last start's reading took."""
     return [event["store"] for event in read_lines(run / "train/events.jsonl") if "store" in event][-1]
-
-
-@pytest.mark.slow
-def test_what_cannot_be_read_ends_training_by_name(fresh, seaweed, tmp_path):
-    url = copied(fresh, seaweed)
-
-    def refused(place, *told, **more):
-        said = run_train(fresh, f"train.tokens_from={place}", f"train.cache.folder={tmp_path / 'cache'}",
-                         expect=2, **more).stderr
-        assert all(text in said for text in told) and "wrong-secret" not in said
-    refused(url, "refused", url, AWS_SECRET_ACCESS_KEY="wrong-secret")
-    refused(f"{url}-not", f"{url}-not (train.tokens_from) holds no finished copy")
-    store = Store(url)
-    path = next(entry.path for entry in store.list() if entry.path.startswith("train/"))
-    store.put(path, bytes(len(store.read(path))))
-    refused(url, f"{url}/{path} is not what the stage encode committed", ranks=2)

@@ -183,10 +183,8 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
     assert "the corpus is a single document" in error and "separator" in error
     for name in ("empty", "same"):
         (tmp_path / f"{name}.txt").write_text(f"{name} no more")
-    for heldout, told in (("1e-9", "none of the 3 documents fell into the held-out split"),
-                          ("0.999999999", "all of the 3 documents fell into the held-out split")):
-        assert run(config, f"shard.heldout_share={heldout}") == 2
-        assert told in capsys.readouterr().err
+    assert run(config, "shard.heldout_share=1e-9") == 2
+    assert "none of the 3 documents fell into the held-out split" in capsys.readouterr().err
     assert run(config, "shard.heldout_share=0.5", "shard.heldout_rule=tail") == 0, "other settings need no --force"
     assert "finished units that are removed" in capsys.readouterr().out
 

@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 
 import pytest
 
-from drover.launch.submit import main as submit
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import PROGRESS, Progress, read_state
 from drover.pipeline.core.files import read_json
@@ -169,12 +167,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_samples(fresh):
     assert "Traceback" not in result.stderr
 
 
-def test_a_full_disk_stops_with_a_paragraph_and_keeps_earlier_checkpoints(begun):
-    """The file size limit of the process stands in for the disk: writing beyond it fails like a full one. And where
-    every checkpoint is damaged, training does not start again in silence."""
-    result = run_train(begun, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
-    assert "full" in result.stderr, result.stdout + result.stderr
-    assert [path.name for path in complete_checkpoints(train_folder(begun))] == ["step-00000004", "step-00000008"]
+def test_where_every_checkpoint_is_damaged_training_does_not_start_again_in_silence(begun):
     for file in checkpoints(begun).glob("step-*/*.safetensors"):
         os.truncate(file, 10)
     for _ in range(2):
@@ -217,7 +210,7 @@ def test_after_a_kill_it_goes_on_from_its_own_weights_on_a_longer_context(fresh,
     assert events(fresh, "resume") and difference(lines(fresh), whole) == 0.0 and proven(fresh)
 
 
-def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refused(fresh, first, tmp_path, capsys):
+def test_other_weights_make_it_stale_wherever_they_lie(fresh, first, tmp_path):
     copy, moved, short = tmp_path / "copy", tmp_path / "moved", ["train.steps=2", "train.warmup_steps=0"]
     shutil.copytree(first, copy)
     run_train(fresh, f"train.init_from={copy}", *short)
@@ -226,13 +219,6 @@ def test_other_weights_make_it_stale_wherever_they_lie_and_other_shapes_are_refu
     assert "up to date" in again.stdout or "nothing to do" in again.stdout
     refused = run_train(fresh, *short, f"train.init_from={copy}", expect=2).stderr  # now of step 4
     assert "init_from/COMPLETE.json" in refused and "Traceback" not in refused
-    assert submit(["--stage", "train", "--config", str(fresh), "--dry-run", "name=before", "model.layers=3",
-                   f"train.init_from={first}", "model.qk_norm=true", "model.sliding_window=8"]) == 2
-    told = capsys.readouterr().err
-    for text in ("layers is 3 here, 2 there", "qk_norm is True here, False there",
-                 "sliding_window is 8 here, None there"):
-        assert text in told
-    assert not train_folder(fresh, "before").parent.exists()
 
 
 LONG = ["train.steps=100000", "train.checkpoint.every_steps=100000", "train.heldout_every=100000",

@@ -16,14 +16,13 @@ from drover.pipeline.contract.manifest import MANIFEST, Manifest, read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
-from drover.pipeline.contract.state import PROGRESS
+from drover.pipeline.contract.state import EVALUATIONS, PROGRESS
 from drover.pipeline.contract.tasks import UNITS
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import seal_of
 from drover.pipeline.data.text_shards import SPLITS
 from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, named_after_steps, whole_marker
 from drover.pipeline.records.generation_settings import FILE as GENERATION
-from drover.pipeline.records.pending_evaluations import EVALUATIONS
 from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.storage.mirror import SENT as SENT_NOTES
 from drover.pipeline.tokenization.kinds import RECORD, vocabulary_record

@@ -10,7 +10,7 @@ To add an optimizer, two files change, and a test beside tests/training/optimize
            momentum = optimizer_settings(config.train)["momentum"]
            return torch.optim.SGD(parameter_groups(weights), lr=config.train.lr, momentum=momentum)
 
-2. A line in OPTIMIZERS of pipeline/config/optimizers.py, which says where that is, its settings, and the bytes of its
+2. A line in OPTIMIZERS of pipeline/config/shipped.py, which says where that is, its settings, and the bytes of its
    state, for the plan. Then `train.optimizer` knows the name.
 
 From outside of this package it is one module, with the same function and, instead of the line, an `OptimizerKind` of a

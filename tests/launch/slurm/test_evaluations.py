@@ -141,7 +141,7 @@ def play_data_stages(job, monkeypatch):
     """What an evaluation needs of the stages before it."""
     for stage in ("shard", "tokenizer", "encode"):
         Manifest(stage, {"config": {}, "inputs": {}, "files": {}}, [], {"vocab_size": 512}, "").write(job.run / stage)
-    monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], files=None))
+    monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], functions={}))
 
 
 @pytest.mark.parametrize(("played", "status"), [
