@@ -15,7 +15,6 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, change_start
 from drover.pipeline.core.background import BackgroundWorker
-from drover.pipeline.core.errors import UserError, is_full_disk, listed
+from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.ranks import Ranks
@@ -48,15 +47,16 @@ from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.storage.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.storage.store import Missing, Store, preflight
-from drover.pipeline.training.async_saver import Event, tried
+from drover.pipeline.training.async_saver import Event, in_turn, tried
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import RECORDS, CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 
 TRAINING = "copying.json"
 """In the train folder: `Training`."""
-LOGS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
-"""Files that only grow: of one that is being written to, whole lines are taken. The first two have lines of steps."""
+OF_STEPS = ("metrics.jsonl", "samples.jsonl")
+LOGS = (*OF_STEPS, "events.jsonl")
+"""Files that only grow: of one that is being written to, whole lines are taken."""
 OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
 """The last two hold the IDs under which log sinks know the run."""
 RETRY_S = (10.0, 30.0, 120.0, 600.0)
@@ -95,11 +95,12 @@ class Uploads:
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
         self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
         self._copied, self._stopped, self._problem = list[int](), False, ""
-        self._left_out = deque[int]()  # of two threads
+        self._saved = dict[int, float]()  # steps that have no copy yet, and when they were saved
         self._final = threading.Lock()  # held while a copy becomes complete or is removed
-        self._worker: BackgroundWorker[tuple[int, float]] | None = None
+        self._worker: BackgroundWorker[int] | None = None
         if self.url is not None:
             self._copies = CopiedCheckpoints(Store(self.url))
+            self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
             self._copied, work.drift = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
 
@@ -118,17 +119,18 @@ class Uploads:
             if not self._copied:
                 raise
             found = None
-        damaged = list[int]()
-        for step in reversed([step for step in self._copied if found is None or step > found[1].step]):
-            try:
-                self._fetch(step)
-            except DamagedCopyError as error:
-                self.say(f"the copy of {checkpoint_name(step)} is damaged ({error}); going back to the one before it")
-                damaged.append(step)
-                continue
-            self.event("checkpoint_fetched", step=step)
-            found = self.checkpoints.newest_valid()
-            break
+        newer, damaged = [step for step in self._copied if found is None or step > found[1].step], list[int]()
+        while newer:
+            step = newer.pop()
+            problem = self._fetch(step)
+            if problem is None:
+                self.event("checkpoint_fetched", step=step)
+                found = self.checkpoints.newest_valid()
+                break
+            if not isinstance(problem, DamagedCopyError):
+                raise problem
+            self.say(f"the copy of {checkpoint_name(step)} is damaged ({problem}); going back to the one before it")
+            damaged.append(step)
         if damaged and found is None:
             raise UserError(f"Every copy of a checkpoint in {self.url} is damaged (see above). Put sound objects back; "
                             f"or take train.checkpoint.copy_to away, to start again without them.")
@@ -141,10 +143,9 @@ class Uploads:
         """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
         if self.url is None:
             return
-        self._channel = HostChannel(dataclasses.replace(self.ranks, patience=PATIENCE))
         self._worker = BackgroundWorker("uploads", self._upload if self.ranks.leads else self._follow, newest_only=True)
         if not self.ranks.leads:
-            self._worker.put((0, 0.0))
+            self._worker.put(0)
         elif found is not None and found[1].step > self.uploaded:
             self.saved(found[1].step)
 
@@ -152,14 +153,15 @@ class Uploads:
         """The checkpoint after `step` is complete. Nothing is read here, where a failure would be the save's."""
         if self._worker is None or not self.ranks.leads:
             return
-        self._left_out.extend(left_out for left_out, _ in self._worker.put((step, time.monotonic())))
+        self._saved[step] = time.monotonic()
+        self._worker.put(step)
         if self._worker.error is not None:
             self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}, since copying has ended "
                      f"({self._worker.error}). Training goes on; the next start copies the newest")
 
     def needs(self, step: int) -> bool:
         """Whether the checkpoint after `step` is being uploaded or waits for it. For rank 0."""
-        return self._worker is not None and any(step == waiting for waiting, _ in self._worker.pending())
+        return self._worker is not None and step in self._worker.pending()
 
     def withdraw(self, after: int) -> None:
         """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
@@ -201,20 +203,22 @@ class Uploads:
 
     def _wait(self, step: int, limit: timedelta) -> str:
         """Wait for the upload of the checkpoint after `step`; why there is none, or "", on every rank."""
-        return "" if self._worker is None else str(self.ranks.by_leader(lambda: self._wait_here(step, limit)))
+        worker = self._worker
+        if worker is None:
+            return ""
 
-    def _wait_here(self, step: int, limit: timedelta) -> str:
-        assert self._worker is not None
-        if self.uploaded != step:
-            self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.url}")
-        if self._worker.close(limit.total_seconds()) and self._worker.error is None:
-            with suppress(dist.DistError):
-                self._channel.same(None)  # the other ranks' threads end
-        broken = f"{self._worker.error}." if self._worker.error else ""
-        late = f"it was not done after {limit.total_seconds():g} s."
-        problem = "" if self.uploaded == step else broken or self._problem or late
-        self.close()
-        return problem
+        def wait() -> str:
+            if self.uploaded != step:
+                self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.url}")
+            if worker.close(limit.total_seconds()) and worker.error is None:
+                with suppress(dist.DistError):
+                    self._channel.same(None)  # the other ranks' threads end
+            broken = f"{worker.error}." if worker.error else ""
+            late = f"it was not done after {limit.total_seconds():g} s."
+            problem = "" if self.uploaded == step else broken or self._problem or late
+            self.close()
+            return problem
+        return str(self.ranks.by_leader(wait))
 
     def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
         """The steps in the store, and the drift of the training that they are of. For rank 0."""
@@ -297,8 +301,8 @@ class Uploads:
             self.say(f"{which} {self.url} are removed: "
                      f"{', '.join(map(checkpoint_name, steps))}.")
 
-    def _fetch(self, step: int) -> None:
-        """Fetch a checkpoint; every rank takes a share of the files. UserError and OSError, the same on every rank."""
+    def _fetch(self, step: int) -> Exception | None:
+        """Fetch a checkpoint; every rank takes a share of the files. Why that failed, the same on every rank."""
         final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
@@ -314,50 +318,41 @@ class Uploads:
                      f"({needed / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
-        def publish() -> None:
+        def publish(_: int) -> None:
             records = temporary / RECORDS
             if records.is_dir():
                 take_records(records, self.work.folder, self.say)
                 shutil.rmtree(records)
             self.checkpoints.place(temporary, step)
 
-        try:
-            files = ranks.by_leader(ready)
-            found = ranks.gather(tried(lambda: copy.fetch(temporary, files[ranks.rank::ranks.world]), temporary))
-            if error := _first(sorted(found, key=lambda one: not isinstance(one, Exception) or not is_full_disk(one))):
-                raise error
-            ranks.by_leader(publish)
-        finally:
-            if ranks.leads:
-                shutil.rmtree(temporary, ignore_errors=True)
-
-    def _check(self) -> None:
-        """On rank 0, `_refuse_stopped`; the others hear of it after their share."""
-        if self.ranks.leads:
-            self._refuse_stopped()
+        problem = in_turn(self._channel, ready, lambda files: copy.fetch(temporary, files[ranks.rank::ranks.world]),
+                          sum, publish, temporary)
+        if ranks.leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return problem
 
     def _refuse_stopped(self) -> None:
         """UserError if nothing is to be copied any more, or the store is another process's by now: called before
-        anything that others may see is changed."""
+        anything that others may see is changed. On rank 0; the others hear of it after their share."""
         if self._stopped:
             raise UserError("copying was stopped.")
-        self._owner.refuse_lost()
+        if self.ranks.leads:
+            self._owner.refuse_lost()
 
-    def _follow(self, _: tuple[int, float]) -> None:
+    def _follow(self, _: int) -> None:
         """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
-        while (job := self._channel.same(None)) is not None:
-            self._channel.joined(self._send(*job), _first)
+        while (step := self._channel.same(None)) is not None:
+            self._attempt(step)
 
-    def _upload(self, item: tuple[int, float]) -> None:
-        """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead."""
+    def _upload(self, step: int) -> None:
+        """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead. On rank 0."""
         assert self._worker is not None
-        (step, saved_at), url, name = item, self.url, checkpoint_name(item[0])
+        url, name = self.url, checkpoint_name(step)
         for failures in itertools.count(1):
             began = time.monotonic()
-            problem = self._attempt(step)
+            problem = self._attempt(self._channel.same(step))
             seconds = round(time.monotonic() - began, 3)
             if problem is None:
-                self._problem = ""
                 break
             self._problem = f"{str(problem).rstrip('.')}."
             self.event("checkpoint_copy_failed", step=step, error=self._problem, seconds=seconds)
@@ -366,60 +361,54 @@ class Uploads:
             wait_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
             self.say(f"warning: {name} could not be copied to {url}: {self._problem} Training goes on; it is tried "
                      f"again in {wait_s:.0f} s, or with the next checkpoint")
-            if self._worker.waiting(wait_s):
-                self._left_out.append(step)
+            if self._worker.waiting(wait_s) or (self._worker.closing and failures >= self.config.attempts):
                 return
             if self._worker.closing:
-                if failures >= self.config.attempts:
-                    return
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
             self.say(f"warning: old copies in {url} could not be removed ({problem}); tried again after the next copy")
-        left_out = [self._left_out.popleft() for _ in range(len(self._left_out))]
+        done = {saved: self._saved.pop(saved) for saved in list(self._saved) if saved <= step}
+        left_out = [saved for saved in done if saved != step]
         self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
-                   behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
+                   behind_s=round(time.monotonic() - done[step], 3), **({"left_out": left_out} if left_out else {}))
         if left_out:
             self.say(f"{name} is copied to {url}; {', '.join(map(checkpoint_name, left_out))} had no time to be")
         self.uploaded = step
 
     def _attempt(self, step: int) -> Exception | None:
-        """Upload a checkpoint once; why it failed. Every rank goes through both messages, whatever fails."""
-        opened = tried(lambda: self._open(step))
-        files, problem = ([], opened) if isinstance(opened, Exception) else (opened, None)
-        sent = self._channel.joined(self._send(*self._channel.same((step, files))), _first)
-        return problem or sent or tried(lambda: self._complete(step, files))
+        """Upload a checkpoint once, each rank its share of the files; why that failed."""
+        copy, folder, ranks = self._copies.of(step), self.checkpoints.path(step), self.ranks
+        files = list[dict[str, Any]]()
 
-    def _open(self, step: int) -> list[dict[str, Any]]:
-        """The files to be sent, once the store has no copy of this step that counts: one whose objects are put again,
-        one by one, would be neither the old nor the new."""
-        files: list[dict[str, Any]] = read_marker(self.checkpoints.path(step))["files"]
-        with self._final:
-            self._refuse_stopped()
-            if self.uploaded == step:
-                self.uploaded = -1
-            self._copies.of(step).reopen()
-        return files
+        def opened() -> list[dict[str, Any]]:
+            """The files to be sent, once the store has no copy of this step that counts: one whose objects are put
+            again, one by one, would be neither the old nor the new."""
+            files.extend(read_marker(folder)["files"])
+            with self._final:
+                self._refuse_stopped()
+                if self.uploaded == step:
+                    self.uploaded = -1
+                copy.reopen()
+            return files
 
-    def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
-        """Send this rank's share; why it failed."""
-        share = files[self.ranks.rank::self.ranks.world]
-        return _first([tried(lambda: self._copies.of(step).send(self.checkpoints.path(step), share, self._check))])
-
-    def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
-        """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
-        copy, folder = self._copies.of(step), self.checkpoints.path(step)
-        self._refuse_stopped()  # sending took long
-        all_files = [*files, output_record(folder, folder / MARKER)]
-        copy.send(folder, all_files[-1:])
-        for name, data in train_records(self.work.folder, step).items():
-            self._refuse_stopped()
-            copy.store.put(f"{RECORDS}{name}", data)
-            all_files.append({"path": f"{RECORDS}{name}", "bytes": len(data),
+        def complete(_: int) -> None:
+            """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
+            self._refuse_stopped()  # sending took long
+            marker = output_record(folder, folder / MARKER)
+            copy.send(folder, [marker])
+            files.append(marker)
+            for name, data in train_records(self.work.folder, step).items():
+                self._refuse_stopped()
+                copy.store.put(f"{RECORDS}{name}", data)
+                files.append({"path": f"{RECORDS}{name}", "bytes": len(data),
                               "sha256": hashlib.sha256(data).hexdigest()})
-        with self._final:
-            self._refuse_stopped()
-            copy.finish(str(step), all_files)
-        self._bytes = sum(record["bytes"] for record in all_files)
+            with self._final:
+                self._refuse_stopped()
+                copy.finish(str(step), files)
+            self._bytes = sum(record["bytes"] for record in files)
+
+        return in_turn(self._channel, opened, lambda files: copy.send(folder, files[ranks.rank::ranks.world],
+                                                                      self._refuse_stopped), sum, complete, "")
 
     def _prune(self) -> None:
         self._owner.refuse_lost()
@@ -447,20 +436,13 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
     found = {}
     for name in (*LOGS, *OTHERS):
         with suppress(FileNotFoundError):
-            data = (folder / name).read_bytes()
-            found[name] = data[:_end_before(data, step if name in LOGS[:2] else None)] if name in LOGS else data
+            lines = (folder / name).read_bytes().splitlines(keepends=True)
+            if name in LOGS and lines and not lines[-1].endswith(b"\n"):
+                lines.pop()
+            while name in OF_STEPS and lines and json.loads(lines[-1])["step"] >= step:
+                lines.pop()
+            found[name] = b"".join(lines)
     return found
-
-
-def _end_before(lines: bytes, step: int | None) -> int:
-    """Where whole lines end, without the last ones that are of `step` or later."""
-    end = lines.rfind(b"\n") + 1
-    while step is not None and end:
-        start = lines.rfind(b"\n", 0, end - 1) + 1
-        if json.loads(lines[start:end])["step"] < step:
-            break
-        end = start
-    return end
 
 
 def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> None:
@@ -492,7 +474,3 @@ def _mark(folder: Path) -> str:
     """What a folder keeps when it is renamed, and a copy of it does not have. Of its disk not the number of the device,
     which another node may have given to another disk."""
     return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"
-
-
-def _first(problems: Sequence[object]) -> Exception | None:
-    return next((problem for problem in problems if isinstance(problem, Exception)), None)

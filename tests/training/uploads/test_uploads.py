@@ -169,8 +169,8 @@ def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch
     run.train(4)
     copying = run.start()
     copying.begin(copying.newest_valid())
-    copying.ranks = SimpleNamespace(patience=timedelta(minutes=2), by_leader=run.ranks.by_leader)
+    copying.ranks = SimpleNamespace(patience=timedelta(minutes=2))
     waited = []
-    monkeypatch.setattr(Uploads, "_wait_here", lambda self, step, limit: waited.append(limit) or "")
+    monkeypatch.setattr(Uploads, "_wait", lambda self, step, limit: waited.append(limit) or "")
     copying.finish(4)
     assert waited == [timedelta(minutes=1)]
