@@ -249,12 +249,12 @@ class Loop:
         self.save_asked = False
         votes = [hook.votes(self) for hook in self.hooks]
         counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
-        targets, padding, *sums = self.ranks.sum(*counted, *itertools.chain(*votes))
-        rest = iter(sums)
+        sums = iter(self.ranks.sum(*counted, *itertools.chain(*votes)))
+        targets, padding = int(next(sums)), int(next(sums))
         for hook, mine in zip(self.hooks, votes, strict=True):
             if mine:
-                hook.on_votes(self, list(itertools.islice(rest, len(mine))))
-        return int(targets), int(padding)
+                hook.on_votes(self, list(itertools.islice(sums, len(mine))))
+        return targets, padding
 
     def _update(self, batch: Batch, targets: int) -> StepResult:
         """Forward, backward and update over the batch. UserError as `memory_explained`."""
@@ -414,10 +414,9 @@ class Loop:
         metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= progress.step]
         # The marker's hashes were compared with the files a moment ago, by all ranks together.
         outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
-        outputs += [output_record(folder, path) for path in
-                    (checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
-                     *([folder / ROLLBACKS] if self.guards.rollbacks else []),
-                     *([folder / FILE] if (folder / FILE).is_file() else []))]
+        paths = [checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
+                 *(path for path in (folder / ROLLBACKS, folder / FILE) if path.is_file())]
+        outputs += [output_record(folder, path) for path in paths]
         self.work.commit(outputs, {
             "checkpoint": name, "steps": progress.step, "tokens": progress.tokens, "samples": progress.samples,
             "targets": progress.targets, "restarts": progress.restarts, "precision": progress.precision,
@@ -426,8 +425,7 @@ class Loop:
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
             **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": self.tokens.checked,
             "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
-            "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
-            "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
+            "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None}, verified=True)
 
     def _consumed(self, metrics: list[dict[str, Any]]) -> dict[str, Any]:
         """How often each source was gone through, and of each phase what it has trained on and what rollbacks left
