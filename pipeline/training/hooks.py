@@ -42,6 +42,11 @@ class Hook:
     def on_save(self, loop: Loop) -> None:
         """A checkpoint of `loop.progress` is about to be written."""
 
+    def look(self, loop: Loop) -> dict[str, Any]:
+        """What else goes into the last step's line: what is seen of the model. The step's checkpoint, if one was due,
+        is on its way. Called also at a start that finds the line of its checkpoint's step missing."""
+        return {}
+
     def after_step(self, loop: Loop) -> None:
         """All of a step is done, its checkpoint included."""
 

@@ -50,7 +50,7 @@ from drover.pipeline.training.guards import Verdict
 from drover.pipeline.training.hooks import Hook
 from drover.pipeline.training.housekeeping import Garbage, Saving
 from drover.pipeline.training.initial_weights import initial_values
-from drover.pipeline.training.monitor import Monitor
+from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
 from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.precision import DTYPES
 from drover.pipeline.training.profiling import Profiling
@@ -71,6 +71,7 @@ class Loop:
         progress: where training stands.
         hooks: what takes part in training beside the loop, in order.
         save_asked: whether a hook asked for a checkpoint after the step that runs.
+        done: steps of this start.
         events: that threads have recorded and the log has not yet.
         current: this rank's batch of the step that runs or ran last, and the targets of the global batch.
     """
@@ -78,7 +79,7 @@ class Loop:
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         self.events = deque[tuple[str, dict[str, Any]]]()
-        self.stepped = self.save_asked = False
+        self.save_asked, self.done = False, 0
         try:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
@@ -181,8 +182,6 @@ class Loop:
         precision = DTYPES[self.progress.precision]
         # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
         self.recorder = Recorder(self.work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
-        with self.paused():
-            self.monitor = Monitor(self)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
                      *kernel_lines(self.config, self.engine, self.ranks.device, precision),
                      *fp8_lines(self.decided, self.model_config, self.grid.tensor, self.ranks.device)]:
@@ -191,15 +190,19 @@ class Loop:
     def _make_hooks(self) -> None:
         train = self.config.train
         self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
-        self.hooks: list[Hook] = [
-            Saving(train.checkpoint.every_minutes),
-            self.tokens,
-            self.stop,
-            ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
-            *(settings.open(self) for settings in HOOKS.made(train.hooks)),
-            self.monitor,
-            *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
-            Garbage()]
+        with self.paused():  # held-out text is read, the vocabulary too
+            self.hooks: list[Hook] = [
+                Saving(train.checkpoint.every_minutes),
+                self.tokens,
+                self.stop,
+                ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
+                *(settings.open(self) for settings in HOOKS.made(train.hooks)),
+                *([] if train.norms_every is None else [Norms()]),
+                Validation(self),
+                *([Fp8Watch(self.engine, self.ranks.device)] if self.progress.precision == "fp8" else []),
+                Samples(self),
+                *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
+                Garbage()]
         self.engine.before_update = self._before_update
         self.work.run.forget_manifests()  # of very many shards they are large
         self.uploads.begin(self.found)
@@ -221,6 +224,7 @@ class Loop:
             self._advance(result, verdict, padding)
             if self._checkpoint_is_due():
                 self._save()
+            self._log_step()
             for hook in self.hooks:
                 hook.after_step(self)
             self._end_step()
@@ -233,8 +237,18 @@ class Loop:
         """Whether there are steps to be done."""
         return self.progress.step < self.config.train.steps
 
+    def due(self, every: int | None, step: int | None = None) -> bool:
+        """Whether what is done every so many steps is done after the last step, or after `step`; always after the last
+        of all."""
+        step = self.progress.step if step is None else step
+        return every is not None and (step % every == 0 or step == self.config.train.steps)
+
     def _start(self) -> None:
-        self.monitor.catch_up(self.progress)
+        def logged() -> bool:
+            metrics = read_metrics(self.work.folder / "metrics.jsonl")
+            return bool(metrics) and metrics[-1]["step"] >= self.progress.step
+        if self.progress.record is not None and not self.ranks.by_leader(logged):
+            self._log_step()  # a kill came between a checkpoint and its step's line
         self.recorder.begin(self.progress, **self._start_facts())
         self.log_events()
         if self.plan_changes:
@@ -261,7 +275,7 @@ class Loop:
         step = self.progress.step + 1
         self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
         self.watchdog.step_begins()
-        with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.stepped):
+        with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.done):
             result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
                                       self.guards.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
@@ -272,7 +286,7 @@ class Loop:
             hook.before_update(self)
 
     def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
-        """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""
+        """Note that the step has happened, and what it was; its line goes to the log later (`_log_step`)."""
         before, step_s = self.progress, time.perf_counter() - self.step_began
         end = self.guards.excluded.take(before.samples, self.batch.sequences).end
         after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
@@ -285,13 +299,13 @@ class Loop:
         for hook in self.hooks:
             hook.on_step(self, result, record)
         self.progress = dataclasses.replace(after, record=record)
-        self.stepped = True
+        self.done += 1
         self.watchdog.finished(after.step, step_s)
 
     def _checkpoint_is_due(self) -> bool:
         """Whether to save now: every so many steps or minutes, before leaving, at the end, and where `convert.average`
         names the step."""
-        due = self.monitor.due(self.progress.step, self.config.train.checkpoint.every_steps)
+        due = self.due(self.config.train.checkpoint.every_steps)
         return due or self.progress.step in self.config.convert.average or self.save_asked or self.stop.stop is not None
 
     def _save(self) -> None:
@@ -302,6 +316,15 @@ class Loop:
             self.progress = dataclasses.replace(self.progress, guards=self.guards.guards.state())
             self.saver.save(self.engine.state_shards(), self.progress)
         self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
+
+    def _log_step(self) -> None:
+        """Look at the model, and write the step's line. It comes after the step's checkpoint, which holds it as well:
+        looking may fail (memory, a bad prompt), and must not cost the steps since the last save."""
+        record, seen = self.progress.record or {}, dict[str, Any]()
+        for hook in self.hooks:
+            seen |= hook.look(self)
+        if seen or "weight_norms" in record or self.due(self.config.train.log_every):
+            self.recorder.tell("step", record | seen)
 
     def _end_step(self) -> None:
         """All that belongs to a step is done; the next one begins."""

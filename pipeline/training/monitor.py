@@ -1,14 +1,13 @@
-"""Look at the model while it trains: held-out loss, sample texts, norms, what fp8 does; and write the lines of steps.
+"""Hooks that look at the model while it trains: held-out loss, sample texts, norms, what fp8 does.
 
 All of it uses every rank (a sharded model needs all of them in each pass) and draws on no state of training: switching
-it on or off changes no weight. A line goes to the log after its step's checkpoint, which holds it as well: looking at
-the model may fail (memory, a bad prompt), and must not cost the steps since the last save.
+it on or off changes no weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,19 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drover.model.generate import generate
-from drover.pipeline.config.batch import BatchPlan
-from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.data.shard_table import Opener, ShardTable, open_shards
+from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from drover.pipeline.parallel.compiling import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import whole_losses
-from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
-from drover.pipeline.records.checkpoints import TrainingProgress
-from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.training.engines.engine import Engine
 from drover.pipeline.training.engines.norms import StepNorms, layer_norms
 from drover.pipeline.training.guards import json_number
@@ -47,180 +40,115 @@ FACTORS = ("input", "weight", "gradient")
 """Of a layer's products: what goes in, the weight, and the gradient that comes back."""
 
 
-class Monitor(Hook):
-    """What one attempt at training shows of its model. Every method is called on all ranks alike."""
+class Norms(Hook):
+    """Norms by layer as fields of the step's line, and of every parameter in events.jsonl; in the first step of a start
+    too."""
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop, self.train, self.recorder = loop, loop.config.train, loop.recorder
-        self.validation = Validation(loop.work, loop.grid, loop.batches.table, loop.batches.opener)
-        self.samples = Samples(loop.work, loop.grid)
-        self.fp8 = Fp8Watch(loop.engine, loop.ranks.device) if loop.progress.precision == "fp8" else None
-        self._first = True  # no step of this start is done yet
-        self._norms: StepNorms | None = None
-
-    def due(self, step: int, every: int | None) -> bool:
-        """Whether something done every so many steps is due after step number `step`; always after the last."""
-        return every is not None and (step % every == 0 or step == self.train.steps)
+    _norms: StepNorms | None = None
 
     def before_update(self, loop: Loop) -> None:
-        """Begin to measure norms, if `train.norms_every` wants it. In the first step of a start too."""
-        every = self.train.norms_every
-        due = every is not None and (self._first or self.due(loop.progress.step + 1, every))
-        self._norms = StepNorms(loop.engine, loop.ranks.device) if due else None
+        """Begin to measure, if this step is one of those."""
+        if not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1):
+            self._norms = StepNorms(loop.engine, loop.ranks.device)
 
     def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
-        """Norms by layer as fields of the step's line, and of every parameter in events.jsonl."""
+        """See Hook."""
         if self._norms is not None:
             norms, self._norms = self._norms.finish(), None
-            self.recorder.event("norms", step=record["step"], parameters=norms)
+            loop.recorder.event("norms", step=record["step"], parameters=norms)
             record |= layer_norms(norms)
 
-    def after_step(self, loop: Loop) -> None:
-        """Look at the model, and write the step's line."""
-        step = loop.progress.step
-        self.log(loop.progress, self.validate(step) | self.watch_fp8(step))
-        self.draw_samples(step)
-        self._first = False
 
-    def validate(self, step: int) -> dict[str, Any]:
-        """Held-out bits per byte of each source as fields of the step's line, where that is due; NaN is said and left
-        out."""
-        if not self.due(step, self.train.heldout_every):
-            return {}
-        with self.recorder.looking():
-            found = self.validation.measure(self.loop.engine,
-                                            partial(self.loop.watchdog.pulse, first=self.validation.first))
-        if missing := [source for source, bits in found.items() if not math.isfinite(bits)]:
-            self.loop.say(f"after step {step} the loss on held-out text of {', '.join(missing)} is NaN")
-        return {"heldout_bpb": {source: bits for source, bits in found.items() if source not in missing}}
+class Validation(Hook):
+    """Bits per byte of a fixed part of each source's held-out documents, measured now and then; the same on every rank
+    and for every number of ranks, up to rounding."""
 
-    def watch_fp8(self, step: int) -> dict[str, Any]:
-        """What fp8 does to the values of the layers, as curves, where that is due after `step`; layer by layer it goes
-        into events.jsonl. In the first step of a start too: what it needs of memory shows at once."""
-        if self.fp8 is None or not (self._first or self.due(step, self.train.fp8_watch_every)):
-            return {}
-        self.loop.watchdog.pulse()
-        with self.recorder.looking():
-            layers = self.fp8.measure(*self.loop.current)
-        self.recorder.event("fp8", step=step, layers=layers)
-        return fp8_curves(layers)
-
-    def log(self, progress: TrainingProgress, seen: dict[str, Any]) -> None:
-        """The line of the last step, where that is due, with what was seen of the model after it."""
-        record = progress.record or {}
-        if seen or "weight_norms" in record or self.due(progress.step, self.train.log_every):
-            self.recorder.tell("step", record | seen)
-
-    def draw_samples(self, step: int) -> None:
-        """Draw texts where that is due after `step`."""
-        if not self.due(step, self.train.sample_every):
-            return
-        try:
-            with self.recorder.looking():
-                texts = self.samples.draw(self.loop.engine, self.loop.watchdog.pulse)
-            for prompt, text in texts:
-                self.recorder.tell("sample", step, prompt, text)
-        except FloatingPointError as error:  # the guards deal with it: the next loss is NaN too
-            self.loop.say(f"no sample texts after step {step}: {error}")
-
-    def catch_up(self, progress: TrainingProgress) -> None:
-        """After a kill between a checkpoint and its step's line in the log: look, and write that line, now."""
-        def logged() -> bool:
-            metrics = read_metrics(self.loop.work.folder / "metrics.jsonl")
-            return bool(metrics) and metrics[-1]["step"] >= progress.step
-        if progress.record is not None and not self.loop.ranks.by_leader(logged):
-            self.log(progress, self.validate(progress.step))
-            self.draw_samples(progress.step)
-
-
-class Validation:
-    """A fixed part of each source's held-out documents, measured now and then."""
-
-    def __init__(self, work: Work, grid: Grid, table: ShardTable, opener: Opener | None = None) -> None:
-        train, self.grid = work.config.train, grid
-        texts = grid.ranks.by_leader(lambda: heldout_texts(work, table, opener))
-        # In all phases as in the first, so that the figures make one curve.
-        first = BatchPlan.of(PhasePlan.of(train).phases[0].train, work.config.parallel, grid.ranks.world)
+    def __init__(self, loop: Loop) -> None:
+        texts = loop.ranks.by_leader(lambda: heldout_texts(loop))
+        first = loop.batch_of_phase[0]  # in all phases as in the first, so that the figures make one curve
         self.batches = HeldoutBatches(texts, length=first.sequence_length, batch=first.micro_batch,
-                                      rank=grid.data_rank, world=grid.data_ranks)
+                                      rank=loop.grid.data_rank, world=loop.grid.data_ranks)
         self.batches.keep_own()
-        self.first = True
+        self._first = True  # it may have to compile
 
-    def measure(self, engine: Engine, pulse: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Bits per byte of each source; the same on every rank and for every number of ranks, up to rounding. The first
-        time (`first`), it may have to compile.
-
-        pulse: called before each batch.
-        """
-        model = engine.model
+    def look(self, loop: Loop) -> dict[str, Any]:
+        """Held-out bits per byte of each source; NaN is said and left out."""
+        if not loop.due(loop.config.train.heldout_every):
+            return {}
+        model, grid = loop.engine.model, loop.grid
 
         def forward(tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-            pulse()
-            if self.grid.context > 1:
-                return whole_losses(model, self.grid.mesh["context"], tokens, labels, documents, positions)
+            loop.watchdog.pulse(first=self._first)
+            if grid.context > 1:
+                return whole_losses(model, grid.mesh["context"], tokens, labels, documents, positions)
             nats: Tensor = model(tokens, labels, documents=documents, positions=positions, reduction="none")
             return nats
-        model.eval()
-        found = measure(forward, self.batches, self.grid.ranks.device, copies=self.grid.sample_ranks)
-        engine.free_unsharded()
-        model.train()
-        self.first = False
-        return {name: result.bits_per_byte for name, result in found.items()}
+        with loop.recorder.looking():
+            model.eval()
+            measured = measure(forward, self.batches, loop.ranks.device, copies=grid.sample_ranks)
+            loop.engine.free_unsharded()
+            model.train()
+        self._first = False
+        found = {source: result.bits_per_byte for source, result in measured.items()}
+        if missing := [source for source, bits in found.items() if not math.isfinite(bits)]:
+            loop.say(f"after step {loop.progress.step} the loss on held-out text of {', '.join(missing)} is NaN")
+        return {"heldout_bpb": {source: bits for source, bits in found.items() if source not in missing}}
 
 
-def heldout_texts(work: Work, table: ShardTable, opener: Opener | None = None) -> dict[str, HeldoutText]:
+def heldout_texts(loop: Loop) -> dict[str, HeldoutText]:
     """What is measured on, by source; for one rank, which tells the others."""
-    folder, found = work.input("encode")[0], {}
-    for source in work.config.shard.sources:
-        shards = open_shards(folder, table, "heldout", source.name, opener)
-        chosen = choose(shards, work.config.train.heldout_tokens)
+    folder, found = loop.work.input("encode")[0], {}
+    for source in loop.config.shard.sources:
+        shards = open_shards(folder, loop.batches.table, "heldout", source.name, loop.batches.opener)
+        chosen = choose(shards, loop.config.train.heldout_tokens)
         if len(chosen):
             found[source.name] = HeldoutText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
     return found
 
 
-class Samples:
+class Samples(Hook):
     """Continuations of the configured prompts, always drawn with the same random numbers."""
 
-    def __init__(self, work: Work, grid: Grid) -> None:
-        self.train, self.split, self.leads = work.config.train, grid.tensor, grid.ranks.leads
-        self.compiled = compiles(self.train, grid.ranks.device)
-        self.prompts = grid.ranks.by_leader(lambda: self._prompts(work))
+    def __init__(self, loop: Loop) -> None:
+        self.prompts = loop.ranks.by_leader(lambda: self._prompts(loop))
 
-    def _prompts(self, work: Work) -> list[tuple[str, list[int]]]:
+    def _prompts(self, loop: Loop) -> list[tuple[str, list[int]]]:
         """The prompts and their ids; none where what the vocabulary needs is missing. For one rank, which also puts
         what is drawn into words."""
+        train = loop.config.train
         try:
             from drover.pipeline.tokenization.kinds import load_tokenizer
-            self.tokenizer = load_tokenizer(work.input("tokenizer")[0])
+            self.tokenizer = load_tokenizer(loop.work.input("tokenizer")[0])
         except ImportError as error:
-            work.say(f"no sample texts while training: rank 0 lacks {error.name}, which the vocabulary needs")
+            loop.say(f"no sample texts while training: rank 0 lacks {error.name}, which the vocabulary needs")
             return []
-        room = work.config.model.context_length - self.train.sample_tokens
-        return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in self.train.prompts]
+        room = loop.config.model.context_length - train.sample_tokens
+        return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in train.prompts]
 
-    def draw(self, engine: Engine, pulse: Callable[[], None] = lambda: None) -> list[tuple[str, str]]:
-        """(prompt, continuation) pairs, on rank 0. No token ends a text early, so that every rank does as many passes.
+    def look(self, loop: Loop) -> dict[str, Any]:
+        """Draw. No token ends a text early, so that every rank does as many passes."""
+        train, split = loop.config.train, loop.grid.tensor
+        if not self.prompts or not loop.due(train.sample_every):
+            return {}
+        # Under tensor parallelism sequences are split evenly: no single new tokens, hence no cache. Each length would
+        # be compiled anew.
+        with (loop.recorder.looking(), uncompiled() if compiles(train, loop.ranks.device) else nullcontext()):
+            try:
+                drawn = generate(loop.engine.model, [ids for _, ids in self.prompts], train.sample_tokens,
+                                 temperature=0.8, top_p=0.95, seed=0, stop_ids=(), use_cache=split == 1,
+                                 multiple_of=split, pulse=loop.watchdog.pulse)
+            except FloatingPointError as error:  # on every rank; the guards deal with it: the next loss is NaN too
+                loop.say(f"no sample texts after step {loop.progress.step}: {error}")
+                return {}
+            finally:
+                loop.engine.free_unsharded()
+        if loop.ranks.leads:
+            for (prompt, _), ids in zip(self.prompts, drawn, strict=True):
+                loop.recorder.tell("sample", loop.progress.step, prompt, self.tokenizer.decode(ids))
+        return {}
 
-        pulse: called before each token.
 
-        Raises FloatingPointError, on every rank, where the model's scores are NaN.
-        """
-        if not self.prompts:
-            return []
-        # Under tensor parallelism sequences are split evenly: no single new tokens, hence no cache.
-        try:
-            with uncompiled() if self.compiled else nullcontext():  # each length would be compiled anew
-                drawn = generate(engine.model, [ids for _, ids in self.prompts], self.train.sample_tokens,
-                                 temperature=0.8, top_p=0.95, seed=0, stop_ids=(), use_cache=self.split == 1,
-                                 multiple_of=self.split, pulse=pulse)
-        finally:
-            engine.free_unsharded()
-        return [(text, self.tokenizer.decode(ids)) for (text, _), ids in zip(self.prompts, drawn, strict=True)] \
-            if self.leads else []
-
-
-class Fp8Watch:
+class Fp8Watch(Hook):
     """What fp8 does to the values of each layer: their largest, and the share that it turns to zero.
 
     fp8 (e4m3) reaches down to about a 230,000th of the largest value that shares a scale; half of that becomes zero.
@@ -240,6 +168,17 @@ class Fp8Watch:
         self.names = list(self.layers)
         if isinstance(engine.model, PipelinedModel):
             self.names = engine.model.of_all([*part] for part in held)
+
+    def look(self, loop: Loop) -> dict[str, Any]:
+        """What fp8 does, as curves; layer by layer it goes into events.jsonl. After the first step of a start too: what
+        it needs of memory shows at once."""
+        if not loop.done or not (loop.done == 1 or loop.due(loop.config.train.fp8_watch_every)):
+            return {}
+        loop.watchdog.pulse()
+        with loop.recorder.looking():
+            layers = self.measure(*loop.current)
+        loop.recorder.event("fp8", step=loop.progress.step, layers=layers)
+        return fp8_curves(layers)
 
     def measure(self, batch: Batch, targets: int) -> Fp8Layers:
         """By layer and factor, over the ranks: the largest absolute value, and of the values that are not zero, the

@@ -431,7 +431,7 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
     whose folder is lost takes them up again, and its log has no hole.
 
     Of metrics and samples only lines of steps before: who continues from a checkpoint does first what belongs to its
-    own step (`Monitor.catch_up`), and what of that was written when the copy was made is a matter of chance.
+    own step (`Loop._start`), and what of that was written when the copy was made is a matter of chance.
     """
     found = {}
     for name in (*LOGS, *OTHERS):

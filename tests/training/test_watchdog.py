@@ -10,7 +10,7 @@ from drover.model.generate import generate
 from drover.model.llama import Llama
 from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.training.monitor import Monitor
+from drover.pipeline.training.monitor import Samples
 from drover.pipeline.training.watchdog import STEP_S, Watchdog
 
 LIMIT = 600.0
@@ -97,25 +97,19 @@ def test_drawing_a_text_is_watched_token_by_token(watched, use_cache):
         draw()
 
 
-def monitor(watched, draw=None, barrier=None):
-    """As much of a monitor as draws texts and pauses the watchdog, on one rank; `barrier` is where it waits for
-    others."""
-    made = Monitor.__new__(Monitor)
-    made.loop = Mock(watchdog=watched.dog, ranks=Mock(barrier=barrier))
-    made.samples, made.train, made.recorder = SimpleNamespace(draw=draw), TrainConfig(sample_every=10), MagicMock()
-    return made
-
-
-def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(watched):
-    made = monitor(watched, Mock(side_effect=FloatingPointError("the model's scores are NaN")))
-    made.draw_samples(10)
-    made.loop.say.assert_called_once_with("no sample texts after step 10: the model's scores are NaN")
+def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(monkeypatch):
+    error = FloatingPointError("the model's scores are NaN")
+    monkeypatch.setattr("drover.pipeline.training.monitor.generate", Mock(side_effect=error))
+    samples, loop = Samples.__new__(Samples), MagicMock(config=SimpleNamespace(train=TrainConfig(sample_every=10)))
+    samples.prompts, loop.progress.step = [("a", [1])], 10
+    assert samples.look(loop) == {}
+    loop.say.assert_called_once_with("no sample texts after step 10: the model's scores are NaN")
+    loop.engine.free_unsharded.assert_called_once()
 
 
 def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(watched):
     """Loading, comparing, copying: all ranks are through before any is watched again."""
-    made = monitor(watched, barrier=lambda: watched.passes(4 * LIMIT))
-    with made.loop.watchdog.paused(made.loop.ranks.barrier):
+    with watched.dog.paused(lambda: watched.passes(4 * LIMIT)):
         watched.passes(4 * LIMIT)
     with pytest.raises(HungError):
         watched.passes(2 * LIMIT)
