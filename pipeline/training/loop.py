@@ -383,7 +383,7 @@ class Loop:
 
     def _leave(self, stop: Stop) -> None:
         """Say and record why training ends early, once the checkpoint is there."""
-        self.recorder.line.interrupt()
+        self.recorder.interrupt()
         ending = self._settle()
         self.ranks.barrier()  # without an agent, rank 0 has the store in which the others hear that the save is done
         step = self.progress.step

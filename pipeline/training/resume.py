@@ -125,18 +125,11 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
     """Weights, optimizer state and generators from a checkpoint that any engine on any number of ranks has written."""
     with CheckpointReader(path, index=ranks.by_leader(lambda: read_index(path))) as reader:
         engine.load(reader, updates)
-        generators = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
-        for device in {"cpu", ranks.device.type}:
-            if (state := _generator(reader, device, ranks.rank)) is not None:
-                generators[device](state)
-
-
-def _generator(reader: CheckpointReader, device: str, rank: int) -> torch.Tensor | None:
-    """The state of a rank's generator; None where another number of ranks was there, or another device."""
-    table = f"random.{device}"
-    if table in reader.names("random.") and rank < reader.shape(table)[0]:
-        return reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0]
-    return None
+        for device, restore in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+            table, rank = f"random.{device}", ranks.rank
+            # Where another number of ranks was there, or other devices, it has none for this one.
+            if device in ("cpu", ranks.device.type) and table in reader.names() and rank < reader.shape(table)[0]:
+                restore(reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0])
 
 
 def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:

@@ -63,7 +63,7 @@ class TokenCheck(Hook):
         self._checks, how = None, self.work.config.train.shard_checks
         if how is False:
             loop.say("token shards are not compared with what encode committed: train.shard_checks is false")
-        if how is False or loop.batches.stored is not None:
+        if how is False or loop.batches.opener is not None:
             return
         heldout = [row for row in range(len(table)) if how == "all" or table.kinds[table.kind[row]][0] != "train"]
         self._checks = ShardChecks(table, lambda row: committed(folder, [table.record(row)], "encode")[0],
