@@ -80,14 +80,14 @@ class Loop:
         self.work, self.config, self.watchdog = work, work.config, watchdog
         self.events = deque[tuple[str, dict[str, Any]]]()
         self.save_asked, self.done = False, 0
-        try:
+
+    def run(self) -> None:
+        """Train to the configured number of steps and commit, or save and leave when asked to stop."""
+        with ExitStack() as self.ends:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
                 part()
-        except (UserError, OSError):
-            if hasattr(self, "uploads"):
-                self.uploads.close()  # its thread would keep this process
-            raise
+            self._train()
 
     # ---- set-up, in this order
 
@@ -130,6 +130,7 @@ class Loop:
                                        or self.uploads.needs(step) or step in self.config.convert.average)
         with self.paused():
             self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.event)
+            self.ends.callback(self.uploads.close)  # its thread would keep this process
             self.found = self.uploads.newest_valid()
         self.has_checkpoint = self.found is not None
 
@@ -204,21 +205,22 @@ class Loop:
                 *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
                 Garbage()]
         self.engine.before_update = self._before_update
+        self.ends.push(self._end)
+        self.ends.enter_context(self.stop)
         self.work.run.forget_manifests()  # of very many shards they are large
         self.uploads.begin(self.found)
 
     # ---- the loop
 
-    def run(self) -> None:
-        """Train to the configured number of steps and commit, or save and leave when asked to stop."""
+    def _train(self) -> None:
         self._start()
         while self.unfinished:
             batch = self.batches.next()
             targets, padding = self._agree(batch)
             result = self._update(batch, targets)
-            verdict = self.guards.judge(self.progress.step + 1, result, self.progress, self.has_checkpoint,
-                                        self.recorder.event)
-            if verdict.outcome == "rollback":
+            verdict = self.guards.judge_step(self.progress.step + 1, result, self.progress, self.has_checkpoint,
+                                             self.recorder.event)
+            if verdict.event == "rollback":
                 self._roll_back(verdict)
                 continue
             self._advance(result, verdict, padding)
@@ -277,7 +279,7 @@ class Loop:
         self.watchdog.step_begins()
         with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.done):
             result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
-                                      self.guards.guards.limits())
+                                      self.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
         return result
 
@@ -313,7 +315,7 @@ class Loop:
         with self.paused():
             for hook in self.hooks:
                 hook.on_save(self)
-            self.progress = dataclasses.replace(self.progress, guards=self.guards.guards.state())
+            self.progress = dataclasses.replace(self.progress, guards=self.guards.state())
             self.saver.save(self.engine.state_shards(), self.progress)
         self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
 
@@ -337,7 +339,7 @@ class Loop:
 
     def _begin(self) -> None:
         """Go on from `self.progress`: at the start, and after a rollback."""
-        self.guards.begin(self.progress)
+        self.guards.go_on(self.progress.guards, len(self.guards.rollbacks))
         self._enter_phase()
         self.batches.begin(self.progress, self.guards.excluded)
         self.step_began = time.perf_counter()
@@ -351,7 +353,7 @@ class Loop:
         # By the full-attention formula: 6 x matrix parameters + attention, not halved.
         self.recorder.flops_per_token = self.model_config.flops_per_token(self.batch.sequence_length, causal=False)
         if self.plan.declared and self.progress.step == self.phase.first_step:
-            self.guards.guards.forget()
+            self.guards.forget()
             self.say(f"{self.phase}; batch {self.batch}")
             self.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
@@ -398,7 +400,7 @@ class Loop:
         if self.progress.step > self.config.train.steps:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
-        if self.guards.guards.skipped_total >= self.progress.step:
+        if self.guards.skipped_total >= self.progress.step:
             raise UserError(f"All {self.progress.step} updates were skipped, so nothing was learned. The reasons are "
                             f"in {self.work.folder / 'events.jsonl'}. Mend the cause, and start again with --force.")
         ending = self._settle()
@@ -446,7 +448,7 @@ class Loop:
             "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
             **self._consumed(metrics), "plan_sha256": self.data.order.plan_sha256, "ranks": self.ranks.world,
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
-            **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": self.tokens.checked,
+            **packing_facts(self.data), **self.guards.counters(), "token_shards_checked": self.tokens.checked,
             "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
             "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None}, verified=True)
 
@@ -464,11 +466,7 @@ class Loop:
                     counted["learned"] = done[phase.end_step] - done[phase.first_step]
         return {"epochs": data.order.epochs(samples), "phases": phases}
 
-    def __enter__(self) -> Loop:
-        self.stop.__enter__()
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+    def _end(self, _: object, error: BaseException | None, *__: object) -> None:
         with ExitStack() as ends:  # from the last one on, each of them, also where a hook's raises
             if error is None:  # after a failure the other ranks are not here to take leave of
                 ends.callback(stop_ranks)
@@ -477,10 +475,8 @@ class Loop:
             if isinstance(error, (UserError, OSError)):
                 # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished
                 # is removed, which makes room to say so.
-                ends.callback(self.uploads.close)
                 ends.callback(self.saver.settle)
             ends.callback(self.batches.close)
-            ends.callback(self.stop.__exit__)
             for hook in reversed(self.hooks):
                 ends.callback(hook.on_end, self)
             ends.callback(self.watchdog.pause)

@@ -55,7 +55,7 @@ def test_training_asks_for_it_before_it_touches_a_device(monkeypatch):
     monkeypatch.setattr(loop, "start_ranks", lambda patience: pytest.fail("the device was there first"))
     config = SimpleNamespace(train=SimpleNamespace(deterministic=True))
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
-        loop.Loop(SimpleNamespace(config=config), None)
+        loop.Loop(SimpleNamespace(config=config), None).run()
 
 
 @pytest.mark.parametrize(("event", "expected"), [

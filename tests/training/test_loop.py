@@ -22,7 +22,7 @@ def test_a_measurement_that_fails_comes_after_the_save(fails):
     loop.progress, loop.has_checkpoint, loop.current = SimpleNamespace(step=0, record={}), False, (None, 1)
     loop.config, loop._checkpoint_is_due = SimpleNamespace(train=SimpleNamespace(steps=1)), lambda: True
     with pytest.raises(MemoryError, match=fails):
-        loop.run()
+        loop._train()
     asked = [name for name, *_ in calls.mock_calls]
     assert asked.index("_update") < asked.index("_advance") < asked.index("_save") < asked.index(fails)
 
