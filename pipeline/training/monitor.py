@@ -7,7 +7,7 @@ it on or off changes no weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from drover.model.generate import generate
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
@@ -24,7 +23,8 @@ from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from drover.pipeline.parallel.compiling import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import whole_losses
-from drover.pipeline.parallel.pipeline_parallel import PipelinedModel
+from drover.pipeline.parallel.grid import own
+from drover.pipeline.parallel.pipeline_parallel import PipelinedModel, parameter_names
 from drover.pipeline.training.engines.engine import Engine
 from drover.pipeline.training.engines.norms import StepNorms, layer_norms
 from drover.pipeline.training.guards import json_number
@@ -38,6 +38,8 @@ Fp8Layers = dict[str, dict[str, tuple[float | str, float]]]
 """By layer and factor: the largest absolute value ("nan" and "inf" as text), and the share that becomes zero."""
 FACTORS = ("input", "weight", "gradient")
 """Of a layer's products: what goes in, the weight, and the gradient that comes back."""
+NOT_CONVERTED = -1.0
+"""No largest absolute value, nor NaN."""
 
 
 class Norms(Hook):
@@ -156,18 +158,14 @@ class Fp8Watch(Hook):
     many small ones, the small ones and what they would have taught are lost, which the loss shows much later.
 
     Attributes:
-        names: of the layers that are looked at, those of other ranks of a pipeline too.
         layers: this rank's, by name.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine, self.device = engine, device
-        parts = engine.model.stages if isinstance(engine.model, PipelinedModel) else [engine.model]
-        held = [dict(converted_layers(part)) for part in parts]
-        self.layers = {name: layer for part in held for name, layer in part.items()}
-        self.names = list(self.layers)
-        if isinstance(engine.model, PipelinedModel):
-            self.names = engine.model.of_all([*part] for part in held)
+        self._names = [name.removesuffix(".weight") for name in parameter_names(engine.model)]
+        stages = engine.model.stages if isinstance(engine.model, PipelinedModel) else [engine.model]
+        self.layers = {name: layer for stage in stages for name, layer in converted_layers(stage)}
 
     def look(self, loop: Loop) -> dict[str, Any]:
         """What fp8 does, as curves; layer by layer it goes into events.jsonl. After the first step of a start too: what
@@ -189,35 +187,37 @@ class Fp8Watch(Hook):
         its gradients are thrown away and training goes on as if it had not been. Every rank calls it alike,
         between two steps.
         """
-        # Rows: layer x factor. Columns: largest value; values other than 0; those that become 0 in either product.
-        found = torch.zeros(len(self.names) * len(FACTORS), 4, dtype=torch.float64, device=self.device)
-        rows = dict(zip(self.names, found.split(len(FACTORS)), strict=True))
+        names, shape = self._names, (len(self._names), len(FACTORS))
+        largest = torch.full(shape, NOT_CONVERTED, dtype=torch.float64, device=self.device)
+        # Of each: values other than 0, and those that become 0 in either product.
+        counts = torch.zeros(*shape, 3, dtype=torch.float64, device=self.device)
         with ExitStack() as hooked, uncompiled():
             for name, layer in self.layers.items():
-                hooked.callback(layer.register_forward_hook(partial(self._note, rows[name])).remove)
+                at = names.index(name)
+                hooked.callback(layer.register_forward_hook(partial(self._note, largest[at], counts[at])).remove)
             self.engine.trial(batch, targets)
         self.engine.model.zero_grad(set_to_none=True)
-        largest, counts = found[:, 0].contiguous(), found[:, 1:].contiguous()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         dist.all_reduce(counts)
-        shares = (counts[:, 1:].amax(1) / counts[:, 0].clamp(min=1)).tolist()
-        figures = ((json_number(_short(value)), _short(share))
-                   for value, share in zip(largest.tolist(), shares, strict=True))
-        return {name: {factor: next(figures) for factor in FACTORS} for name in self.names}
+        shares = (counts[..., 1:].amax(-1) / counts[..., 0].clamp(min=1)).tolist()
+        return {name: {factor: (json_number(_short(value)), _short(share))
+                       for factor, value, share in zip(FACTORS, values, shares_here, strict=True)}
+                for name, values, shares_here in zip(names, largest.tolist(), shares, strict=True)
+                if values[0] != NOT_CONVERTED}
 
     @staticmethod
-    def _note(rows: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _note(largest: Tensor, counts: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Fill a layer's rows; again, with the same, where its forward pass is computed again."""
         config = layer.config
+
+        def fill(factor: int, values: Tensor, *casts: tuple[Any, int]) -> None:
+            largest[factor], counts[factor] = _figures(values, layer, casts)
         with torch.no_grad():
-            _fill(rows[0], inputs[0], layer, (config.cast_config_input, -1),
-                  (config.cast_config_input_for_grad_weight, 0))
-            _fill(rows[1], layer.weight.t(), layer, (config.cast_config_weight, 0),
-                  (config.cast_config_weight_for_grad_input, -1))
+            fill(0, inputs[0], (config.cast_config_input, -1), (config.cast_config_input_for_grad_weight, 0))
+            fill(1, layer.weight.t(), (config.cast_config_weight, 0), (config.cast_config_weight_for_grad_input, -1))
         if output.requires_grad:
-            output.register_hook(lambda gradient: _fill(
-                rows[2], gradient, layer, (config.cast_config_grad_output, -1),
-                (config.cast_config_grad_output_for_grad_weight, 0)))
+            output.register_hook(lambda gradient: fill(
+                2, gradient, (config.cast_config_grad_output, -1), (config.cast_config_grad_output_for_grad_weight, 0)))
 
 
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -227,23 +227,24 @@ def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @torch.no_grad()
-def _fill(row: Tensor, values: Tensor, layer: Any, *casts: tuple[Any, int]) -> None:
-    """One row of `Fp8Watch.measure`. casts: the recipe's (how, along which dimension a scale is shared)."""
+def _figures(values: Tensor, layer: Any, casts: Sequence[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
+    """What `Fp8Watch.measure` keeps of a factor. casts: the recipe's (how, along which dimension a scale is shared)."""
     from torchao.float8.config import ScalingType
     from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 
-    local = values.to_local() if isinstance(values, DTensor) else values
-    local = local.detach().reshape(-1, local.shape[-1])
+    local = own(values).detach().flatten(0, -2)
     nonzero = local != 0
-    row[0], row[1] = local.abs().amax(), nonzero.sum()
-    for column, (cast, dim) in enumerate(casts, start=2):
-        if cast.scaling_type is ScalingType.DISABLED:
-            continue
-        cast_values: Any = hp_tensor_to_float8_dynamic(
-            local, cast.target_dtype, layer.linear_mm_config, scaling_granularity=cast.scaling_granularity,
-            axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
-            round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2)
-        row[column] = (nonzero & (cast_values._data.float() == 0)).sum()
+    counts = [nonzero.sum()]
+    for cast, dim in casts:
+        lost = torch.zeros_like(nonzero)
+        if cast.scaling_type is not ScalingType.DISABLED:
+            cast_values: Any = hp_tensor_to_float8_dynamic(
+                local, cast.target_dtype, layer.linear_mm_config, scaling_granularity=cast.scaling_granularity,
+                axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
+                round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2)
+            lost = nonzero & (cast_values._data.float() == 0)
+        counts.append(lost.sum())
+    return local.abs().amax(), torch.stack(counts)
 
 
 def _short(value: float) -> float:
