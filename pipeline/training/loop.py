@@ -125,9 +125,9 @@ class Loop:
 
     def _find_checkpoint(self) -> None:
         pending = PendingEvaluations(self.work.run.folder, self.config)
-        self.checkpoints = Checkpoints(self.work.folder / CHECKPOINTS, self.ranks, self.say,
-                                       needed=lambda step: pending(step) or self.tokens.needs(step)
-                                       or self.uploads.needs(step) or step in self.config.convert.average)
+        self.checkpoints = Checkpoints(
+            self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step: pending(step)
+            or step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
         with self.paused():
             self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.event)
             self.ends.callback(self.uploads.close)  # its thread would keep this process
@@ -173,7 +173,7 @@ class Loop:
 
     def _prepare_saving(self) -> None:
         self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
-                                self.event, self.uploads.saved)
+                                self.event, self._saved)
         with self.paused():
             if self.found:
                 load(self.found[0], self.engine, self.ranks, self.progress.updates)
@@ -195,6 +195,7 @@ class Loop:
             self.hooks: list[Hook] = [
                 Saving(train.checkpoint.every_minutes),
                 self.tokens,
+                self.uploads,
                 self.stop,
                 ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
                 *(settings.open(self) for settings in HOOKS.made(train.hooks)),
@@ -208,7 +209,6 @@ class Loop:
         self.ends.push(self._end)
         self.ends.enter_context(self.stop)
         self.work.run.forget_manifests()  # of very many shards they are large
-        self.uploads.begin(self.found)
 
     # ---- the loop
 
@@ -328,6 +328,10 @@ class Loop:
         if seen or "weight_norms" in record or self.due(self.config.train.log_every):
             self.recorder.tell("step", record | seen)
 
+    def _saved(self, step: int) -> None:
+        for hook in self.hooks:
+            hook.on_saved(step)
+
     def _end_step(self) -> None:
         """All that belongs to a step is done; the next one begins."""
         entered = self.unfinished and self.progress.step == self.phase.end_step
@@ -393,7 +397,8 @@ class Loop:
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)
         if self.ranks.leads:
             write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
-        self.uploads.leave(step, self.config.launch.signal_s)
+        for hook in self.hooks:
+            hook.on_stop(self)
 
     def _finish(self) -> None:
         """Prove the last checkpoint once more, and write the manifest."""
@@ -404,8 +409,8 @@ class Loop:
             raise UserError(f"All {self.progress.step} updates were skipped, so nothing was learned. The reasons are "
                             f"in {self.work.folder / 'events.jsonl'}. Mend the cause, and start again with --force.")
         ending = self._settle()
-        self.tokens.finish()
-        self.uploads.finish(self.progress.step)
+        for hook in self.hooks:
+            hook.on_finish(self)
         self.log_events()
         self.saver.prune()  # until now the one that this start went on from may have been needed
         found = self.checkpoints.newest_valid()
@@ -427,10 +432,11 @@ class Loop:
         return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3),
                 **self.batches.finish()}
 
-    def settle_damaged(self) -> None:
+    def settle_damaged(self, after: int) -> None:
         """Let a save in flight end, since what it is made of is damaged; nobody may go on from a copy of it."""
         self.saver.settle()
-        self.uploads.withdraw(self.tokens.sound_to)
+        for hook in self.hooks:
+            hook.on_damage(after)
 
     def _commit(self, checkpoint: Path) -> None:
         """Write the manifest. For one rank."""

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -51,6 +51,10 @@ from drover.pipeline.training.async_saver import Event, in_turn, tried
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import RECORDS, CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
+from drover.pipeline.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from drover.pipeline.training.loop import Loop
 
 TRAINING = "copying.json"
 """In the train folder: `Training`."""
@@ -77,7 +81,7 @@ class Training:
     folder: str
 
 
-class Uploads:
+class Uploads(Hook):
     """The copies of one training's checkpoints; without `copy_to` it does nothing. Called on all ranks alike, except
     where it says otherwise.
 
@@ -139,18 +143,18 @@ class Uploads:
             self.uploaded = max((step for step in self._copied if step not in damaged), default=-1)
         return found
 
-    def begin(self, found: tuple[Path, TrainingProgress] | None) -> None:
+    def on_start(self, loop: Loop) -> None:
         """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
         if self.url is None:
             return
         self._worker = BackgroundWorker("uploads", self._upload if self.ranks.leads else self._follow, newest_only=True)
         if not self.ranks.leads:
             self._worker.put(0)
-        elif found is not None and found[1].step > self.uploaded:
-            self.saved(found[1].step)
+        elif loop.has_checkpoint and loop.progress.step > self.uploaded:
+            self.on_saved(loop.progress.step)
 
-    def saved(self, step: int) -> None:
-        """The checkpoint after `step` is complete. Nothing is read here, where a failure would be the save's."""
+    def on_saved(self, step: int) -> None:
+        """See Hook. Nothing is read here, where a failure would be the save's."""
         if self._worker is None or not self.ranks.leads:
             return
         self._saved[step] = time.monotonic()
@@ -160,11 +164,11 @@ class Uploads:
                      f"({self._worker.error}). Training goes on; the next start copies the newest")
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint after `step` is being uploaded or waits for it. For rank 0."""
+        """Whether it is being uploaded or waits for that."""
         return self._worker is not None and step in self._worker.pending()
 
-    def withdraw(self, after: int) -> None:
-        """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
+    def on_damage(self, after: int) -> None:
+        """Remove the copies of such checkpoints, and upload no more."""
         if self._worker is None or not self.ranks.leads:
             return
         self.close()
@@ -176,23 +180,23 @@ class Uploads:
             self.say(f"Their copies in {self.url} could not be removed ({error}); the next start does it, if it finds "
                      f"this folder.")
 
-    def finish(self, step: int) -> None:
+    def on_finish(self, loop: Loop) -> None:
         """Wait for the upload of the last checkpoint, then leave the store to others.
 
         Raises:
             UserError: it failed; the same on every rank.
         """
-        patience = self.ranks.patience
+        patience, step = self.ranks.patience, loop.progress.step
         if problem := self._wait(step, max(patience - SLACK, patience / 2)):
             raise UserError(f"The last checkpoint could not be copied to {self.url}: {problem} Training is "
                             f"done, and its checkpoint {self.checkpoints.path(step)} is sound. Run the same command "
                             f"again, which copies it and finishes the stage; or with train.checkpoint.copy_to=null, to "
                             f"go on without the copy.")
 
-    def leave(self, step: int, limit_s: float) -> None:
-        """Wait for the upload of the checkpoint after `step` as long as there is time; say if it was not done."""
-        if problem := self._wait(step, timedelta(seconds=limit_s)):
-            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}: {problem} It is in "
+    def on_stop(self, loop: Loop) -> None:
+        """Wait for the upload of the last checkpoint as long as there is time; say if it was not done."""
+        if problem := self._wait(loop.progress.step, timedelta(seconds=loop.config.launch.signal_s)):
+            self.say(f"warning: {checkpoint_name(loop.progress.step)} is not copied to {self.url}: {problem} It is in "
                      f"{self.checkpoints.folder}; the next start copies it, if it finds this folder")
 
     def close(self) -> None:

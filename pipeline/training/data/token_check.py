@@ -79,7 +79,7 @@ class TokenCheck(Hook):
         return self._sound[0]
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint after `step` may be what training has to go back to."""
+        """Whether it may be what training has to go back to."""
         return self._checks is not None and not self._over and step == self.sound_to
 
     def votes(self, loop: Loop) -> Sequence[float]:
@@ -98,7 +98,7 @@ class TokenCheck(Hook):
             return
         loop.watchdog.pause()
         found = [one for one in self.ranks.gather(self._checks.damage) if one is not None]
-        loop.settle_damaged()
+        loop.settle_damaged(self.sound_to)
         if self.ranks.leads:
             for packing in loop.data.packings:
                 forget(packing)
@@ -124,7 +124,7 @@ class TokenCheck(Hook):
         self._saved = loop.progress.step, loop.progress.samples
         self._marked = self._checks.look_again(self._saved[0])
 
-    def finish(self) -> None:
+    def on_finish(self, loop: Loop) -> None:
         """Wait for the rest. UserError as for `on_save`."""
         if self._checks is not None:
             self._wait(None, patient=True)

@@ -56,8 +56,8 @@ def parts_of(folder, ranks, url):
     work = SimpleNamespace(config=SimpleNamespace(name="mini", train=SimpleNamespace(checkpoint=config)),
                            folder=folder, fingerprint={}, drift=[], afresh=False)
     uploads = Uploads(work, ranks, checkpoints, said.append, log)
-    uploads.begin(None)
-    return AsyncSaver(checkpoints, ranks, config, {}, said.append, log, uploads.saved), uploads, \
+    uploads.on_start(SimpleNamespace(has_checkpoint=False))
+    return AsyncSaver(checkpoints, ranks, config, {}, said.append, log, uploads.on_saved), uploads, \
         CopiedCheckpoints(Store(url)), said
 
 
