@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import time
-from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -72,13 +71,11 @@ class Loop:
         hooks: what takes part in training beside the loop, in order.
         save_asked: whether a hook asked for a checkpoint after the step that runs.
         done: steps of this start.
-        events: that threads have recorded and the log has not yet.
         current: this rank's batch of the step that runs or ran last, and the targets of the global batch.
     """
 
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
         self.work, self.config, self.watchdog = work, work.config, watchdog
-        self.events = deque[tuple[str, dict[str, Any]]]()
         self.save_asked, self.done = False, 0
 
     def run(self) -> None:
@@ -114,6 +111,7 @@ class Loop:
         self.batch_of_phase = [BatchPlan.of(phase.train, self.config.parallel, self.ranks.world)
                                for phase in self.plan.phases]
         self.batch = self.batch_of_phase[0]
+        self.recorder = Recorder(self.work, self.ranks, self.plan)
 
     def _open_data(self) -> None:
         with self.paused():
@@ -129,7 +127,7 @@ class Loop:
             self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step: pending(step)
             or step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
         with self.paused():
-            self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.event)
+            self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.recorder.event)
             self.ends.callback(self.uploads.close)  # its thread would keep this process
             self.found = self.uploads.newest_valid()
         self.has_checkpoint = self.found is not None
@@ -173,7 +171,7 @@ class Loop:
 
     def _prepare_saving(self) -> None:
         self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
-                                self.event, self._saved)
+                                self.recorder.event, self._saved)
         with self.paused():
             if self.found:
                 load(self.found[0], self.engine, self.ranks, self.progress.updates)
@@ -182,7 +180,7 @@ class Loop:
     def _open_log(self) -> None:
         precision = DTYPES[self.progress.precision]
         # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
-        self.recorder = Recorder(self.work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
+        self.recorder.open(self.progress, precision == torch.bfloat16)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
                      *kernel_lines(self.config, self.engine, self.ranks.device, precision),
                      *fp8_lines(self.decided, self.model_config, self.grid.tensor, self.ranks.device)]:
@@ -252,9 +250,9 @@ class Loop:
         if self.progress.record is not None and not self.ranks.by_leader(logged):
             self._log_step()  # a kill came between a checkpoint and its step's line
         self.recorder.begin(self.progress, **self._start_facts())
-        self.log_events()
         if self.plan_changes:
             self.recorder.plan_changed(self.progress.step, self.plan_changes)
+        self.recorder.flush()
         for hook in self.hooks:
             hook.on_start(self)
         self.step_began = time.perf_counter()
@@ -337,7 +335,7 @@ class Loop:
         entered = self.unfinished and self.progress.step == self.phase.end_step
         if entered:
             self._enter_phase()
-        self.log_events()
+        self.recorder.flush()
         self.step_began = time.perf_counter()
         self.watchdog.pulse(first=entered)  # its shapes are new
 
@@ -359,7 +357,7 @@ class Loop:
         if self.plan.declared and self.progress.step == self.phase.first_step:
             self.guards.forget()
             self.say(f"{self.phase}; batch {self.batch}")
-            self.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
+            self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
     def _roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good.
@@ -395,6 +393,7 @@ class Loop:
         step = self.progress.step
         self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)
+        self.recorder.flush()
         if self.ranks.leads:
             write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
         for hook in self.hooks:
@@ -411,7 +410,6 @@ class Loop:
         ending = self._settle()
         for hook in self.hooks:
             hook.on_finish(self)
-        self.log_events()
         self.saver.prune()  # until now the one that this start went on from may have been needed
         found = self.checkpoints.newest_valid()
         if found is None or found[1].step != self.config.train.steps:
@@ -428,7 +426,7 @@ class Loop:
         self.watchdog.pause()
         began = time.perf_counter()
         self.saver.wait()
-        self.log_events()
+        self.recorder.flush()
         return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3),
                 **self.batches.finish()}
 
@@ -477,7 +475,6 @@ class Loop:
             if error is None:  # after a failure the other ranks are not here to take leave of
                 ends.callback(stop_ranks)
             ends.callback(self.recorder.close)
-            ends.callback(self.log_events)
             if isinstance(error, (UserError, OSError)):
                 # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished
                 # is removed, which makes room to say so.
@@ -493,16 +490,6 @@ class Loop:
         """One line of the stage's story, from rank 0."""
         if self.ranks.leads:
             self.work.say(text)
-
-    def event(self, name: str, **details: Any) -> None:
-        """Record that something happened, from any thread; it goes to the log with the next step."""
-        self.events.append((name, details))
-
-    def log_events(self) -> None:
-        """Write the events of other threads to the log."""
-        while self.events:
-            name, details = self.events.popleft()
-            self.recorder.event(name, **details)
 
     def _start_facts(self) -> dict[str, Any]:
         """What is recorded of a start of training."""

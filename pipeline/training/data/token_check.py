@@ -176,7 +176,7 @@ class TokenCheck(Hook):
                 measured = evaluation_folder(self.work.run.folder, step)
                 with suppress(OSError):  # most often there is none
                     renamed(measured, f"{SET_ASIDE}{measured.name}")
-        self.loop.event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
+        self.loop.recorder.event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
         told = [f"Checkpoints that may be made of it are set aside as {folder}/{SET_ASIDE}*: {', '.join(aside)}. "
                 f"Training will go on from step {last}."] if aside else []
         if last >= min(steps):
