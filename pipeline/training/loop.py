@@ -126,10 +126,12 @@ class Loop:
         self.checkpoints = Checkpoints(
             self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step: pending(step)
             or step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
+        self.uploads: Uploads | None = None
         with self.paused():
-            self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.recorder.event)
-            self.ends.callback(self.uploads.close)  # its thread would keep this process
-            self.found = self.uploads.newest_valid()
+            if (url := self.config.train.checkpoint.copy_to) is not None:
+                self.uploads = Uploads(self.work, self.ranks, self.checkpoints, url, self.say, self.recorder.event)
+                self.ends.callback(self.uploads.close)  # its thread would keep this process
+            self.found = (self.uploads or self.checkpoints).newest_valid()
         self.has_checkpoint = self.found is not None
 
     def _check_plan(self) -> None:
@@ -192,8 +194,8 @@ class Loop:
         with self.paused():  # held-out text is read, the vocabulary too
             self.hooks: list[Hook] = [
                 Saving(train.checkpoint.every_minutes),
-                self.tokens,
-                self.uploads,
+                *([self.tokens] if self.tokens.compares else []),
+                *([] if self.uploads is None else [self.uploads]),
                 self.stop,
                 ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
                 *(settings.open(self) for settings in HOOKS.made(train.hooks)),

@@ -82,14 +82,13 @@ class Training:
 
 
 class Uploads(Hook):
-    """The copies of one training's checkpoints; without `copy_to` it does nothing. Called on all ranks alike, except
-    where it says otherwise.
+    """The copies of one training's checkpoints. Called on all ranks alike, except where it says otherwise.
 
     Attributes:
         uploaded: the newest step whose copy is complete; -1 before there is one. Of rank 0.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, say: Callable[[str], None],
+    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Callable[[str], None],
                  event: Event) -> None:
         """Claim the store.
 
@@ -97,16 +96,14 @@ class Uploads(Hook):
             UserError: it is another run's, or it cannot be used; the same on every rank.
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
-        self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
-        self._copied, self._stopped, self._problem = list[int](), False, ""
+        self.config, self.url, self._copies = work.config.train.checkpoint, url, CopiedCheckpoints(Store(url))
+        self._stopped, self._problem = False, ""
         self._saved = dict[int, float]()  # steps that have no copy yet, and when they were saved
         self._final = threading.Lock()  # held while a copy becomes complete or is removed
-        self._worker: BackgroundWorker[int] | None = None
-        if self.url is not None:
-            self._copies = CopiedCheckpoints(Store(self.url))
-            self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
-            self._copied, work.drift = ranks.by_leader(self._claim)
+        self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
+        self._copied, work.drift = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
+        self._worker = BackgroundWorker("uploads", self._upload if ranks.leads else self._follow, newest_only=True)
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
         """The newest checkpoint, as `Checkpoints.newest_valid` finds it; one that is newer in the store is fetched.
@@ -145,9 +142,6 @@ class Uploads(Hook):
 
     def on_start(self, loop: Loop) -> None:
         """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
-        if self.url is None:
-            return
-        self._worker = BackgroundWorker("uploads", self._upload if self.ranks.leads else self._follow, newest_only=True)
         if not self.ranks.leads:
             self._worker.put(0)
         elif loop.has_checkpoint and loop.progress.step > self.uploaded:
@@ -155,7 +149,7 @@ class Uploads(Hook):
 
     def on_saved(self, step: int) -> None:
         """See Hook. Nothing is read here, where a failure would be the save's."""
-        if self._worker is None or not self.ranks.leads:
+        if not self.ranks.leads:
             return
         self._saved[step] = time.monotonic()
         self._worker.put(step)
@@ -165,11 +159,11 @@ class Uploads(Hook):
 
     def needs(self, step: int) -> bool:
         """Whether it is being uploaded or waits for that."""
-        return self._worker is not None and step in self._worker.pending()
+        return step in self._worker.pending()
 
     def on_damage(self, after: int) -> None:
         """Remove the copies of such checkpoints, and upload no more."""
-        if self._worker is None or not self.ranks.leads:
+        if not self.ranks.leads:
             return
         self.close()
         try:
@@ -202,16 +196,12 @@ class Uploads(Hook):
     def close(self) -> None:
         """Upload no more: what is being sent does not become a copy, and nothing is waited for. Idempotent."""
         self._stopped = True
-        if self._worker is not None:
-            self._worker.close(0.0, drop=True)
+        self._worker.close(0.0, drop=True)
 
     def _wait(self, step: int, limit: timedelta) -> str:
         """Wait for the upload of the checkpoint after `step`; why there is none, or "", on every rank."""
-        worker = self._worker
-        if worker is None:
-            return ""
-
         def wait() -> str:
+            worker = self._worker
             if self.uploaded != step:
                 self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.url}")
             if worker.close(limit.total_seconds()) and worker.error is None:
@@ -350,7 +340,6 @@ class Uploads(Hook):
 
     def _upload(self, step: int) -> None:
         """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead. On rank 0."""
-        assert self._worker is not None
         url, name = self.url, checkpoint_name(step)
         for failures in itertools.count(1):
             began = time.monotonic()

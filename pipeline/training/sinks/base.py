@@ -346,9 +346,8 @@ class TrainingLog:
 
     def _look(self) -> None:
         """Take leave of sinks that have failed."""
-        failed = [sink for sink in self._sinks if sink.failure]
-        self._sinks = [sink for sink in self._sinks if not sink.failure]
-        for sink in failed:
+        for sink in [sink for sink in self._sinks if sink.failure]:
+            self._sinks.remove(sink)
             self._say(f"warning: the log sink {sink.name} is switched off: {sink.failure.rstrip('.')}. Training goes "
                       f"on; metrics.jsonl has everything")
             self._lines.event("sink_failed", {"sink": sink.name, "error": sink.failure})

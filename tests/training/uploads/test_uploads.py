@@ -48,7 +48,7 @@ class Run:
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
-        return Uploads(work, self.ranks, self.checkpoints, self.said.append, Log())
+        return Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, Log())
 
     def at(self, folder, name, store=None):
         """The same run, or a copy of it, in another folder."""
