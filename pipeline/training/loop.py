@@ -191,13 +191,14 @@ class Loop:
     def _make_hooks(self) -> None:
         train = self.config.train
         self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
+        compared_every = train.guards.replica_hash_every if self.ranks.world > 1 else None
         with self.paused():  # held-out text is read, the vocabulary too
             self.hooks: list[Hook] = [
                 Saving(train.checkpoint.every_minutes),
                 *([self.tokens] if self.tokens.compares else []),
                 *([] if self.uploads is None else [self.uploads]),
                 self.stop,
-                ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
+                *([] if compared_every is None else [ReplicaCheck(self.ranks, self.nodes, compared_every)]),
                 *(settings.open(self) for settings in HOOKS.made(train.hooks)),
                 *([] if train.norms_every is None else [Norms()]),
                 Validation(self),

@@ -50,8 +50,7 @@ class RankAgreement:
     def problem(self) -> str:
         """Why these ranks must not go on together, in a sentence or two; empty if they may."""
         for key, name in MUST_AGREE.items():
-            # Ranks that run other code may not know a key: they are told so.
-            if held := self._differing([member.get(key, "") for member in self.members], "none", 12):
+            if held := self._differing(key, "none", 12):
                 return (f"The ranks do not run the same thing: {name} {held}. Start all of them from one folder, with "
                         f"one environment and one command.")
         meant = sorted({member["world"] for member in self.members} - {None})
@@ -62,7 +61,7 @@ class RankAgreement:
 
     def warning(self) -> str:
         """What is slow, not wrong, in these ranks; empty if nothing is."""
-        held = self._differing([member["device"] for member in self.members], "CPU")
+        held = self._differing("device", "CPU")
         return f"warning: the devices differ ({held}); the slowest of them sets the pace" if held else ""
 
     def __str__(self) -> str:
@@ -73,11 +72,12 @@ class RankAgreement:
                 f"{first(placed, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one['torch']}"
                 + (f", NCCL {one['nccl']}" if one["nccl"] else ""))
 
-    def _differing(self, values: Sequence[str], nothing: str, shown: int | None = None) -> str:
-        """Which ranks have which of the values, the most frequent first; "" where all have the same.
+    def _differing(self, key: str, nothing: str, shown: int | None = None) -> str:
+        """Which ranks say what under a key, the most frequent first; "" where all say the same.
 
         nothing: what an empty value is called. shown: so many characters of each.
         """
+        values = [member.get(key, "") for member in self.members]  # ranks that run other code may not know it
         found = sorted(_places(values).items(), key=lambda item: -len(item[1]))
         return "" if len(found) == 1 else ", ".join(
             f"{value[:shown] or nothing} on {self._who(ranks)}" for value, ranks in found)

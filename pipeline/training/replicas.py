@@ -72,10 +72,10 @@ def imbalance(weights: Iterable[tuple[LocalWeights, int]]) -> int:
 class ReplicaCheck(Hook):
     """Compares replicas every so many steps and before each save.
 
-    nodes: on which each rank runs. every: steps; None: never.
+    nodes: on which each rank runs. every: steps.
     """
 
-    def __init__(self, ranks: Ranks, nodes: Sequence[str], every: int | None) -> None:
+    def __init__(self, ranks: Ranks, nodes: Sequence[str], every: int) -> None:
         self.ranks, self.every = ranks, every
         self._labels = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
         self._last_equal = 0
@@ -89,13 +89,12 @@ class ReplicaCheck(Hook):
         one with it."""
         step = loop.progress.step + 1
         self._last_equal = min(self._last_equal, step - 1)  # after a rollback
-        if self.every is not None and step % self.every == 0:
+        if step % self.every == 0:
             self.compare(loop.engine, step)
 
     def on_save(self, loop: Loop) -> None:
         """One of the replicas is what is saved."""
-        if self.every is not None:
-            self.compare(loop.engine, loop.progress.step)
+        self.compare(loop.engine, loop.progress.step)
 
     def compare(self, engine: Engine, step: int) -> None:
         """Stop if weights of which several ranks hold copies are not equal to the last bit. One sum over ranks tells;
@@ -104,8 +103,6 @@ class ReplicaCheck(Hook):
         Raises:
             UserError: they differ; says which, and on which ranks.
         """
-        if self.ranks.world == 1:
-            return
         held = list(engine.replicated_weights())  # of a pipeline, some ranks may hold copies while others do not
         values = fingerprint(weight.tensor for weight in held)
         total = torch.tensor(imbalance(zip(held, values, strict=True)), device=self.ranks.device)
