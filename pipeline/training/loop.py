@@ -84,6 +84,8 @@ class Loop:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
                 part()
+            self.ends.push(self._end)
+            self.ends.enter_context(self.stop)
             self._train()
 
     # ---- set-up, in this order
@@ -207,8 +209,6 @@ class Loop:
                 *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
                 Garbage()]
         self.engine.before_update = self._before_update
-        self.ends.push(self._end)
-        self.ends.enter_context(self.stop)
         self.work.run.forget_manifests()  # of very many shards they are large
 
     # ---- the loop
