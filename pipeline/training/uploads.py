@@ -120,9 +120,8 @@ class Uploads(Hook):
             if not self._copied:
                 raise
             found = None
-        newer, damaged = [step for step in self._copied if found is None or step > found[1].step], list[int]()
-        while newer:
-            step = newer.pop()
+        damaged = list[int]()
+        for step in reversed([step for step in self._copied if found is None or step > found[1].step]):
             problem = self._fetch(step)
             if problem is None:
                 self.event("checkpoint_fetched", step=step)
