@@ -91,8 +91,9 @@ def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
     return values
 
 
-def shape_problems(path: Path, model: ModelConfig) -> list[str]:
-    """Why a run of this shape cannot start from the weights in `path`; `vocab_size` may not be known yet."""
+def refuse_other_shape(path: Path, model: ModelConfig) -> None:
+    """UserError, with everything that differs, if a run of this shape cannot start from the weights in `path`;
+    `vocab_size` may not be known yet."""
     with open_weights(path) as weights:
         theirs = weights.config
     found = [f"{name} is {getattr(model, value)} here, {getattr(theirs, value)} there" for name, value in SAME.items()
@@ -101,12 +102,7 @@ def shape_problems(path: Path, model: ModelConfig) -> list[str]:
     if model.vocab_size is not None and model.vocab_size < theirs.vocab_size:
         found.append(f"vocab_size is {model.vocab_size} here, {theirs.vocab_size} there: it may only grow (set "
                      f"model.vocab_size={theirs.vocab_size}, and take the tokenizer that belongs to the weights)")
-    return found
-
-
-def refuse_other_shape(path: Path, model: ModelConfig) -> None:
-    """UserError, with everything that differs, if a run of this shape cannot start from the weights in `path`."""
-    if found := shape_problems(path, model):
+    if found:
         raise UserError(f"train.init_from: the weights in {path} are of another model:\n{listed(found)}\n"
                         f"model.preset={path} takes their shape; rope_theta, rope_scaling and context_length may "
                         f"differ, and vocab_size may grow.")

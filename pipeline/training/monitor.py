@@ -256,8 +256,9 @@ def fp8_curves(layers: Fp8Layers) -> dict[str, float | str]:
     zeros."""
     found: dict[str, float | str] = {}
     for factor in FACTORS:
-        largest, zeros = zip(*(figures[factor] for figures in layers.values()), strict=True)
-        values = [float(value) for value in largest]
-        found |= {f"fp8_{factor}_amax": json_number(max(values)),
-                  f"fp8_{factor}_amax_smallest": json_number(min(values)), f"fp8_{factor}_zeros": max(zeros)}
+        figures = [layer[factor] for layer in layers.values()]
+        largest = [float(value) for value, _ in figures]
+        found |= {f"fp8_{factor}_amax": json_number(max(largest)),
+                  f"fp8_{factor}_amax_smallest": json_number(min(largest)),
+                  f"fp8_{factor}_zeros": max(share for _, share in figures)}
     return found

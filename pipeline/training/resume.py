@@ -93,18 +93,16 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
         if new is None:
             yield begun, f"train.phases[{old.number}] {'has begun and is gone' if begun else f'is gone ({old})'}"
             continue
-        yield from ((begun, text) for text in _differences(old, new))
+        after = _settings(new, new.name)
+        for key, value in _settings(old, new.name).items():
+            if value != after.get(key, value):
+                yield begun, f"{key}: {value} -> {after[key]}"
         reached = min(step, old.end_step)
         if begun and reached > new.end_step:
             yield True, (f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
                          f"step {reached} of it is done")
         elif new.end_step != old.end_step:
             yield old.end_step < step, f"{new.name}.until: {_until(old)} -> {_until(new)}"
-
-
-def _differences(old: Phase, new: Phase) -> list[str]:
-    before, now = _settings(old, new.name), _settings(new, new.name)
-    return [f"{key}: {before[key]} -> {now[key]}" for key in before if key in now and before[key] != now[key]]
 
 
 def _settings(phase: Phase, name: str) -> dict[str, Any]:
