@@ -345,6 +345,7 @@ class Uploads(Hook):
             problem = self._attempt(self._channel.same(step))
             seconds = round(time.monotonic() - began, 3)
             if problem is None:
+                self._problem = ""
                 break
             self._problem = f"{str(problem).rstrip('.')}."
             self.event("checkpoint_copy_failed", step=step, error=self._problem, seconds=seconds)
@@ -359,10 +360,11 @@ class Uploads(Hook):
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
             self.say(f"warning: old copies in {url} could not be removed ({problem}); tried again after the next copy")
-        done = {saved: self._saved.pop(saved) for saved in list(self._saved) if saved <= step}
-        left_out = [saved for saved in done if saved != step]
+        waited = {saved: self._saved.pop(saved) for saved in list(self._saved) if saved <= step}
+        saved_at = waited.pop(step, began)  # not there if it was saved again meanwhile
+        left_out = sorted(waited)
         self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
-                   behind_s=round(time.monotonic() - done[step], 3), **({"left_out": left_out} if left_out else {}))
+                   behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
         if left_out:
             self.say(f"{name} is copied to {url}; {', '.join(map(checkpoint_name, left_out))} had no time to be")
         self.uploaded = step
