@@ -368,6 +368,7 @@ class Loop:
         Raises:
             UserError: there is none any more.
         """
+        self.recorder.flush()
         with self.paused():
             self.saver.wait()
             self.batches.pause()
