@@ -160,7 +160,8 @@ class Watchdog:
 def main_stack() -> tuple[str, ...]:
     """Where the main thread is: `file:line function`, innermost last."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return tuple(f"{call.filename}:{call.lineno} {call.name}" for call in traceback.extract_stack(frame))
+    calls = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # no file is read
+    return tuple(f"{call.filename}:{call.lineno} {call.name}" for call in reversed(calls))
 
 
 def flight_records() -> dict[str, bytes]:
