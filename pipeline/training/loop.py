@@ -113,7 +113,6 @@ class Loop:
         self.batch_of_phase = [BatchPlan.of(phase.train, self.config.parallel, self.ranks.world)
                                for phase in self.plan.phases]
         self.batch = self.batch_of_phase[0]
-        self.recorder = Recorder(self.work, self.ranks, self.plan)
 
     def _open_data(self) -> None:
         with self.paused():
@@ -128,6 +127,7 @@ class Loop:
         self.checkpoints = Checkpoints(
             self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step: pending(step)
             or step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
+        self.recorder = Recorder(self.work, self.ranks, self.plan)
         self.uploads: Uploads | None = None
         with self.paused():
             if (url := self.config.train.checkpoint.copy_to) is not None:
