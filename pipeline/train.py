@@ -24,8 +24,8 @@ def train(work: Work) -> None:
     from drover.pipeline.training.loop import Loop
     from drover.pipeline.training.watchdog import Watchdog
 
-    with Watchdog.of(work) as watchdog, Loop(work, watchdog) as loop:
-        loop.run()
+    with Watchdog.of(work) as watchdog:
+        Loop(work, watchdog).run()
 
 
 if __name__ == "__main__":

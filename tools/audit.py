@@ -27,7 +27,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.exclusion import Excluded, Range, sample_numbers, spelled
 from drover.pipeline.records.checkpoints import CHECKPOINTS, named_after_steps, read_marker
-from drover.pipeline.training.determinism import was_deterministic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,7 +115,7 @@ def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
 
     starts: the start and resume events. An attempt says whether it was deterministic on its device.
     """
-    if loose := sorted({str(event.get("device")) for event in starts if not was_deterministic(event)}):
+    if loose := sorted({str(event.get("device")) for event in starts if not event.get("deterministic", True)}):
         return NOT_DETERMINISTIC, (f"not deterministic on this device ({', '.join(loose)}; train.deterministic=true "
                                    f"makes it so)")
     if len({str([event.get(key) for key in PLACES]) for event in starts}) > 1:

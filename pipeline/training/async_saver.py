@@ -10,14 +10,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from drover.pipeline.config.training import CheckpointConfig
-from drover.pipeline.contract.signed import MessageError
 from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.formats.shard_index import Index
@@ -62,16 +60,13 @@ class AsyncSaver:
 
     def prepare(self, pieces: Pieces) -> None:
         """Take the host memory for copies now, so that a first save finds it there (and a lack of it shows)."""
-        if self.config.background or self.on_gpu:
-            self._copy(pieces)
+        self._copy(pieces)
 
     def save(self, pieces: Pieces, progress: TrainingProgress) -> None:
         """Begin to save; without `background`, save."""
         began = time.perf_counter()
         self.wait()
-        if self.config.background or self.on_gpu:
-            pieces = self._copy(pieces)
-        state = {**pieces, "random.cpu": [self._row(torch.get_rng_state())]}
+        state = {**self._copy(pieces), "random.cpu": [self._row(torch.get_rng_state())]}
         if self.on_gpu:
             state["random.cuda"] = [self._row(torch.cuda.get_rng_state())]
         self._worker.put((state, progress, time.perf_counter() - began))
@@ -105,7 +100,10 @@ class AsyncSaver:
         return TensorShard(state.unsqueeze(0), (self.ranks.rank, 0), (self.ranks.world, len(state)))
 
     def _copy(self, pieces: Pieces) -> Pieces:
-        """The pieces in host memory, in the same place each time: new memory would cost more than the copy."""
+        """The pieces in host memory, in the same place each time: new memory would cost more than the copy. They stay
+        where they are if they are there and training waits."""
+        if not (self.config.background or self.on_gpu):
+            return pieces
         copied: Pieces = {}
         for name, parts in pieces.items():
             for number, part in enumerate(parts):
@@ -135,39 +133,36 @@ class AsyncSaver:
         started = time.perf_counter()
         for attempt in range(1, self.config.attempts + 1):
             began = time.perf_counter()
-            try:
-                self._attempt(state, progress)
-            except (dist.DistError, MessageError):  # the ranks do not hear each other any more
-                raise
-            except Exception as error:
-                self.say(f"saving after step {progress.step} failed (attempt {attempt} of {self.config.attempts}): "
-                         f"{error}")
-                self.event("checkpoint_failed", step=progress.step, attempt=attempt, error=str(error))
-                if attempt == self.config.attempts:
-                    raise
-                time.sleep(attempt)
-            else:
-                now = time.perf_counter()
-                stall_s += 0.0 if self.config.background else now - started
-                self.event("checkpoint", step=progress.step, path=self.checkpoints.path(progress.step).name,
-                           stall_s=round(stall_s, 4), seconds=round(now - began, 3))
-                # The save is done on all ranks: a rank that tried again now would do so alone.
-                self.saved(progress.step)
-                return self.prune()
+            problem = self._attempt(state, progress)
+            if problem is None:
+                break
+            self.say(f"saving after step {progress.step} failed (attempt {attempt} of {self.config.attempts}): "
+                     f"{problem}")
+            self.event("checkpoint_failed", step=progress.step, attempt=attempt, error=str(problem))
+            if attempt == self.config.attempts:
+                raise problem
+            time.sleep(attempt)
+        now = time.perf_counter()
+        stall_s += 0.0 if self.config.background else now - started
+        self.event("checkpoint", step=progress.step, path=self.checkpoints.path(progress.step).name,
+                   stall_s=round(stall_s, 4), seconds=round(now - began, 3))
+        self.saved(progress.step)
+        self.prune()
 
-    def _attempt(self, state: Pieces, progress: TrainingProgress) -> None:
-        """Write to a temporary folder, index, publish; all ranks succeed or none."""
-        ranks, checkpoints, channel = self.ranks, self.checkpoints, self.channel
-        final = checkpoints.path(progress.step)
+    def _attempt(self, state: Pieces, progress: TrainingProgress) -> Exception | None:
+        """Write to a temporary folder, index, publish; why that failed."""
+        final = self.checkpoints.path(progress.step)
         temporary = final.with_name(f"{final.name}.tmp")
-        raised(channel.same(tried(lambda: checkpoints.make_room(temporary), temporary) if ranks.leads else None))
-        part = tried(lambda: write_part(temporary / f"rank-{ranks.rank:05}.safetensors", state), temporary)
-        index, problem = channel.joined(part, _joined), None
-        if index is not None:  # on rank 0
-            problem = tried(lambda: self._publish(temporary, raised(index), progress), temporary)
-            if problem is not None:
-                shutil.rmtree(temporary, ignore_errors=True)  # no half checkpoint is left behind
-        raised(channel.same(problem))
+
+        def publish(index: Index) -> None:
+            written = write_index(temporary, index)
+            self.checkpoints.publish(temporary, [*index.files, written], progress, self.about)
+        problem = in_turn(self.channel, lambda: self.checkpoints.make_room(temporary),
+                          lambda _: write_part(temporary / f"rank-{self.ranks.rank:05}.safetensors", state),
+                          Index.joined, publish, temporary)
+        if problem is not None and self.ranks.leads:
+            shutil.rmtree(temporary, ignore_errors=True)  # no half checkpoint is left behind
+        return problem
 
     def prune(self) -> None:
         """Remove what is no longer kept, on rank 0. A failure is logged, and the next save tries again."""
@@ -175,9 +170,18 @@ class AsyncSaver:
         if problem is not None:  # also where somebody put a folder of another name there
             self.say(f"warning: an old checkpoint could not be removed ({problem}); tried again after the next save")
 
-    def _publish(self, temporary: Path, index: Index, progress: TrainingProgress) -> None:
-        written = write_index(temporary, index)
-        self.checkpoints.publish(temporary, [*index.files, written], progress, self.about)
+
+def in_turn(channel: HostChannel, first: Callable[[], Any], share: Callable[[Any], Any],
+            join: Callable[[Sequence[Any]], Any], last: Callable[[Any], object], place: object) -> Exception | None:
+    """What the ranks do together, in a thread of each: rank 0 `first`; all of them their `share` of what that gave;
+    rank 0 `last`, with their results as `join` makes one of them. Why it failed, the same on every rank; None if it did
+    not. place: see `portable`."""
+    begun = channel.same(tried(first, place) if channel.ranks.leads else None)
+    if isinstance(begun, Exception):
+        return begun
+    done = channel.joined(tried(lambda: share(begun), place), partial(_joined, join))
+    ended = tried(lambda: last(raised(done)), place) if channel.ranks.leads else None
+    return channel.same(ended if isinstance(ended, Exception) else None)
 
 
 def tried(action: Callable[[], T], place: object = "") -> T | Exception:
@@ -195,6 +199,7 @@ def raised(found: T | Exception) -> T:
     return found
 
 
-def _joined(parts: Sequence[Index | Exception]) -> Index | Exception:
-    """The index of several ranks' files, or why there is none: of several reasons, the first rank's."""
-    return tried(lambda: Index.joined([raised(part) for part in parts]))
+def _joined(join: Callable[[Sequence[Any]], Any], parts: Sequence[Any]) -> Any:
+    """The parts of several ranks as one, or why there is none: a full disk, which a user can mend, or the first."""
+    problems = [part for part in parts if isinstance(part, Exception)]
+    return min(problems, key=lambda problem: not is_full_disk(problem)) if problems else tried(lambda: join(parts))

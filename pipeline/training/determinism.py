@@ -8,12 +8,10 @@ https://docs.pytorch.org/docs/stable/notes/randomness.html
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+
+import torch
 
 from drover.pipeline.core.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 WORKSPACES = (":4096:8", ":16:8")
 """What cuBLAS's workspace may be where it is to be deterministic: these are NVIDIA's words; the first is faster."""
@@ -31,8 +29,6 @@ def make_deterministic() -> None:
     Raises:
         UserError: CUBLAS_WORKSPACE_CONFIG is set to something that cannot be.
     """
-    import torch
-
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
     if workspace not in WORKSPACES:
         raise UserError(f"train.deterministic is true, but CUBLAS_WORKSPACE_CONFIG is {workspace!r} in this process; "
@@ -52,9 +48,3 @@ def make_deterministic() -> None:
 def is_deterministic(device: torch.device, wanted: bool) -> bool:
     """Whether steps that are repeated on `device` give the same bits; for the log."""
     return device.type == "cpu" or wanted
-
-
-def was_deterministic(start: dict[str, Any]) -> bool:
-    """The same of an attempt, by its start or resume event; older logs tell only the device."""
-    found: bool = start.get("deterministic", start.get("device", "cpu") == "cpu")
-    return found

@@ -19,19 +19,18 @@ Log = Callable[..., None]
 """(event, **details): to events.jsonl, from rank 0."""
 
 
-class GuardRunner:
+class GuardRunner(Guards):
     """The guards of one attempt at training. Every method is called on all ranks alike.
 
     Attributes:
         batch_sequences: of the steps that are judged.
-        guards: what judges the steps.
         excluded: sample numbers that rollbacks have left out.
         rollbacks: all of the run.
     """
 
     def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Callable[[str], None]) -> None:
-        self.folder, self.ranks, self.data, self.config = work.folder, ranks, data, work.config.train.guards
-        self.say, self.batch_sequences = say, 0
+        super().__init__(work.config.train.guards)
+        self.folder, self.ranks, self.data, self.say, self.batch_sequences = work.folder, ranks, data, say, 0
         self._read()
 
     def _read(self) -> None:
@@ -39,15 +38,11 @@ class GuardRunner:
         self.excluded = excluded_by(self.rollbacks, self.data.order.links)
         self.data.leave_out(self.excluded)
 
-    def begin(self, progress: TrainingProgress) -> None:
-        """Go on from `progress`: after a start, and after each rollback."""
-        self.guards = Guards(self.config, progress.guards or None, len(self.rollbacks), describe=self._described)
-
-    def judge(self, step: int, result: StepResult, progress: TrainingProgress, can_roll_back: bool,
-              log: Log) -> Verdict:
+    def judge_step(self, step: int, result: StepResult, progress: TrainingProgress, can_roll_back: bool,
+                   log: Log) -> Verdict:
         """What came of step number `step`; where something did, it is said and logged, with the documents seen."""
         samples = self.excluded.take(progress.samples, self.batch_sequences).ranges
-        verdict = self.guards.judge(step, result.loss, result.grad_norm, samples, can_roll_back)
+        verdict = self.judge(step, result.loss, result.grad_norm, samples, can_roll_back)
         assert result.applied == verdict.applied, "the device and the guards decided differently"
         if verdict.event and self.ranks.leads:  # the others neither say nor log: why should they read?
             documents = documents_of(self.data, verdict.samples)
@@ -57,11 +52,10 @@ class GuardRunner:
             log(verdict.event, **verdict.details(), documents=[document.record() for document in documents])
         return verdict
 
-    def _described(self, samples: Sequence[Range]) -> str:
-        """The documents in samples, for the error that all ranks are about to raise. Only rank 0 reads them, the others
-        wait for it: were they to leave before, they would take it along before it has spoken."""
-        text: str = self.ranks.same(named(documents_of(self.data, samples)) if self.ranks.leads else None)
-        return text
+    def describe(self, samples: Sequence[Range]) -> str:
+        """See Guards. Only rank 0 reads them, the others wait for it: were they to leave before, they would take it
+        along before it has spoken."""
+        return str(self.ranks.same(named(documents_of(self.data, samples)) if self.ranks.leads else None))
 
     def exclude(self, verdict: Verdict, back_to: int) -> None:
         """Leave the samples of a step out for good, durably, before anything is loaded."""
@@ -72,7 +66,6 @@ class GuardRunner:
 
     def step_fields(self, verdict: Verdict, before: int, after: int) -> dict[str, Any]:
         """What a step's line in the log says of skipping and leaving out; empty where all went well."""
-        left_out: list[Range] = self.excluded.within(before, after)
-        fields = {"skipped": verdict.skipped, "left_out": [list(part) for part in left_out],
-                  "rollbacks": len(self.rollbacks)}
+        fields = {"skipped": verdict.skipped, "rollbacks": len(self.rollbacks),
+                  "left_out": [list(part) for part in self.excluded.within(before, after)]}
         return {name: value for name, value in fields.items() if value}

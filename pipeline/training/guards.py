@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,8 +34,6 @@ NORMAL = 1.4826
 LOSS_FLOOR, NORM_FLOOR = 0.01, 0.05
 """The deviation is at least this share of the median: a curve that happens to lie flat must not make every wiggle a
 spike. With 8 deviations a loss must rise by 8%, a gradient norm by 40%."""
-
-Outcome = Literal["ok", "spike_logged", "nonfinite", "spike_skipped", "rollback"]
 
 
 @dataclass(frozen=True)
@@ -55,35 +53,35 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a step. text: a sentence with the numbers, for a person; empty where all is well."""
+    """What came of a step. event: skip, spike or rollback; None where all is well. text: a sentence with the numbers,
+    for a person; empty where all is well."""
 
-    outcome: Outcome
     step: int
     samples: tuple[Range, ...]
     loss: float
     grad_norm: float
+    event: Literal["skip", "spike", "rollback"] | None = None
     text: str = ""
 
     @property
     def applied(self) -> bool:
         """Whether the weights were updated."""
-        return self.outcome in ("ok", "spike_logged")
+        return self.event in (None, "spike")
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and norm are."""
+        return StepLimits().allow(self.loss, self.grad_norm)
 
     @property
     def skipped(self) -> str | None:
         """Why the step's line in the metrics counts as skipped: `nonfinite` or `spike`; None if it does not."""
-        return {"nonfinite": "nonfinite", "spike_skipped": "spike"}.get(self.outcome)
-
-    @property
-    def event(self) -> str | None:
-        """Name of the event to record: skip, spike or rollback; None where all is well."""
-        return {"spike_logged": "spike", "nonfinite": "skip", "spike_skipped": "skip",
-                "rollback": "rollback"}.get(self.outcome)
+        return ("spike" if self.finite else "nonfinite") if self.event == "skip" else None
 
     def details(self) -> dict[str, Any]:
         """The event's fields, as JSON: numbers that are not finite are written as text."""
         return {"step": self.step, "samples": [list(part) for part in self.samples], "loss": json_number(self.loss),
-                "grad_norm": json_number(self.grad_norm), "outcome": self.outcome, "text": self.text}
+                "grad_norm": json_number(self.grad_norm), "text": self.text}
 
 
 class Guards:
@@ -91,21 +89,28 @@ class Guards:
 
     Args:
         config: train.guards.
-        state: of the checkpoint that is continued from.
-        rollbacks: how many the run has made; they are not in a checkpoint's state, which lies before them.
-        describe: names the documents in ranges of samples; asked only when training must stop.
     """
 
-    def __init__(self, config: GuardConfig, state: dict[str, Any] | None = None, rollbacks: int = 0,
-                 describe: Callable[[Sequence[Range]], str] | None = None) -> None:
-        self.config, self.rollbacks_total, self._describe = config, rollbacks, describe
-        state = state or {}
-        window = max(config.spike_window, config.spike_min_history)
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.go_on({}, 0)
+
+    def go_on(self, state: dict[str, Any], rollbacks: int) -> None:
+        """Judge on from a state that `state` gave.
+
+        rollbacks: how many the run has made; they are not in a checkpoint's state, which lies before them.
+        """
+        self.rollbacks_total = rollbacks
+        window = max(self.config.spike_window, self.config.spike_min_history)
         self._losses: deque[float] = deque(state.get("losses", ()), window)
         self._norms: deque[float] = deque(state.get("grad_norms", ()), window)
         self.skipped_total: int = state.get("skipped_total", 0)
         self.spikes_total: int = state.get("spikes_total", 0)
         self.consecutive_skipped: int = state.get("consecutive_skipped", 0)
+
+    def describe(self, samples: Sequence[Range]) -> str:
+        """The documents in ranges of samples; asked only when training must stop."""
+        return ""
 
     def state(self) -> dict[str, Any]:
         """JSON from which another `Guards` goes on exactly here."""
@@ -138,61 +143,59 @@ class Guards:
         Raises:
             UserError: too many updates in a row were skipped, or there were too many rollbacks.
         """
-        parts = tuple((int(first), int(end)) for first, end in samples)
-        finite, limits = StepLimits().allow(loss, grad_norm), self._spike_limits()
-        if finite and limits.allow(loss, grad_norm):
+        verdict = Verdict(step, tuple((int(first), int(end)) for first, end in samples), loss, grad_norm)
+        limits = self._spike_limits()
+        if verdict.finite and limits.allow(loss, grad_norm):
             self._note(loss, grad_norm)
-            return Verdict("ok", step, parts, loss, grad_norm)
-        if not finite:
-            text = f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}, not both finite"
-            return self._skip(Verdict("nonfinite", step, parts, loss, grad_norm, text))
+            return verdict
+        if not verdict.finite:
+            return self._skip(verdict, f"step {step}: loss {loss:.6g}, gradient norm {grad_norm:.6g}, not both finite")
         text = f"step {step}: {' and '.join(self._excesses(loss, grad_norm, limits))}"
+        if self.config.spike == "rollback" and can_roll_back:
+            return self._roll_back(verdict, text)
+        self.spikes_total += 1
         if self.config.spike == "log":
             self._note(loss, grad_norm)
-            self.spikes_total += 1
-            return Verdict("spike_logged", step, parts, loss, grad_norm, text)
-        if self.config.spike == "rollback" and can_roll_back:
-            return self._roll_back(Verdict("rollback", step, parts, loss, grad_norm, text))
+            return replace(verdict, event="spike", text=text)
         if self.config.spike == "rollback":
             text += ", and there is no checkpoint yet to go back to"
-        self.spikes_total += 1
-        return self._skip(Verdict("spike_skipped", step, parts, loss, grad_norm, text))
+        return self._skip(verdict, text)
 
     def _note(self, loss: float, grad_norm: float) -> None:
         self.consecutive_skipped = 0
         self._losses.append(loss)
         self._norms.append(grad_norm)
 
-    def _skip(self, verdict: Verdict) -> Verdict:
+    def _skip(self, verdict: Verdict, text: str) -> Verdict:
         self.skipped_total += 1
         self.consecutive_skipped += 1
         if self.consecutive_skipped <= self.config.max_skipped:
-            return verdict
+            return replace(verdict, event="skip", text=text)
         mend = ("To take a higher level for normal, set train.guards.spike=log. To go on past bad data, raise "
-                "train.guards.max_skipped." if verdict.outcome == "spike_skipped" else
+                "train.guards.max_skipped." if verdict.finite else
                 "Look at the text (python -m drover.tools.where --run RUN --step N --text). If it is sound, lower "
                 f"train.lr or "
                 f"lengthen train.warmup_steps, and go on with --accept-drift{PHASED}, or start again with --force.")
         raise UserError(
             f"Training stopped at step {verdict.step}: {self.consecutive_skipped} updates in a row were skipped, and "
-            f"train.guards.max_skipped is {self.config.max_skipped}. The last was {verdict.text}; "
+            f"train.guards.max_skipped is {self.config.max_skipped}. The last was {text}; "
             f"{self._where(verdict.samples)}. The weights are those of before the first of these steps, and the "
             f"checkpoints are sound. {mend}")
 
-    def _roll_back(self, verdict: Verdict) -> Verdict:
+    def _roll_back(self, verdict: Verdict, text: str) -> Verdict:
         if self.rollbacks_total >= self.config.max_rollbacks:
             raise UserError(
                 f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
-                f"is {self.config.max_rollbacks}. The reason was {verdict.text}; {self._where(verdict.samples)}. This "
+                f"is {self.config.max_rollbacks}. The reason was {text}; {self._where(verdict.samples)}. This "
                 f"update was not applied, and the checkpoints are sound. Look at the text (python -m "
                 f"drover.tools.where --run RUN --step N --text); lower train.lr and go on with "
                 f"--accept-drift{PHASED}, or set train.guards.spike=log to take such steps for normal.")
         self.rollbacks_total += 1
-        return verdict
+        return replace(verdict, event="rollback", text=text)
 
     def _where(self, samples: Sequence[Range]) -> str:
-        documents = f", of the documents {self._describe(samples)}" if self._describe is not None else ""
-        return f"it was to train on samples {spelled(samples)}{documents}"
+        documents = self.describe(samples)
+        return f"it was to train on samples {spelled(samples)}{f', of the documents {documents}' if documents else ''}"
 
     def _spike_limits(self) -> StepLimits:
         if len(self._losses) < self.config.spike_min_history:

@@ -7,6 +7,7 @@ extended, and a larger vocabulary, whose new rows start as in a new model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,6 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.shapes import POSITIONS
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError, listed
-from drover.pipeline.core.files import read_json
 from drover.pipeline.formats.weights import Weights, open_weights
 from drover.pipeline.parallel.initial_values import InitialValues, drawn
 from drover.pipeline.parallel.ranks import Ranks
@@ -91,8 +91,9 @@ def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
     return values
 
 
-def shape_problems(path: Path, model: ModelConfig) -> list[str]:
-    """Why a run of this shape cannot start from the weights in `path`; `vocab_size` may not be known yet."""
+def refuse_other_shape(path: Path, model: ModelConfig) -> None:
+    """UserError, with everything that differs, if a run of this shape cannot start from the weights in `path`;
+    `vocab_size` may not be known yet."""
     with open_weights(path) as weights:
         theirs = weights.config
     found = [f"{name} is {getattr(model, value)} here, {getattr(theirs, value)} there" for name, value in SAME.items()
@@ -101,12 +102,7 @@ def shape_problems(path: Path, model: ModelConfig) -> list[str]:
     if model.vocab_size is not None and model.vocab_size < theirs.vocab_size:
         found.append(f"vocab_size is {model.vocab_size} here, {theirs.vocab_size} there: it may only grow (set "
                      f"model.vocab_size={theirs.vocab_size}, and take the tokenizer that belongs to the weights)")
-    return found
-
-
-def refuse_other_shape(path: Path, model: ModelConfig) -> None:
-    """UserError, with everything that differs, if a run of this shape cannot start from the weights in `path`."""
-    if found := shape_problems(path, model):
+    if found:
         raise UserError(f"train.init_from: the weights in {path} are of another model:\n{listed(found)}\n"
                         f"model.preset={path} takes their shape; rope_theta, rope_scaling and context_length may "
                         f"differ, and vocab_size may grow.")
@@ -135,17 +131,17 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
         return f"no {TOKENIZER} there to compare the tokenizer with"
     if theirs.read_bytes() == (ours / TOKENIZER).read_bytes():
         return "the same tokenizer"
-    old, new = _known(theirs), _known(ours / TOKENIZER)
-    wrong = [f"id {index} is {token!r} there, {new['tokens'].get(index)!r} here"
-             for index, token in sorted(old["tokens"].items()) if new["tokens"].get(index) != token]
-    if not wrong and old["merges"] != new["merges"]:
+    (old, old_merges), (new, new_merges) = _known(theirs), _known(ours / TOKENIZER)
+    wrong = [f"id {index} is {token!r} there, {new.get(index)!r} here"
+             for index, token in sorted(old.items()) if new.get(index) != token]
+    if not wrong and old_merges != new_merges:
         wrong.append("the tokens are the same, but not how text is split into them (merges)")
     if wrong:
-        more = f"\n  - and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
+        more = [f"and {len(wrong) - 3:,} more"] * (len(wrong) > 3)
         raise UserError(f"train.init_from: the weights in {path} were trained with another tokenizer, so that ids "
-                        f"would mean something else:\n{listed(wrong[:3])}{more}\nTake theirs: "
+                        f"would mean something else:\n{listed([*wrong[:3], *more])}\nTake theirs: "
                         f"tokenizer.kind=huggingface tokenizer.path={theirs}, from the stage tokenizer on.")
-    return f"the same {len(old['tokens']):,} tokens"
+    return f"the same {len(old):,} tokens"
 
 
 def tokenizer_of(path: Path) -> Path | None:
@@ -155,16 +151,12 @@ def tokenizer_of(path: Path) -> Path | None:
     return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
 
 
-def _known(path: Path) -> dict[str, Any]:
+def _known(path: Path) -> tuple[dict[int, str], Any]:
     """Tokens by id, and the merges, of a tokenizer.json. UserError if it is none."""
+    from tokenizers import Tokenizer
     try:
-        content = read_json(path)
-        vocabulary = content["model"]["vocab"]
-        pairs = vocabulary.items() if isinstance(vocabulary, dict) else \
-            ((piece[0], index) for index, piece in enumerate(vocabulary))
-        tokens = {index: token for token, index in pairs}
-        tokens |= {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"].get("merges", [])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        found = Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library has no other
         raise UserError(f"{path} cannot be compared with the run's tokenizer: it is not read ({error}).") from None
-    return {"tokens": tokens, "merges": merges}
+    return ({index: token for token, index in found.get_vocab().items()},
+            json.loads(found.to_str())["model"].get("merges"))

@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import time
-from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,7 @@ from drover.pipeline.training.guards import Verdict
 from drover.pipeline.training.hooks import Hook
 from drover.pipeline.training.housekeeping import Garbage, Saving
 from drover.pipeline.training.initial_weights import initial_values
-from drover.pipeline.training.monitor import Monitor
+from drover.pipeline.training.monitor import Fp8Watch, Norms, Samples, Validation
 from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.precision import DTYPES
 from drover.pipeline.training.profiling import Profiling
@@ -71,22 +70,23 @@ class Loop:
         progress: where training stands.
         hooks: what takes part in training beside the loop, in order.
         save_asked: whether a hook asked for a checkpoint after the step that runs.
-        events: that threads have recorded and the log has not yet.
+        done: steps of this start.
         current: this rank's batch of the step that runs or ran last, and the targets of the global batch.
     """
 
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
         self.work, self.config, self.watchdog = work, work.config, watchdog
-        self.events = deque[tuple[str, dict[str, Any]]]()
-        self.stepped = self.save_asked = False
-        try:
+        self.save_asked, self.done = False, 0
+
+    def run(self) -> None:
+        """Train to the configured number of steps and commit, or save and leave when asked to stop."""
+        with ExitStack() as self.ends:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
                 part()
-        except (UserError, OSError):
-            if hasattr(self, "uploads"):
-                self.uploads.close()  # its thread would keep this process
-            raise
+            self.ends.push(self._end)
+            self.ends.enter_context(self.stop)
+            self._train()
 
     # ---- set-up, in this order
 
@@ -124,12 +124,16 @@ class Loop:
 
     def _find_checkpoint(self) -> None:
         pending = pending_evaluations(self.work.run.folder, self.config)
-        self.checkpoints = Checkpoints(self.work.folder / CHECKPOINTS, self.ranks, self.say,
-                                       needed=lambda step: pending(step) or self.tokens.needs(step)
-                                       or self.uploads.needs(step) or step in self.config.convert.average)
+        self.checkpoints = Checkpoints(
+            self.work.folder / CHECKPOINTS, self.ranks, self.say, needed=lambda step: pending(step)
+            or step in self.config.convert.average or any(hook.needs(step) for hook in self.hooks))
+        self.recorder = Recorder(self.work, self.ranks, self.plan)
+        self.uploads: Uploads | None = None
         with self.paused():
-            self.uploads = Uploads(self.work, self.ranks, self.checkpoints, self.say, self.event)
-            self.found = self.uploads.newest_valid()
+            if (url := self.config.train.checkpoint.copy_to) is not None:
+                self.uploads = Uploads(self.work, self.ranks, self.checkpoints, url, self.say, self.recorder.event)
+                self.ends.callback(self.uploads.close)  # its thread would keep this process
+            self.found = (self.uploads or self.checkpoints).newest_valid()
         self.has_checkpoint = self.found is not None
 
     def _check_plan(self) -> None:
@@ -171,7 +175,7 @@ class Loop:
 
     def _prepare_saving(self) -> None:
         self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config.train.checkpoint, self._about(), self.say,
-                                self.event, self.uploads.saved)
+                                self.recorder.event, self._saved)
         with self.paused():
             if self.found:
                 load(self.found[0], self.engine, self.ranks, self.progress.updates)
@@ -180,9 +184,7 @@ class Loop:
     def _open_log(self) -> None:
         precision = DTYPES[self.progress.precision]
         # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
-        self.recorder = Recorder(self.work, self.ranks, self.progress, self.plan, precision == torch.bfloat16)
-        with self.paused():
-            self.monitor = Monitor(self)
+        self.recorder.open(self.progress, precision == torch.bfloat16)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
                      *kernel_lines(self.config, self.engine, self.ranks.device, precision),
                      *fp8_lines(self.decided, self.model_config, self.grid.tensor, self.ranks.device)]:
@@ -191,36 +193,41 @@ class Loop:
     def _make_hooks(self) -> None:
         train = self.config.train
         self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
-        self.hooks: list[Hook] = [
-            Saving(train.checkpoint.every_minutes),
-            self.tokens,
-            self.stop,
-            ReplicaCheck(self.ranks, self.nodes, train.guards.replica_hash_every),
-            *(settings.open(self) for settings in HOOKS.made(train.hooks)),
-            self.monitor,
-            *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
-            Garbage()]
+        compared_every = train.guards.replica_hash_every if self.ranks.world > 1 else None
+        with self.paused():  # held-out text is read, the vocabulary too
+            self.hooks: list[Hook] = [
+                Saving(train.checkpoint.every_minutes),
+                *([self.tokens] if self.tokens.compares else []),
+                *([] if self.uploads is None else [self.uploads]),
+                self.stop,
+                *([] if compared_every is None else [ReplicaCheck(self.ranks, self.nodes, compared_every)]),
+                *(settings.open(self) for settings in HOOKS.made(train.hooks)),
+                *([] if train.norms_every is None else [Norms()]),
+                Validation(self),
+                *([Fp8Watch(self.engine, self.ranks.device)] if self.progress.precision == "fp8" else []),
+                Samples(self),
+                *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
+                Garbage()]
         self.engine.before_update = self._before_update
         self.work.run.forget_manifests()  # of very many shards they are large
-        self.uploads.begin(self.found)
 
     # ---- the loop
 
-    def run(self) -> None:
-        """Train to the configured number of steps and commit, or save and leave when asked to stop."""
+    def _train(self) -> None:
         self._start()
         while self.unfinished:
             batch = self.batches.next()
             targets, padding = self._agree(batch)
             result = self._update(batch, targets)
-            verdict = self.guards.judge(self.progress.step + 1, result, self.progress, self.has_checkpoint,
-                                        self.recorder.event)
-            if verdict.outcome == "rollback":
+            verdict = self.guards.judge_step(self.progress.step + 1, result, self.progress, self.has_checkpoint,
+                                             self.recorder.event)
+            if verdict.event == "rollback":
                 self._roll_back(verdict)
                 continue
             self._advance(result, verdict, padding)
             if self._checkpoint_is_due():
                 self._save()
+            self._log_step()
             for hook in self.hooks:
                 hook.after_step(self)
             self._end_step()
@@ -233,12 +240,22 @@ class Loop:
         """Whether there are steps to be done."""
         return self.progress.step < self.config.train.steps
 
+    def due(self, every: int | None, step: int | None = None) -> bool:
+        """Whether what is done every so many steps is done after the last step, or after `step`; always after the last
+        of all."""
+        step = self.progress.step if step is None else step
+        return every is not None and (step % every == 0 or step == self.config.train.steps)
+
     def _start(self) -> None:
-        self.monitor.catch_up(self.progress)
+        def logged() -> bool:
+            metrics = read_metrics(self.work.folder / "metrics.jsonl")
+            return bool(metrics) and metrics[-1]["step"] >= self.progress.step
+        if self.progress.record is not None and not self.ranks.by_leader(logged):
+            self._log_step()  # a kill came between a checkpoint and its step's line
         self.recorder.begin(self.progress, **self._start_facts())
-        self.log_events()
         if self.plan_changes:
             self.recorder.plan_changed(self.progress.step, self.plan_changes)
+        self.recorder.flush()
         for hook in self.hooks:
             hook.on_start(self)
         self.step_began = time.perf_counter()
@@ -249,21 +266,21 @@ class Loop:
         self.save_asked = False
         votes = [hook.votes(self) for hook in self.hooks]
         counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
-        targets, padding, *sums = self.ranks.sum(*counted, *itertools.chain(*votes))
-        rest = iter(sums)
+        sums = iter(self.ranks.sum(*counted, *itertools.chain(*votes)))
+        targets, padding = int(next(sums)), int(next(sums))
         for hook, mine in zip(self.hooks, votes, strict=True):
             if mine:
-                hook.on_votes(self, list(itertools.islice(rest, len(mine))))
-        return int(targets), int(padding)
+                hook.on_votes(self, list(itertools.islice(sums, len(mine))))
+        return targets, padding
 
     def _update(self, batch: Batch, targets: int) -> StepResult:
         """Forward, backward and update over the batch. UserError as `memory_explained`."""
         step = self.progress.step + 1
         self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
         self.watchdog.step_begins()
-        with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.stepped):
+        with memory_explained(self.engine, self.ranks, step, self.as_rehearsed, first=not self.done):
             result = self.engine.step(batch.split(self.batch.micro_batch), self.batch.accumulation, targets, self.rate,
-                                      self.guards.guards.limits())
+                                      self.guards.limits())
         self.watchdog.pulse()  # judging may read documents from a store
         return result
 
@@ -272,7 +289,7 @@ class Loop:
             hook.before_update(self)
 
     def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
-        """Note that the step has happened, and what it was; its line goes to the log later (monitor.py says why)."""
+        """Note that the step has happened, and what it was; its line goes to the log later (`_log_step`)."""
         before, step_s = self.progress, time.perf_counter() - self.step_began
         end = self.guards.excluded.take(before.samples, self.batch.sequences).end
         after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
@@ -285,13 +302,13 @@ class Loop:
         for hook in self.hooks:
             hook.on_step(self, result, record)
         self.progress = dataclasses.replace(after, record=record)
-        self.stepped = True
+        self.done += 1
         self.watchdog.finished(after.step, step_s)
 
     def _checkpoint_is_due(self) -> bool:
         """Whether to save now: every so many steps or minutes, before leaving, at the end, and where `convert.average`
         names the step."""
-        due = self.monitor.due(self.progress.step, self.config.train.checkpoint.every_steps)
+        due = self.due(self.config.train.checkpoint.every_steps)
         return due or self.progress.step in self.config.convert.average or self.save_asked or self.stop.stop is not None
 
     def _save(self) -> None:
@@ -299,22 +316,35 @@ class Loop:
         with self.paused():
             for hook in self.hooks:
                 hook.on_save(self)
-            self.progress = dataclasses.replace(self.progress, guards=self.guards.guards.state())
+            self.progress = dataclasses.replace(self.progress, guards=self.guards.state())
             self.saver.save(self.engine.state_shards(), self.progress)
         self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
+
+    def _log_step(self) -> None:
+        """Look at the model, and write the step's line. It comes after the step's checkpoint, which holds it as well:
+        looking may fail (memory, a bad prompt), and must not cost the steps since the last save."""
+        record, seen = self.progress.record or {}, dict[str, Any]()
+        for hook in self.hooks:
+            seen |= hook.look(self)
+        if seen or "weight_norms" in record or self.due(self.config.train.log_every):
+            self.recorder.tell("step", record | seen)
+
+    def _saved(self, step: int) -> None:
+        for hook in self.hooks:
+            hook.on_saved(step)
 
     def _end_step(self) -> None:
         """All that belongs to a step is done; the next one begins."""
         entered = self.unfinished and self.progress.step == self.phase.end_step
         if entered:
             self._enter_phase()
-        self.log_events()
+        self.recorder.flush()
         self.step_began = time.perf_counter()
         self.watchdog.pulse(first=entered)  # its shapes are new
 
     def _begin(self) -> None:
         """Go on from `self.progress`: at the start, and after a rollback."""
-        self.guards.begin(self.progress)
+        self.guards.go_on(self.progress.guards, len(self.guards.rollbacks))
         self._enter_phase()
         self.batches.begin(self.progress, self.guards.excluded)
         self.step_began = time.perf_counter()
@@ -328,9 +358,9 @@ class Loop:
         # By the full-attention formula: 6 x matrix parameters + attention, not halved.
         self.recorder.flops_per_token = self.model_config.flops_per_token(self.batch.sequence_length, causal=False)
         if self.plan.declared and self.progress.step == self.phase.first_step:
-            self.guards.guards.forget()
+            self.guards.forget()
             self.say(f"{self.phase}; batch {self.batch}")
-            self.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
+            self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
     def _roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint, and leave the samples of the judged step out for good.
@@ -338,6 +368,7 @@ class Loop:
         Raises:
             UserError: there is none any more.
         """
+        self.recorder.flush()
         with self.paused():
             self.saver.wait()
             self.batches.pause()
@@ -360,28 +391,29 @@ class Loop:
 
     def _leave(self, stop: Stop) -> None:
         """Say and record why training ends early, once the checkpoint is there."""
-        self.recorder.line.interrupt()
+        self.recorder.interrupt()
         ending = self._settle()
         self.ranks.barrier()  # without an agent, rank 0 has the store in which the others hear that the save is done
         step = self.progress.step
         self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)
+        self.recorder.flush()
         if self.ranks.leads:
             write_state(self.work.folder, "preempted", step=step, reason=stop.reason, again=stop.again)
-        self.uploads.leave(step, self.config.launch.signal_s)
+        for hook in self.hooks:
+            hook.on_stop(self)
 
     def _finish(self) -> None:
         """Prove the last checkpoint once more, and write the manifest."""
         if self.progress.step > self.config.train.steps:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
                             f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
-        if self.guards.guards.skipped_total >= self.progress.step:
+        if self.guards.skipped_total >= self.progress.step:
             raise UserError(f"All {self.progress.step} updates were skipped, so nothing was learned. The reasons are "
                             f"in {self.work.folder / 'events.jsonl'}. Mend the cause, and start again with --force.")
         ending = self._settle()
-        self.tokens.finish()
-        self.uploads.finish(self.progress.step)
-        self.log_events()
+        for hook in self.hooks:
+            hook.on_finish(self)
         self.saver.prune()  # until now the one that this start went on from may have been needed
         found = self.checkpoints.newest_valid()
         if found is None or found[1].step != self.config.train.steps:
@@ -398,14 +430,15 @@ class Loop:
         self.watchdog.pause()
         began = time.perf_counter()
         self.saver.wait()
-        self.log_events()
+        self.recorder.flush()
         return {"stall_s": round(time.perf_counter() - began, 4), "look_s": round(self.recorder.look_s, 3),
                 **self.batches.finish()}
 
-    def settle_damaged(self) -> None:
+    def settle_damaged(self, after: int) -> None:
         """Let a save in flight end, since what it is made of is damaged; nobody may go on from a copy of it."""
         self.saver.settle()
-        self.uploads.withdraw(self.tokens.sound_to)
+        for hook in self.hooks:
+            hook.on_damage(after)
 
     def _commit(self, checkpoint: Path) -> None:
         """Write the manifest. For one rank."""
@@ -414,17 +447,16 @@ class Loop:
         metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= progress.step]
         # The marker's hashes were compared with the files a moment ago, by all ranks together.
         outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
-        outputs += [output_record(folder, path) for path in
-                    (checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
-                     *([folder / ROLLBACKS] if self.guards.rollbacks else []),
-                     *([folder / FILE] if (folder / FILE).is_file() else []))]
+        paths = [checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
+                 *(path for path in (folder / ROLLBACKS, folder / FILE) if path.is_file())]
+        outputs += [output_record(folder, path) for path in paths]
         self.work.commit(outputs, {
             "checkpoint": name, "steps": progress.step, "tokens": progress.tokens, "samples": progress.samples,
             "targets": progress.targets, "restarts": progress.restarts, "precision": progress.precision,
             "parameters": self.model_config.parameter_count, "vocab_size": self.model_config.vocab_size,
             **self._consumed(metrics), "plan_sha256": self.data.order.plan_sha256, "ranks": self.ranks.world,
             "accumulation": self.batch.accumulation, "engine": self.config.parallel.engine,
-            **packing_facts(self.data), **self.guards.guards.counters(), "token_shards_checked": self.tokens.checked,
+            **packing_facts(self.data), **self.guards.counters(), "token_shards_checked": self.tokens.checked,
             "device_name": self.ranks.device_name, "loss": metrics[-1]["loss"] if metrics else None,
             "heldout_bpb": metrics[-1].get("heldout_bpb") if metrics else None,
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
@@ -443,23 +475,16 @@ class Loop:
                     counted["learned"] = done[phase.end_step] - done[phase.first_step]
         return {"epochs": data.order.epochs(samples), "phases": phases}
 
-    def __enter__(self) -> Loop:
-        self.stop.__enter__()
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+    def _end(self, _: object, error: BaseException | None, *__: object) -> None:
         with ExitStack() as ends:  # from the last one on, each of them, also where a hook's raises
             if error is None:  # after a failure the other ranks are not here to take leave of
                 ends.callback(stop_ranks)
             ends.callback(self.recorder.close)
-            ends.callback(self.log_events)
             if isinstance(error, (UserError, OSError)):
                 # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished
                 # is removed, which makes room to say so.
-                ends.callback(self.uploads.close)
                 ends.callback(self.saver.settle)
             ends.callback(self.batches.close)
-            ends.callback(self.stop.__exit__)
             for hook in reversed(self.hooks):
                 ends.callback(hook.on_end, self)
             ends.callback(self.watchdog.pause)
@@ -470,16 +495,6 @@ class Loop:
         """One line of the stage's story, from rank 0."""
         if self.ranks.leads:
             self.work.say(text)
-
-    def event(self, name: str, **details: Any) -> None:
-        """Record that something happened, from any thread; it goes to the log with the next step."""
-        self.events.append((name, details))
-
-    def log_events(self) -> None:
-        """Write the events of other threads to the log."""
-        while self.events:
-            name, details = self.events.popleft()
-            self.recorder.event(name, **details)
 
     def _start_facts(self) -> dict[str, Any]:
         """What is recorded of a start of training."""

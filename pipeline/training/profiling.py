@@ -36,7 +36,7 @@ class Profiling(Hook):
 
     def __init__(self, config: ProfileConfig, start: int) -> None:
         self.config, self.start, self.last = config, start, start + config.steps - 1
-        self._done = self._first = 0
+        self._first = 0
         self._profile: profile | None = None
 
     def on_start(self, loop: Loop) -> None:
@@ -53,24 +53,23 @@ class Profiling(Hook):
     def after_step(self, loop: Loop) -> None:
         """After the last step that is profiled, all ranks wait until it is written, and rank 0 tells what took most on
         each."""
-        self._done += 1
-        if self._done < self.last:
-            if self._profile is not None:
-                self._profile.step()
-                self._record_allocations(loop)
-        elif self._done == self.last:
-            with loop.watchdog.paused(loop.ranks.barrier):
-                try:
-                    told: Any = self._write(loop)
-                except (OSError, RuntimeError) as error:  # what is only looked at stops no training
-                    told = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
-                for rank, found in enumerate(loop.ranks.collect(told)):
-                    self._tell(loop, rank, found)
+        if loop.done < self.last and self._profile is not None:
+            self._profile.step()
+            self._record_allocations(loop)
+        if loop.done != self.last:
+            return
+        with loop.watchdog.paused(loop.ranks.barrier):
+            try:
+                told: Any = self._write(loop)
+            except (OSError, RuntimeError) as error:  # what is only looked at stops no training
+                told = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
+            for rank, found in enumerate(loop.ranks.collect(told)):
+                self._tell(loop, rank, found)
 
     def on_end(self, loop: Loop) -> None:
         """See Hook. What was to be profiled and was not done by then is dropped, and this is said."""
-        if self._done < self.last:
-            loop.say(f"train.profile: training ended after {self._done} steps of this start, before the {self.last} "
+        if loop.done < self.last:
+            loop.say(f"train.profile: training ended after {loop.done} steps of this start, before the {self.last} "
                      f"that were to be done; no profile is written")
         if self._profile is not None:
             with suppress(RuntimeError):
@@ -78,7 +77,7 @@ class Profiling(Hook):
 
     def _record_allocations(self, loop: Loop) -> None:
         """On a GPU, from one step before the first on. With torch's C++ frames, finding their names takes minutes."""
-        if loop.ranks.device.type == "cuda" and self._done == max(0, self.start - 2):
+        if loop.ranks.device.type == "cuda" and loop.done == max(0, self.start - 2):
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")
 
     def _write(self, loop: Loop) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,34 +20,20 @@ from drover.pipeline.parallel.ranks import Ranks
 
 SHOWN_NODES = 4
 """Nodes that a line names; of the others it tells the number."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One rank as it describes itself. code: a hash of what it runs. world: the number of ranks that the launcher meant
-    to start, if it said so."""
-
-    node: str
-    device: str | None
-    torch: str
-    python: str
-    nccl: str
-    code: str
-    config: str
-    chain: str
-    world: int | None
-
-
 MUST_AGREE = {"torch": "torch", "python": "Python", "nccl": "NCCL", "code": "code", "config": "configuration",
               "chain": "submission"}
 """What has to be the same on all ranks, and what it is called."""
 
 
-@dataclass(frozen=True)
 class RankAgreement:
-    """All ranks of a run, in order."""
+    """All ranks of a run, in order, each as it describes itself (`describe_this`).
 
-    members: tuple[Member, ...]
+    Attributes:
+        nodes: the node of each rank.
+    """
+
+    def __init__(self, members: Sequence[Mapping[str, Any]]) -> None:
+        self.members, self.nodes = members, [member["node"] for member in members]
 
     @classmethod
     def gather(cls, ranks: Ranks, work: Work) -> RankAgreement:
@@ -56,25 +42,18 @@ class RankAgreement:
         Raises:
             UserError: they do not run the same thing, or are not as many as were meant to be started.
         """
-        # As plain values: ranks that run other code may know other fields, and must be told so, not fail.
-        told = ranks.gather(asdict(_describe_this(ranks, work)))
-        found = cls(tuple(Member(**{name.name: one.get(name.name, "") for name in fields(Member)}) for one in told))
+        found = cls(ranks.gather(describe_this(ranks, work)))
         if problem := found.problem():
             raise UserError(problem)
         return found
 
-    @property
-    def nodes(self) -> list[str]:
-        """The node of each rank."""
-        return [member.node for member in self.members]
-
     def problem(self) -> str:
         """Why these ranks must not go on together, in a sentence or two; empty if they may."""
         for key, name in MUST_AGREE.items():
-            if held := self._differing([getattr(member, key) for member in self.members], "none", 12):
+            if held := self._differing(key, "none", 12):
                 return (f"The ranks do not run the same thing: {name} {held}. Start all of them from one folder, with "
                         f"one environment and one command.")
-        meant = sorted({member.world for member in self.members if member.world is not None})
+        meant = sorted({member["world"] for member in self.members} - {None})
         if meant and meant != [len(self.members)]:
             return (f"{_count(len(self.members), 'rank')} found each other, but {' or '.join(map(str, meant))} were to "
                     f"be started (DROVER_RANKS). Look for ranks that ended at once, in the logs of their nodes.")
@@ -82,22 +61,23 @@ class RankAgreement:
 
     def warning(self) -> str:
         """What is slow, not wrong, in these ranks; empty if nothing is."""
-        held = self._differing([member.device or "" for member in self.members], "CPU")
+        held = self._differing("device", "CPU")
         return f"warning: the devices differ ({held}); the slowest of them sets the pace" if held else ""
 
     def __str__(self) -> str:
         """`4 ranks on 2 nodes: n1 0-1, n2 2-3; CPU; torch 2.13.0`."""
         placed = [f"{node} {spelled(held)}" for node, held in _places(self.nodes).items()]
-        one, devices = self.members[0], dict.fromkeys(member.device or "CPU" for member in self.members)
+        one, devices = self.members[0], dict.fromkeys(member["device"] or "CPU" for member in self.members)
         return (f"{_count(len(self.members), 'rank')} on {_count(len(placed), 'node')}: "
-                f"{first(placed, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one.torch}"
-                f"{f', NCCL {one.nccl}' if one.nccl else ''}")
+                f"{first(placed, SHOWN_NODES, 'more nodes')}; {' and '.join(devices)}; torch {one['torch']}"
+                + (f", NCCL {one['nccl']}" if one["nccl"] else ""))
 
-    def _differing(self, values: Sequence[str], nothing: str, shown: int | None = None) -> str:
-        """Which ranks have which of the values, the most frequent first; "" where all have the same.
+    def _differing(self, key: str, nothing: str, shown: int | None = None) -> str:
+        """Which ranks say what under a key, the most frequent first; "" where all say the same.
 
         nothing: what an empty value is called. shown: so many characters of each.
         """
+        values = [member.get(key, "") for member in self.members]  # ranks that run other code may not know it
         found = sorted(_places(values).items(), key=lambda item: -len(item[1]))
         return "" if len(found) == 1 else ", ".join(
             f"{value[:shown] or nothing} on {self._who(ranks)}" for value, ranks in found)
@@ -120,14 +100,16 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
-def _describe_this(ranks: Ranks, work: Work) -> Member:
+def describe_this(ranks: Ranks, work: Work) -> dict[str, Any]:
+    """This rank, as plain values. code: a hash of what it runs. world: the number of ranks that the launcher meant to
+    start, if it said so."""
     meant = os.environ.get("DROVER_RANKS")
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else ""
-    return Member(node=node_name(), device=ranks.device_name, torch=str(torch.__version__),
-                  python=platform.python_version(), nccl=nccl,
-                  code=sha256_json(code_hashes(STAGES[work.name], work.config)),
-                  config=sha256_json([config_hash(work.config), work.asked]), chain=os.environ.get("DROVER_CHAIN", ""),
-                  world=int(meant) if meant else None)
+    return {"node": node_name(), "device": ranks.device_name or "", "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else "",
+            "code": sha256_json(code_hashes(STAGES[work.name], work.config)),
+            "config": sha256_json([config_hash(work.config), work.asked]),
+            "chain": os.environ.get("DROVER_CHAIN", ""), "world": int(meant) if meant else None}
 
 
 def _count(number: int, word: str) -> str:

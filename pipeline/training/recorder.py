@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.state import Progress, ProgressRecord
+from drover.pipeline.core.console import duration
 from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
@@ -19,47 +22,50 @@ from drover.pipeline.records.metrics import PLAN_CHANGED, plan_changes
 from drover.pipeline.training.device_facts import allocator_facts, compiled_graphs, memory_mb, peak_flops
 from drover.pipeline.training.engines.engine import StepResult
 from drover.pipeline.training.guards import json_number
-from drover.pipeline.training.progress_line import ProgressLine
-from drover.pipeline.training.sinks.base import open_log
+from drover.pipeline.training.sinks.base import TrainingLog, open_log
 
+LIVE_S, PLAIN_S = 0.2, 10.0
+"""Seconds between two steps that are shown: on a terminal, and elsewhere."""
 
 class Recorder:
-    """The records of one attempt. Every rank has one; only rank 0's writes.
-
-    Args:
-        plan: of the training.
-        peaks_known: whether utilisation can be told; there is arithmetic that peaks are not known for.
+    """The records of one attempt. Every rank has one; only rank 0's writes, once it is open.
 
     Attributes:
         flops_per_token: of a training step, which sequences' length decides.
-        log: the files and sinks; None on other ranks, and once they are closed.
-        line: what a person sees.
+        log: the files and sinks; None on other ranks, before `open`, and once they are closed.
         look_s: seconds spent so far on looking at the model.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, progress: TrainingProgress, plan: PhasePlan,
-                 peaks_known: bool) -> None:
+    def __init__(self, work: Work, ranks: Ranks, plan: PhasePlan) -> None:
         self.work, self.ranks, self.plan = work, ranks, plan
-        say = work.say if ranks.leads else lambda text: None
-        self.line = ProgressLine(plan.steps, say)
-        self.log = open_log(work, progress.step, say) if ranks.leads else None
+        self.log: TrainingLog | None = None
+        self._events = deque[tuple[str, dict[str, Any]]]()
+        self._live, self._shown = sys.stdout.isatty(), 0.0
         self._progress = ProgressRecord(work.folder)
         self._newest: Progress | None = None
-        self._trained = 0.0
-        peak = peak_flops(ranks.device)
-        self._peak = None if peak is None or not peaks_known else peak * ranks.world
-        self.flops_per_token = 0.0
+        self._trained = self.flops_per_token = self.look_s = 0.0
+
+    def open(self, progress: TrainingProgress, peaks_known: bool) -> None:
+        """Write from now on.
+
+        peaks_known: whether utilisation can be told; there is arithmetic that peaks are not known for.
+        """
+        peak = peak_flops(self.ranks.device)
+        self._peak = None if peak is None or not peaks_known else peak * self.ranks.world
         self._begun_at, self._began, self._first_start = progress.step, time.perf_counter(), time.time()
-        self.look_s = 0.0
-        self._plan_changes = plan_changes(work.folder) if ranks.leads else 0
+        self._plan_changes = 0
+        if self.ranks.leads:
+            self.log = open_log(self.work, progress.step)
+            self._plan_changes = plan_changes(self.work.folder)
 
     def begin(self, progress: TrainingProgress, **details: Any) -> None:
         """The first step comes now: the process has done all that goes before it."""
         self.event("resume" if progress.step else "start", step=progress.step, ranks=self.ranks.world,
                    startup_s=round(time.monotonic() - self.work.began, 3), train_s=train_s(progress), **details)
-        self._began, self.look_s = time.perf_counter(), 0.0
-        if self.log is not None:
+        self.flush()
+        if self.ranks.leads:
             self._first_start = first_start(self.work.run.folder) or self._first_start
+        self._began, self.look_s = time.perf_counter(), 0.0
 
     def step(self, before: TrainingProgress, after: TrainingProgress, result: StepResult, step_s: float,
              waited_s: float, rate: float) -> dict[str, Any]:
@@ -91,8 +97,29 @@ class Recorder:
             self._newest = Progress(after.step, self.plan.steps, "steps", left_s=left_s, loss=record["loss"],
                                     tokens_per_s=record["tokens_per_s"], goodput=record["goodput"])
             self._progress.note(self._newest)
-            self.line.show(record, left_s)
+            self._show(record, left_s)
         return record
+
+    def _show(self, record: dict[str, Any], left_s: float) -> None:
+        """A step as a person sees it: live on a terminal, now and then elsewhere; always the last one."""
+        now, step, steps = time.monotonic(), record["step"], self.plan.steps
+        if now - self._shown < (LIVE_S if self._live else PLAIN_S) and step != steps:
+            return
+        self._shown = now
+        mfu = f"  mfu {record['mfu']:.1%}" if record.get("mfu") else ""
+        # A loss that is NaN stands in the record as text.
+        text = (f"step {step}/{steps}  loss {float(record['loss']):.4f}  lr {record['lr']:.2e}  "
+                f"grad {float(record['grad_norm']):.2f}  tok/s {record['tokens_per_s']:,.0f}{mfu}  "
+                f"ETA {duration(max(0.0, left_s))}")
+        if self._live:
+            print(f"\r\x1b[K{'train':<9} {text}", end="\n" if step == steps else "", flush=True)
+        else:
+            self.work.say(text)
+
+    def interrupt(self) -> None:
+        """Clear the live line, so that another line can be printed."""
+        if self._live and self.ranks.leads:
+            print("\r\x1b[K", end="", flush=True)
 
     def _goodput(self, now: float) -> float:
         """The share of the time since the first start that went into steps that count."""
@@ -103,16 +130,21 @@ class Recorder:
         if self.log is not None:
             self.log.tell(method, *arguments)
 
+    def event(self, event: str, **details: Any) -> None:
+        """Something that happened, in whatever thread; it goes to the log with the next `flush`."""
+        self._events.append((event, details))
+
+    def flush(self) -> None:
+        """Write the events."""
+        while self._events:
+            self.tell("event", *self._events.popleft())
+
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Count the time within as spent on looking at the model."""
         began = time.perf_counter()
         yield
         self.look_s += time.perf_counter() - began
-
-    def event(self, event: str, **details: Any) -> None:
-        """Something that happened."""
-        self.tell("event", event, details)
 
     def plan_changed(self, step: int, changes: list[str]) -> None:
         """From now on, after `step` steps, training goes along another plan."""
@@ -122,6 +154,7 @@ class Recorder:
     def close(self) -> None:
         """Make everything durable; nothing is recorded any more. What came after the last step, such as its checkpoint,
         is in the goodput that is left behind, as it is in the report's."""
+        self.flush()
         if self._newest is not None:
             self._progress.note(replace(self._newest, goodput=self._goodput(time.time())))
         self._progress.flush()

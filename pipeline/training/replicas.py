@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from drover.pipeline.core.console import first
@@ -52,36 +53,29 @@ def _hash(tensor: Tensor) -> Tensor:
     return total
 
 
-def addends(weights: Iterable[tuple[LocalWeights, int]]) -> list[int]:
-    """What a rank adds to sums over all ranks that are `balanced` where copies are equal: four, of 16 bits each.
+def imbalance(weights: Iterable[tuple[LocalWeights, int]]) -> int:
+    """What a rank adds to a sum over all ranks, in 64-bit integers, that is 0 where copies are equal.
 
     Copies of a weight multiply a number made of its fingerprint by factors that add up to 0. So all weights
-    of all ranks are compared by one sum, which 53 bits hold; something else goes unseen once in 2^50 or so.
+    of all ranks are compared by one sum, of which overflow is part; something else goes unseen once in 2^50 or so.
 
     Args:
         weights: that this rank holds copies of, with their fingerprints.
     """
-    total = sum(_number(weight.name, weight.place, value) * (1 if weight.copy else 1 - weight.copies)
-                for weight, value in weights)
-    return [total % 2**64 >> 16 * limb & 0xFFFF for limb in range(4)]
-
-
-def balanced(sums: Iterable[float]) -> bool:
-    """Whether the sums of all ranks' `addends` say that copies are equal."""
-    return sum(round(value) << 16 * limb for limb, value in enumerate(sums)) % 2**64 == 0
-
-
-def _number(*of: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
+    total = 0
+    for weight, value in weights:
+        mark = hashlib.blake2b(repr((weight.name, weight.place, value)).encode(), digest_size=8)
+        total += int.from_bytes(mark.digest(), "little") * (1 if weight.copy else 1 - weight.copies)
+    return (total + 2**63) % 2**64 - 2**63
 
 
 class ReplicaCheck(Hook):
     """Compares replicas every so many steps and before each save.
 
-    nodes: on which each rank runs. every: steps; None: never.
+    nodes: on which each rank runs. every: steps.
     """
 
-    def __init__(self, ranks: Ranks, nodes: Sequence[str], every: int | None) -> None:
+    def __init__(self, ranks: Ranks, nodes: Sequence[str], every: int) -> None:
         self.ranks, self.every = ranks, every
         self._labels = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
         self._last_equal = 0
@@ -95,13 +89,12 @@ class ReplicaCheck(Hook):
         one with it."""
         step = loop.progress.step + 1
         self._last_equal = min(self._last_equal, step - 1)  # after a rollback
-        if self.every is not None and step % self.every == 0:
+        if step % self.every == 0:
             self.compare(loop.engine, step)
 
     def on_save(self, loop: Loop) -> None:
         """One of the replicas is what is saved."""
-        if self.every is not None:
-            self.compare(loop.engine, loop.progress.step)
+        self.compare(loop.engine, loop.progress.step)
 
     def compare(self, engine: Engine, step: int) -> None:
         """Stop if weights of which several ranks hold copies are not equal to the last bit. One sum over ranks tells;
@@ -110,11 +103,11 @@ class ReplicaCheck(Hook):
         Raises:
             UserError: they differ; says which, and on which ranks.
         """
-        if self.ranks.world == 1:
-            return
         held = list(engine.replicated_weights())  # of a pipeline, some ranks may hold copies while others do not
         values = fingerprint(weight.tensor for weight in held)
-        if not balanced(self.ranks.sum(*addends(zip(held, values, strict=True)))):
+        total = torch.tensor(imbalance(zip(held, values, strict=True)), device=self.ranks.device)
+        dist.all_reduce(total)
+        if int(total):
             collected = self.ranks.collect([(weight.name, weight.place, value)
                                             for weight, value in zip(held, values, strict=True)])
             if found := self.ranks.same(differences(self._labels, collected)):
@@ -129,12 +122,21 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[
         labels: of the ranks, e.g. `rank 3 on node7`.
         held: by rank, (name, place, fingerprint) of each weight that it holds a copy of.
     """
-    found: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    ranks = defaultdict[tuple[str, tuple[int, ...]], defaultdict[int, list[str]]](lambda: defaultdict(list))
     for label, weights in zip(labels, held, strict=False):  # on other ranks than the first there is nothing
         for name, place, value in weights:
-            found[name, place][value].append(label)
-    return [f"{name}: {_odd_ones(sorted(by_value.values(), key=len, reverse=True))}"
-            for (name, _), by_value in found.items() if len(by_value) > 1]
+            ranks[name, place][value].append(label)
+    found = []
+    for (name, _), by_value in ranks.items():
+        most, *others = sorted(by_value.values(), key=len, reverse=True)  # of equal bits, the largest group first
+        odd = [label for group in others for label in group]
+        if len(most) > len(odd) > 0:
+            found.append(f"{name}: {', '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the other "
+                         f"{len(most)}")
+        elif odd:
+            found.append(f"{name}: {' | '.join(', '.join(group) for group in (most, *others))} differ, and which of "
+                         f"them is right cannot be told")
+    return found
 
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:
@@ -143,11 +145,3 @@ def explain(found: Sequence[str], step: int, last_equal: int) -> str:
             f"{first(found)}. No rounding explains that: memory or a processor has gone wrong since "
             f"step {last_equal}, when they were equal; nothing was saved since. Test the machine of the rank that is "
             f"named, or leave it out, and run the same command again: it continues from the last checkpoint.")
-
-
-def _odd_ones(groups: Sequence[Sequence[str]]) -> str:
-    """Which replicas differ from the majority; groups: those that are equal, the largest first."""
-    odd = [label for group in groups[1:] for label in group]
-    if len(groups[0]) > len(odd):
-        return f"{', '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the other {len(groups[0])}"
-    return f"{' | '.join(', '.join(group) for group in groups)} differ, and which of them is right cannot be told"

@@ -93,18 +93,16 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
         if new is None:
             yield begun, f"train.phases[{old.number}] {'has begun and is gone' if begun else f'is gone ({old})'}"
             continue
-        yield from ((begun, text) for text in _differences(old, new))
+        after = _settings(new, new.name)
+        for key, value in _settings(old, new.name).items():
+            if value != after.get(key, value):
+                yield begun, f"{key}: {value} -> {after[key]}"
         reached = min(step, old.end_step)
         if begun and reached > new.end_step:
             yield True, (f"{new.name}.until is {_until(new)}, after step {new.end_step}; it was {_until(old)}, and "
                          f"step {reached} of it is done")
         elif new.end_step != old.end_step:
             yield old.end_step < step, f"{new.name}.until: {_until(old)} -> {_until(new)}"
-
-
-def _differences(old: Phase, new: Phase) -> list[str]:
-    before, now = _settings(old, new.name), _settings(new, new.name)
-    return [f"{key}: {before[key]} -> {now[key]}" for key in before if key in now and before[key] != now[key]]
 
 
 def _settings(phase: Phase, name: str) -> dict[str, Any]:
@@ -125,18 +123,11 @@ def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
     """Weights, optimizer state and generators from a checkpoint that any engine on any number of ranks has written."""
     with CheckpointReader(path, index=ranks.by_leader(lambda: read_index(path))) as reader:
         engine.load(reader, updates)
-        generators = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
-        for device in {"cpu", ranks.device.type}:
-            if (state := _generator(reader, device, ranks.rank)) is not None:
-                generators[device](state)
-
-
-def _generator(reader: CheckpointReader, device: str, rank: int) -> torch.Tensor | None:
-    """The state of a rank's generator; None where another number of ranks was there, or another device."""
-    table = f"random.{device}"
-    if table in reader.names("random.") and rank < reader.shape(table)[0]:
-        return reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0]
-    return None
+        for device, restore in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+            table, rank = f"random.{device}", ranks.rank
+            # Where another number of ranks was there, or other devices, it has none for this one.
+            if device in ("cpu", ranks.device.type) and table in reader.names() and rank < reader.shape(table)[0]:
+                restore(reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0])
 
 
 def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:

@@ -51,12 +51,11 @@ class StopAgreement(StopRequest, Hook):
         self._words = str(STOP)
         self.stop: Stop | None = None
 
-    def votes(self, loop: Loop | None = None) -> list[float]:
+    def votes(self, loop: Loop | None = None) -> Sequence[float]:
         """This rank's causes, one of each, and who it is if it has any."""
         if self.ranks.leads:
             self._look()
-        return [*(float(cause in self._asked) for cause in CAUSES), float(self.heard),
-                float(self.ranks.rank if self.heard else 0)]
+        return [*(cause in self._asked for cause in CAUSES), self.heard, self.ranks.rank * self.heard]
 
     def on_votes(self, loop: Loop | None, sums: Sequence[float]) -> None:
         """What the sums mean; the text of the file is known to rank 0 alone."""

@@ -15,13 +15,12 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED, change_start
 from drover.pipeline.core.background import BackgroundWorker
-from drover.pipeline.core.errors import UserError, is_full_disk, listed
+from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import atomic_file, output_record, read_record, renamed, sha256_file, write_sealed
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.ranks import Ranks
@@ -48,15 +47,20 @@ from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.rollbacks import ROLLBACKS
 from drover.pipeline.storage.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.storage.store import Missing, Store, preflight
-from drover.pipeline.training.async_saver import Event, tried
+from drover.pipeline.training.async_saver import Event, in_turn, tried
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import RECORDS, CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
+from drover.pipeline.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from drover.pipeline.training.loop import Loop
 
 TRAINING = "copying.json"
 """In the train folder: `Training`."""
-LOGS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
-"""Files that only grow: of one that is being written to, whole lines are taken. The first two have lines of steps."""
+OF_STEPS = ("metrics.jsonl", "samples.jsonl")
+LOGS = (*OF_STEPS, "events.jsonl")
+"""Files that only grow: of one that is being written to, whole lines are taken."""
 OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
 """The last two hold the IDs under which log sinks know the run."""
 RETRY_S = (10.0, 30.0, 120.0, 600.0)
@@ -77,15 +81,14 @@ class Training:
     folder: str
 
 
-class Uploads:
-    """The copies of one training's checkpoints; without `copy_to` it does nothing. Called on all ranks alike, except
-    where it says otherwise.
+class Uploads(Hook):
+    """The copies of one training's checkpoints. Called on all ranks alike, except where it says otherwise.
 
     Attributes:
         uploaded: the newest step whose copy is complete; -1 before there is one. Of rank 0.
     """
 
-    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, say: Callable[[str], None],
+    def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Callable[[str], None],
                  event: Event) -> None:
         """Claim the store.
 
@@ -93,15 +96,14 @@ class Uploads:
             UserError: it is another run's, or it cannot be used; the same on every rank.
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
-        self.config, self.url = work.config.train.checkpoint, work.config.train.checkpoint.copy_to
-        self._copied, self._stopped, self._problem = list[int](), False, ""
-        self._left_out = deque[int]()  # of two threads
+        self.config, self.url, self._copies = work.config.train.checkpoint, url, CopiedCheckpoints(Store(url))
+        self._stopped, self._problem = False, ""
+        self._saved = dict[int, float]()  # steps that have no copy yet, and when they were saved
         self._final = threading.Lock()  # held while a copy becomes complete or is removed
-        self._worker: BackgroundWorker[tuple[int, float]] | None = None
-        if self.url is not None:
-            self._copies = CopiedCheckpoints(Store(self.url))
-            self._copied, work.drift = ranks.by_leader(self._claim)
+        self._channel = HostChannel(dataclasses.replace(ranks, patience=PATIENCE))
+        self._copied, work.drift = ranks.by_leader(self._claim)
         self.uploaded = max(self._copied, default=-1)
+        self._worker = BackgroundWorker("uploads", self._upload if ranks.leads else self._follow, newest_only=True)
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
         """The newest checkpoint, as `Checkpoints.newest_valid` finds it; one that is newer in the store is fetched.
@@ -120,15 +122,15 @@ class Uploads:
             found = None
         damaged = list[int]()
         for step in reversed([step for step in self._copied if found is None or step > found[1].step]):
-            try:
-                self._fetch(step)
-            except DamagedCopyError as error:
-                self.say(f"the copy of {checkpoint_name(step)} is damaged ({error}); going back to the one before it")
-                damaged.append(step)
-                continue
-            self.event("checkpoint_fetched", step=step)
-            found = self.checkpoints.newest_valid()
-            break
+            problem = self._fetch(step)
+            if problem is None:
+                self.event("checkpoint_fetched", step=step)
+                found = self.checkpoints.newest_valid()
+                break
+            if not isinstance(problem, DamagedCopyError):
+                raise problem
+            self.say(f"the copy of {checkpoint_name(step)} is damaged ({problem}); going back to the one before it")
+            damaged.append(step)
         if damaged and found is None:
             raise UserError(f"Every copy of a checkpoint in {self.url} is damaged (see above). Put sound objects back; "
                             f"or take train.checkpoint.copy_to away, to start again without them.")
@@ -137,33 +139,30 @@ class Uploads:
             self.uploaded = max((step for step in self._copied if step not in damaged), default=-1)
         return found
 
-    def begin(self, found: tuple[Path, TrainingProgress] | None) -> None:
+    def on_start(self, loop: Loop) -> None:
         """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
-        if self.url is None:
-            return
-        self._channel = HostChannel(dataclasses.replace(self.ranks, patience=PATIENCE))
-        self._worker = BackgroundWorker("uploads", self._upload if self.ranks.leads else self._follow, newest_only=True)
         if not self.ranks.leads:
-            self._worker.put((0, 0.0))
-        elif found is not None and found[1].step > self.uploaded:
-            self.saved(found[1].step)
+            self._worker.put(0)
+        elif loop.has_checkpoint and loop.progress.step > self.uploaded:
+            self.on_saved(loop.progress.step)
 
-    def saved(self, step: int) -> None:
-        """The checkpoint after `step` is complete. Nothing is read here, where a failure would be the save's."""
-        if self._worker is None or not self.ranks.leads:
+    def on_saved(self, step: int) -> None:
+        """See Hook. Nothing is read here, where a failure would be the save's."""
+        if not self.ranks.leads:
             return
-        self._left_out.extend(left_out for left_out, _ in self._worker.put((step, time.monotonic())))
+        self._saved[step] = time.monotonic()
+        self._worker.put(step)
         if self._worker.error is not None:
             self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}, since copying has ended "
                      f"({self._worker.error}). Training goes on; the next start copies the newest")
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint after `step` is being uploaded or waits for it. For rank 0."""
-        return self._worker is not None and any(step == waiting for waiting, _ in self._worker.pending())
+        """Whether it is being uploaded or waits for that."""
+        return step in self._worker.pending()
 
-    def withdraw(self, after: int) -> None:
-        """Remove copies of checkpoints after `after`, which may be made of damaged tokens, and upload no more."""
-        if self._worker is None or not self.ranks.leads:
+    def on_damage(self, after: int) -> None:
+        """Remove the copies of such checkpoints, and upload no more."""
+        if not self.ranks.leads:
             return
         self.close()
         try:
@@ -174,47 +173,45 @@ class Uploads:
             self.say(f"Their copies in {self.url} could not be removed ({error}); the next start does it, if it finds "
                      f"this folder.")
 
-    def finish(self, step: int) -> None:
+    def on_finish(self, loop: Loop) -> None:
         """Wait for the upload of the last checkpoint, then leave the store to others.
 
         Raises:
             UserError: it failed; the same on every rank.
         """
-        patience = self.ranks.patience
+        patience, step = self.ranks.patience, loop.progress.step
         if problem := self._wait(step, max(patience - SLACK, patience / 2)):
             raise UserError(f"The last checkpoint could not be copied to {self.url}: {problem} Training is "
                             f"done, and its checkpoint {self.checkpoints.path(step)} is sound. Run the same command "
                             f"again, which copies it and finishes the stage; or with train.checkpoint.copy_to=null, to "
                             f"go on without the copy.")
 
-    def leave(self, step: int, limit_s: float) -> None:
-        """Wait for the upload of the checkpoint after `step` as long as there is time; say if it was not done."""
-        if problem := self._wait(step, timedelta(seconds=limit_s)):
-            self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}: {problem} It is in "
+    def on_stop(self, loop: Loop) -> None:
+        """Wait for the upload of the last checkpoint as long as there is time; say if it was not done."""
+        if problem := self._wait(loop.progress.step, timedelta(seconds=loop.config.launch.signal_s)):
+            self.say(f"warning: {checkpoint_name(loop.progress.step)} is not copied to {self.url}: {problem} It is in "
                      f"{self.checkpoints.folder}; the next start copies it, if it finds this folder")
 
     def close(self) -> None:
         """Upload no more: what is being sent does not become a copy, and nothing is waited for. Idempotent."""
         self._stopped = True
-        if self._worker is not None:
-            self._worker.close(0.0, drop=True)
+        self._worker.close(0.0, drop=True)
 
     def _wait(self, step: int, limit: timedelta) -> str:
         """Wait for the upload of the checkpoint after `step`; why there is none, or "", on every rank."""
-        return "" if self._worker is None else str(self.ranks.by_leader(lambda: self._wait_here(step, limit)))
-
-    def _wait_here(self, step: int, limit: timedelta) -> str:
-        assert self._worker is not None
-        if self.uploaded != step:
-            self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.url}")
-        if self._worker.close(limit.total_seconds()) and self._worker.error is None:
-            with suppress(dist.DistError):
-                self._channel.same(None)  # the other ranks' threads end
-        broken = f"{self._worker.error}." if self._worker.error else ""
-        late = f"it was not done after {limit.total_seconds():g} s."
-        problem = "" if self.uploaded == step else broken or self._problem or late
-        self.close()
-        return problem
+        def wait() -> str:
+            worker = self._worker
+            if self.uploaded != step:
+                self.say(f"waiting for the copy of {checkpoint_name(step)} to {self.url}")
+            if worker.close(limit.total_seconds()) and worker.error is None:
+                with suppress(dist.DistError):
+                    self._channel.same(None)  # the other ranks' threads end
+            broken = f"{worker.error}." if worker.error else ""
+            late = f"it was not done after {limit.total_seconds():g} s."
+            problem = "" if self.uploaded == step else broken or self._problem or late
+            self.close()
+            return problem
+        return str(self.ranks.by_leader(wait))
 
     def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
         """The steps in the store, and the drift of the training that they are of. For rank 0."""
@@ -297,8 +294,8 @@ class Uploads:
             self.say(f"{which} {self.url} are removed: "
                      f"{', '.join(map(checkpoint_name, steps))}.")
 
-    def _fetch(self, step: int) -> None:
-        """Fetch a checkpoint; every rank takes a share of the files. UserError and OSError, the same on every rank."""
+    def _fetch(self, step: int) -> Exception | None:
+        """Fetch a checkpoint; every rank takes a share of the files. Why that failed, the same on every rank."""
         final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
@@ -314,47 +311,38 @@ class Uploads:
                      f"({needed / 1e6:,.1f} MB in {len(files)} files)")
             return files
 
-        def publish() -> None:
+        def publish(_: int) -> None:
             records = temporary / RECORDS
             if records.is_dir():
                 take_records(records, self.work.folder, self.say)
                 shutil.rmtree(records)
             self.checkpoints.place(temporary, step)
 
-        try:
-            files = ranks.by_leader(ready)
-            found = ranks.gather(tried(lambda: copy.fetch(temporary, files[ranks.rank::ranks.world]), temporary))
-            if error := _first(sorted(found, key=lambda one: not isinstance(one, Exception) or not is_full_disk(one))):
-                raise error
-            ranks.by_leader(publish)
-        finally:
-            if ranks.leads:
-                shutil.rmtree(temporary, ignore_errors=True)
-
-    def _check(self) -> None:
-        """On rank 0, `_refuse_stopped`; the others hear of it after their share."""
-        if self.ranks.leads:
-            self._refuse_stopped()
+        problem = in_turn(self._channel, ready, lambda files: copy.fetch(temporary, files[ranks.rank::ranks.world]),
+                          sum, publish, temporary)
+        if ranks.leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return problem
 
     def _refuse_stopped(self) -> None:
         """UserError if nothing is to be copied any more, or the store is another process's by now: called before
-        anything that others may see is changed."""
+        anything that others may see is changed. On rank 0; the others hear of it after their share."""
         if self._stopped:
             raise UserError("copying was stopped.")
-        self._owner.refuse_lost()
+        if self.ranks.leads:
+            self._owner.refuse_lost()
 
-    def _follow(self, _: tuple[int, float]) -> None:
+    def _follow(self, _: int) -> None:
         """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
-        while (job := self._channel.same(None)) is not None:
-            self._channel.joined(self._send(*job), _first)
+        while (step := self._channel.same(None)) is not None:
+            self._attempt(step)
 
-    def _upload(self, item: tuple[int, float]) -> None:
-        """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead."""
-        assert self._worker is not None
-        (step, saved_at), url, name = item, self.url, checkpoint_name(item[0])
+    def _upload(self, step: int) -> None:
+        """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead. On rank 0."""
+        url, name = self.url, checkpoint_name(step)
         for failures in itertools.count(1):
             began = time.monotonic()
-            problem = self._attempt(step)
+            problem = self._attempt(self._channel.same(step))
             seconds = round(time.monotonic() - began, 3)
             if problem is None:
                 self._problem = ""
@@ -366,16 +354,15 @@ class Uploads:
             wait_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
             self.say(f"warning: {name} could not be copied to {url}: {self._problem} Training goes on; it is tried "
                      f"again in {wait_s:.0f} s, or with the next checkpoint")
-            if self._worker.waiting(wait_s):
-                self._left_out.append(step)
+            if self._worker.waiting(wait_s) or (self._worker.closing and failures >= self.config.attempts):
                 return
             if self._worker.closing:
-                if failures >= self.config.attempts:
-                    return
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
             self.say(f"warning: old copies in {url} could not be removed ({problem}); tried again after the next copy")
-        left_out = [self._left_out.popleft() for _ in range(len(self._left_out))]
+        waited = {saved: self._saved.pop(saved) for saved in list(self._saved) if saved <= step}
+        saved_at = waited.pop(step, began)  # not there if it was saved again meanwhile
+        left_out = sorted(waited)
         self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
                    behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
         if left_out:
@@ -383,43 +370,39 @@ class Uploads:
         self.uploaded = step
 
     def _attempt(self, step: int) -> Exception | None:
-        """Upload a checkpoint once; why it failed. Every rank goes through both messages, whatever fails."""
-        opened = tried(lambda: self._open(step))
-        files, problem = ([], opened) if isinstance(opened, Exception) else (opened, None)
-        sent = self._channel.joined(self._send(*self._channel.same((step, files))), _first)
-        return problem or sent or tried(lambda: self._complete(step, files))
+        """Upload a checkpoint once, each rank its share of the files; why that failed."""
+        copy, folder, ranks = self._copies.of(step), self.checkpoints.path(step), self.ranks
+        files = list[dict[str, Any]]()
 
-    def _open(self, step: int) -> list[dict[str, Any]]:
-        """The files to be sent, once the store has no copy of this step that counts: one whose objects are put again,
-        one by one, would be neither the old nor the new."""
-        files: list[dict[str, Any]] = read_marker(self.checkpoints.path(step))["files"]
-        with self._final:
-            self._refuse_stopped()
-            if self.uploaded == step:
-                self.uploaded = -1
-            self._copies.of(step).reopen()
-        return files
+        def opened() -> list[dict[str, Any]]:
+            """The files to be sent, once the store has no copy of this step that counts: one whose objects are put
+            again, one by one, would be neither the old nor the new."""
+            files.extend(read_marker(folder)["files"])
+            with self._final:
+                self._refuse_stopped()
+                if self.uploaded == step:
+                    self.uploaded = -1
+                copy.reopen()
+            return files
 
-    def _send(self, step: int, files: Sequence[dict[str, Any]]) -> Exception | None:
-        """Send this rank's share; why it failed."""
-        share = files[self.ranks.rank::self.ranks.world]
-        return _first([tried(lambda: self._copies.of(step).send(self.checkpoints.path(step), share, self._check))])
-
-    def _complete(self, step: int, files: Sequence[dict[str, Any]]) -> None:
-        """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
-        copy, folder = self._copies.of(step), self.checkpoints.path(step)
-        self._refuse_stopped()  # sending took long
-        all_files = [*files, output_record(folder, folder / MARKER)]
-        copy.send(folder, all_files[-1:])
-        for name, data in train_records(self.work.folder, step).items():
-            self._refuse_stopped()
-            copy.store.put(f"{RECORDS}{name}", data)
-            all_files.append({"path": f"{RECORDS}{name}", "bytes": len(data),
+        def complete(_: int) -> None:
+            """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
+            self._refuse_stopped()  # sending took long
+            marker = output_record(folder, folder / MARKER)
+            copy.send(folder, [marker])
+            files.append(marker)
+            for name, data in train_records(self.work.folder, step).items():
+                self._refuse_stopped()
+                copy.store.put(f"{RECORDS}{name}", data)
+                files.append({"path": f"{RECORDS}{name}", "bytes": len(data),
                               "sha256": hashlib.sha256(data).hexdigest()})
-        with self._final:
-            self._refuse_stopped()
-            copy.finish(str(step), all_files)
-        self._bytes = sum(record["bytes"] for record in all_files)
+            with self._final:
+                self._refuse_stopped()
+                copy.finish(str(step), files)
+            self._bytes = sum(record["bytes"] for record in files)
+
+        return in_turn(self._channel, opened, lambda files: copy.send(folder, files[ranks.rank::ranks.world],
+                                                                      self._refuse_stopped), sum, complete, "")
 
     def _prune(self) -> None:
         self._owner.refuse_lost()
@@ -442,25 +425,18 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
     whose folder is lost takes them up again, and its log has no hole.
 
     Of metrics and samples only lines of steps before: who continues from a checkpoint does first what belongs to its
-    own step (`Monitor.catch_up`), and what of that was written when the copy was made is a matter of chance.
+    own step (`Loop._start`), and what of that was written when the copy was made is a matter of chance.
     """
     found = {}
     for name in (*LOGS, *OTHERS):
         with suppress(FileNotFoundError):
-            data = (folder / name).read_bytes()
-            found[name] = data[:_end_before(data, step if name in LOGS[:2] else None)] if name in LOGS else data
+            lines = (folder / name).read_bytes().splitlines(keepends=True)
+            if name in LOGS and lines and not lines[-1].endswith(b"\n"):
+                lines.pop()
+            while name in OF_STEPS and lines and json.loads(lines[-1])["step"] >= step:
+                lines.pop()
+            found[name] = b"".join(lines)
     return found
-
-
-def _end_before(lines: bytes, step: int | None) -> int:
-    """Where whole lines end, without the last ones that are of `step` or later."""
-    end = lines.rfind(b"\n") + 1
-    while step is not None and end:
-        start = lines.rfind(b"\n", 0, end - 1) + 1
-        if json.loads(lines[start:end])["step"] < step:
-            break
-        end = start
-    return end
 
 
 def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> None:
@@ -492,7 +468,3 @@ def _mark(folder: Path) -> str:
     """What a folder keeps when it is renamed, and a copy of it does not have. Of its disk not the number of the device,
     which another node may have given to another disk."""
     return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"
-
-
-def _first(problems: Sequence[object]) -> Exception | None:
-    return next((problem for problem in problems if isinstance(problem, Exception)), None)

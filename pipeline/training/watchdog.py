@@ -53,7 +53,7 @@ def longest_wait(config: Config) -> timedelta:
 class Watchdog:
     """Watches this rank's main thread from another one.
 
-    Time is counted only while this thread runs: a process that was suspended as a whole has not been hanging.
+    Time is counted by how often this thread has waited: a process that was suspended as a whole has not been hanging.
 
     Args:
         folder: where to write (`hangs.hang_folder`).
@@ -68,8 +68,7 @@ class Watchdog:
         self.folder, self.rank, self.step, self._ranks = folder, rank, 0, ranks
         self._limit_s = math.inf if limit_s is None else limit_s
         self._steps: deque[float] = deque(maxlen=101)
-        self._over, self.step_s = threading.Event(), STEP_S
-        self._silent, self._looked = 0.0, 0.0
+        self._over, self.step_s, self._silent = threading.Event(), STEP_S, 0.0
         self.pulse()
         self._seen = self._allowed
 
@@ -81,8 +80,8 @@ class Watchdog:
                    int(os.environ.get("WORLD_SIZE", "1")))
 
     def __enter__(self) -> Watchdog:
-        if self.rank == 0:
-            _set_aside(self.folder)
+        if self.rank == 0 and self.folder.is_dir():  # outside of Slurm all starts have one name
+            renamed(self.folder, f"{self.folder.name}.earlier")
         if self._limit_s < math.inf:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         return self
@@ -123,20 +122,16 @@ class Watchdog:
         meet()
         self.pulse()
 
-    def hangs_for(self, now: float, interval: float) -> float | None:
-        """Seconds of silence, where they are a hang; to be asked every `interval` seconds.
-
-        now: seconds on any clock. Of a longer time since the last call only a part counts: then nobody could look.
-        """
-        passed, self._looked, allowed = min(now - self._looked, 3 * interval), now, self._allowed
-        self._silent, self._seen = self._silent + passed if allowed is self._seen else 0.0, allowed
+    def hangs_for(self, interval: float) -> float | None:
+        """Seconds of silence, where they are a hang; to be asked every `interval` seconds."""
+        allowed = self._allowed
+        self._silent, self._seen = self._silent + interval if allowed is self._seen else 0.0, allowed
         return self._silent if self._silent > allowed[0] else None
 
     def _watch(self) -> None:
         interval = min(1.0, self._limit_s / 10)
-        self._looked = time.monotonic()
         while not self._over.wait(interval):
-            silent = self.hangs_for(time.monotonic(), interval)
+            silent = self.hangs_for(interval)
             if silent is not None and not self._over.is_set():
                 self._end(silent)
 
@@ -164,10 +159,9 @@ class Watchdog:
 
 def main_stack() -> tuple[str, ...]:
     """Where the main thread is: `file:line function`, innermost last."""
-    number = threading.main_thread().ident
-    frame = sys._current_frames().get(-1 if number is None else number)
-    found = [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in traceback.walk_stack(frame)]
-    return tuple(found[::-1]) if frame is not None else ()
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    calls = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # no file is read
+    return tuple(f"{call.filename}:{call.lineno} {call.name}" for call in reversed(calls))
 
 
 def flight_records() -> dict[str, bytes]:
@@ -179,10 +173,3 @@ def flight_records() -> dict[str, bytes]:
         if content:
             found[kind] = content.encode() if isinstance(content, str) else content
     return found
-
-
-def _set_aside(folder: Path) -> None:
-    """Keep what an earlier start of the same name left (outside of Slurm all have one name) out of the way."""
-    if not folder.is_dir():
-        return
-    renamed(folder, f"{folder.name}.earlier")

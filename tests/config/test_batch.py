@@ -43,7 +43,7 @@ def session_on(settings, rank, ranks):
     batches = session.batches = StepBatches.__new__(StepBatches)
     batches.config, batches.grid, batches.plan, batches._of_phase = settings, session.grid, session.plan, \
         session.batch_of_phase
-    batches._began, batches._excluded, batches.stored = SimpleNamespace(step=3, samples=1000), Excluded(), None
+    batches._began, batches._excluded, batches._ahead = SimpleNamespace(step=3, samples=1000), Excluded(), None
     batches.data = SimpleNamespace(batch_of=lambda numbers: numbers)
     return session
 

@@ -116,5 +116,5 @@ def test_a_watchdog_ends_what_is_silent(tmp_path):
     assert process.exitcode == HUNG_STATUS
     assert (tmp_path / f"hangs/{attempt_key()}.earlier/node3.jsonl").is_file() and not (folder / "node3.jsonl").exists()
     record, = read_hang(folder)
-    assert record.step == 7 and record.stack[-1].endswith(" silent") and record.silent_s > 0.3
+    assert record.step == 7 and record.stack[-1].endswith(" silent") and record.silent_s >= 0.3
     assert "in silent" in (folder / "rank0.stacks").read_text()

@@ -9,7 +9,7 @@ import torch._inductor.config as inductor
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.training import loop
-from drover.pipeline.training.determinism import is_deterministic, make_deterministic, was_deterministic
+from drover.pipeline.training.determinism import is_deterministic, make_deterministic
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 
@@ -55,13 +55,7 @@ def test_training_asks_for_it_before_it_touches_a_device(monkeypatch):
     monkeypatch.setattr(loop, "start_ranks", lambda patience: pytest.fail("the device was there first"))
     config = SimpleNamespace(train=SimpleNamespace(deterministic=True))
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
-        loop.Loop(SimpleNamespace(config=config), None)
-
-
-@pytest.mark.parametrize(("event", "expected"), [
-    ({"deterministic": True, "device": "A100"}, True), ({"deterministic": False, "device": "A100"}, False)])
-def test_a_log_says_which_one_an_attempt_was(event, expected):
-    assert was_deterministic(event) == expected
+        loop.Loop(SimpleNamespace(config=config), None).run()
 
 
 def test_a_cpu_always_is_and_a_gpu_where_it_is_asked_to_be():

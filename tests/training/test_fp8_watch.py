@@ -10,7 +10,6 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.initial_values import drawn
-from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 from drover.pipeline.training.device_facts import compiled_graphs
 from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.guards import StepLimits
@@ -22,12 +21,6 @@ MODEL = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=48, vocab_siz
 CPU = torch.device("cpu")
 LARGE = 125 * 2.0**10
 """A value that bfloat16 and four digits hold, two million times the size of a first weight."""
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield start_ranks()
-    stop_ranks()
 
 
 def built(ranks, **train):

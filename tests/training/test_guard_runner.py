@@ -50,11 +50,11 @@ def on_all_ranks(results, **guards):
         supervision = GuardRunner.__new__(GuardRunner)
         supervision.ranks, supervision.data, supervision.say = OneAfterAnother(rank, shared), rank, said.append
         supervision.excluded, supervision.batch_sequences = Excluded(), 8
-        supervision.guards = Guards(GuardConfig(**guards), describe=supervision._described)
+        Guards.__init__(supervision, GuardConfig(**guards))
         try:
             for step, (loss, norm) in enumerate(results):
-                result = StepResult(loss, norm, supervision.guards.limits().allow(loss, norm))
-                supervision.judge(step + 1, result, TrainingProgress(step=step, samples=8 * step), True,
+                result = StepResult(loss, norm, supervision.limits().allow(loss, norm))
+                supervision.judge_step(step + 1, result, TrainingProgress(step=step, samples=8 * step), True,
                                   lambda event, said=said, **details: said.append((event, details["documents"])))
         except UserError as error:
             ends.append(str(error))

@@ -87,25 +87,28 @@ def test_positions_may_be_changed_and_the_vocabulary_grow_which_is_said(exported
     assert found[2].startswith("rope_scaling None -> ") and found[3].startswith("1,010 new rows")
 
 
-NEW = [(3, "<s>"), (4, "<new>")]
+NEW = [(4, "<s>"), (5, "<new>")]
 
 
 def tokenizer(folder, vocabulary=None, merges=("a b",), added=NEW[:1]):
     folder.mkdir(parents=True, exist_ok=True)
-    model = {"vocab": vocabulary or {"a": 0, "b": 1, "ab": 2}, **({"merges": merges} if merges else {})}
+    model = {"type": "BPE", "vocab": vocabulary or {"a": 0, "b": 1, "ab": 2, "ba": 3}, "merges": list(merges)}
+    if isinstance(vocabulary, list):
+        model = {"type": "Unigram", "vocab": vocabulary, "unk_id": None}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     (folder / "tokenizer.json").write_text(json.dumps({
-        "model": model, "added_tokens": [{"id": index, "content": text} for index, text in added]}))
+        "model": model, "added_tokens": [{"id": index, "content": text, **flags} for index, text in added]}))
     return folder
 
 
-UNIGRAM = {"vocabulary": [["a", -1.0], ["b", -2.0]], "merges": None}
+UNIGRAM = {"vocabulary": [["a", -1.0], ["b", -2.0]]}
 
 
 @pytest.mark.parametrize(("theirs", "ours", "said"), [
-    ({}, {"merges": [["a", "b"]]}, "the same 4 tokens"), ({}, {"added": NEW}, "the same 4 tokens"),
-    (UNIGRAM, UNIGRAM, "the same tokenizer"),
-    ({"added": NEW}, {}, UserError(r"(?s)id 4 is '<new>' there, None here.*tokenizer.path=.*theirs")),
-    ({}, {"vocabulary": {"b": 0, "a": 1, "ab": 2}},
+    ({}, {"merges": [["a", "b"]]}, "the same 5 tokens"), ({}, {"added": NEW}, "the same 5 tokens"),
+    (UNIGRAM, UNIGRAM, "the same tokenizer"), (UNIGRAM, UNIGRAM | {"added": NEW}, "the same 3 tokens"),
+    ({"added": NEW}, {}, UserError(r"(?s)id 5 is '<new>' there, None here.*tokenizer.path=.*theirs")),
+    ({}, {"vocabulary": {"b": 0, "a": 1, "ab": 2, "ba": 3}},
      UserError(r"(?s)id 0 is 'a' there, 'b' here.*id 1 is 'b' there, 'a' here")),
     ({}, {"merges": ["b a"]}, UserError("not how text is split"))])
 def test_the_tokenizer_must_be_theirs_and_may_know_more(tmp_path, theirs, ours, said):

@@ -8,35 +8,32 @@ import torch
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.loop import Loop
-from drover.pipeline.training.monitor import Monitor
 
 
-@pytest.mark.parametrize("fails", ["validate", "watch_fp8", "log", "draw_samples"])
+@pytest.mark.parametrize("fails", ["hook.look", "recorder.tell"])
 def test_a_measurement_that_fails_comes_after_the_save(fails):
-    loop, monitor, calls = Loop.__new__(Loop), Monitor.__new__(Monitor), MagicMock()
-    for name in ("validate", "watch_fp8", "log", "draw_samples"):
-        setattr(monitor, name, getattr(calls, name))
-    calls.validate.return_value = calls.watch_fp8.return_value = {}
-    calls._agree.return_value = 1, 0
-    getattr(calls, fails).side_effect = MemoryError(fails)
+    loop, calls = Loop.__new__(Loop), MagicMock()
+    calls.hook.look.return_value = {"seen": 1}
+    calls.configure_mock(**{f"{fails}.side_effect": MemoryError(fails)})
     for name in ("_start", "_agree", "_update", "_advance", "_save"):
         setattr(loop, name, getattr(calls, name))
-    loop.batches, loop.guards, loop.recorder, loop.hooks = calls.batches, calls.guards, calls.recorder, [monitor]
-    loop.progress, loop.has_checkpoint, loop.current = SimpleNamespace(step=0), False, (None, 1)
+    calls._agree.return_value = 1, 0
+    loop.batches, loop.guards, loop.recorder, loop.hooks = calls.batches, calls.guards, calls.recorder, [calls.hook]
+    loop.progress, loop.has_checkpoint, loop.current = SimpleNamespace(step=0, record={}), False, (None, 1)
     loop.config, loop._checkpoint_is_due = SimpleNamespace(train=SimpleNamespace(steps=1)), lambda: True
     with pytest.raises(MemoryError, match=fails):
-        loop.run()
+        loop._train()
     asked = [name for name, *_ in calls.mock_calls]
     assert asked.index("_update") < asked.index("_advance") < asked.index("_save") < asked.index(fails)
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not_suffice(capsys, stepped):
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not_suffice(capsys, done):
     """A shorter limit from where all ranks have their batch to where the step is judged."""
     loop, calls = Loop.__new__(Loop), MagicMock()
     loop.watchdog, loop.engine, loop.guards, loop.batch = calls.watchdog, calls.engine, calls.guards, calls.batch
     loop.plan = MagicMock()
-    loop.hooks, loop.ranks, loop.stepped = [calls.hook], calls.ranks, stepped
+    loop.hooks, loop.ranks, loop.done = [calls.hook], calls.ranks, done
     loop.as_rehearsed, loop.progress = "--config c.yaml", SimpleNamespace(step=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
@@ -47,6 +44,6 @@ def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not
         loop.progress.step = 3
         calls.engine.step.side_effect = torch.OutOfMemoryError("too much")
         calls.engine.held.return_value = []
-        with pytest.raises(torch.OutOfMemoryError if stepped else UserError, match="too much"):
+        with pytest.raises(torch.OutOfMemoryError if done else UserError, match="too much"):
             loop._update(MagicMock(), 7)
-    assert ("did not suffice in step 4 (too much)" in capsys.readouterr().err) == stepped
+    assert ("did not suffice in step 4 (too much)" in capsys.readouterr().err) == bool(done)

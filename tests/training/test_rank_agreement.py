@@ -1,20 +1,18 @@
 """Ranks that do not run the same thing are refused with who has what; those that do are told in one line."""
 
-from dataclasses import replace
-
 import pytest
 
-from drover.pipeline.training.rank_agreement import Member, RankAgreement
+from drover.pipeline.training.rank_agreement import RankAgreement
 from tests.stages.training import run_train
 
-PLAIN = Member(node="n0", device=None, torch="2.13.0", python="3.11.9", nccl="", code="c" * 64, config="d" * 64,
-               chain="", world=None)
+PLAIN = {"device": "", "torch": "2.13.0", "python": "3.11.9", "nccl": "", "code": "c" * 64, "config": "d" * 64,
+         "chain": "", "world": None}
 
 
 def topology(ranks, per_node=2, **changes):
     """So many ranks; changes: by rank, as rank1={...}."""
-    return RankAgreement(tuple(replace(PLAIN, node=f"n{rank // per_node}", **changes.get(f"rank{rank}", {}))
-                          for rank in range(ranks)))
+    return RankAgreement([PLAIN | {"node": f"n{rank // per_node}"} | changes.get(f"rank{rank}", {})
+                          for rank in range(ranks)])
 
 
 def test_ranks_that_are_alike_are_told_in_one_line():

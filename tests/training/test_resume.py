@@ -1,15 +1,16 @@
 """Going on from a checkpoint: what is said of code that has changed since, and of another order."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.shard_index import Index
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import TensorShard, write_index, write_part
 from drover.pipeline.records.checkpoints import TrainingProgress
-from drover.pipeline.training.resume import _generator, changed_code, continued
+from drover.pipeline.training.resume import changed_code, continued, load
 
 
 @pytest.mark.parametrize("code, now, told", [
@@ -31,11 +32,13 @@ def test_another_order_is_refused_unless_it_is_accepted(tmp_path):
     assert continued(tmp_path, progress, "b" * 64, drift=True).plan_sha256 == "b" * 64
 
 
-def test_a_rank_finds_its_generator_if_it_was_there(tmp_path):
-    states = torch.arange(6, dtype=torch.uint8).view(2, 3)
+def test_a_rank_finds_its_generator_if_it_was_there(tmp_path, monkeypatch):
+    states, restored = torch.arange(6, dtype=torch.uint8).view(2, 3), []
     parts = [write_part(tmp_path / str(rank), {"random.cpu": TensorShard(states[rank:rank + 1], (rank, 0), (2, 3))})
              for rank in range(2)]
     write_index(tmp_path, Index.joined(parts))
-    with CheckpointReader(tmp_path) as reader:
-        assert all(torch.equal(_generator(reader, "cpu", rank), states[rank]) for rank in range(2))
-        assert _generator(reader, "cpu", 2) is None and _generator(reader, "cuda", 0) is None
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: restored.append(state.tolist()))
+    for rank in range(3):
+        ranks = Mock(rank=rank, device=torch.device("cuda"), by_leader=lambda function: function())
+        load(tmp_path, Mock(), ranks, 4)
+    assert restored == states.tolist()

@@ -183,7 +183,8 @@ class Packing:
         return file
 
     def _read(self, row: int, at: int, count: int) -> NDArray[np.int64]:
-        read = os.pread(self._file(row).number, 8 * count, _HEADER.size + 8 * at) if count > 0 else b""
+        file = self._file(row)  # held: of two threads that open it at once, one has a file that nobody keeps
+        read = os.pread(file.number, 8 * count, _HEADER.size + 8 * at) if count > 0 else b""
         if count < 1 or len(read) != 8 * count:
             raise UserError(f"{self.path(row)} was changed after training began. {_MEND}")
         return np.frombuffer(read, _NUMBER)

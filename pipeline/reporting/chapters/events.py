@@ -27,7 +27,7 @@ def events(facts: Facts) -> Table:
 def _details(event: Record) -> Record:
     """Of a bad step its sentence has the numbers, and its first documents are enough; of the layout, what is no
     default."""
-    left_out = ("time", "event", "planned", *(("loss", "grad_norm", "outcome") if "text" in event else ()))
+    left_out = ("time", "event", "planned", *(("loss", "grad_norm") if "text" in event else ()))
     found = {key: value for key, value in event.items() if key not in left_out}
     if documents := found.get("documents"):
         found["documents"] = [f"{document.get('source')}/{document.get('key')}" for document in documents[:3]]

@@ -15,11 +15,14 @@ from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.sampling.packing import make
+from drover.pipeline.data.stored.figures import told
+from drover.pipeline.data.stored.read_ahead import ReadAhead
+from drover.pipeline.data.stored.shards import StoredTokens
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table, refuse_cut_shards
-from drover.pipeline.training.data.stored_data import StoredData
+from drover.pipeline.training.data.stored_data import open_store
 
 
 class StepBatches:
@@ -39,21 +42,25 @@ class StepBatches:
     def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
                  say: Callable[[str], None]) -> None:
         self.config, self.grid, self.plan, self._of_phase = work.config, grid, plan, of_phase
-        ranks, train = grid.ranks, work.config.train
+        self.ranks, self.url, self.say = grid.ranks, work.config.train.tokens_from, say
         # One rank reads what grows with the shards, and tells the others; each shard is looked at by one of them.
-        self.table = ranks.by_leader(lambda: read_shard_table(work))
-        self.stored = StoredData(work, self.table, ranks, train.tokens_from) if train.tokens_from else None
-        if self.stored is None:
-            refuse_cut_shards(work.input("encode")[0], self.table, ranks)
-        self.opener = self.stored.tokens if self.stored else None
-        self.data = open_training_data(work, self.table, self.opener, lambda planning: make(planning, ranks, say))
+        self.table = self.ranks.by_leader(lambda: read_shard_table(work))
+        self.opener: StoredTokens | None = None
+        if self.url is None:
+            refuse_cut_shards(work.input("encode")[0], self.table, self.ranks)
+        else:
+            self.opener = open_store(work, self.table, self.ranks, self.url)
+        self.data = open_training_data(work, self.table, self.opener, lambda planning: make(planning, self.ranks, say))
+        self._ahead: ReadAhead | None = None
 
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
         """Read for the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
         self._began, self._excluded = progress, excluded
         steps = range(progress.step, self.config.train.steps)
-        if self.stored is not None:
-            self.stored.begin(self.data, self._numbers, steps)
+        if self.opener is not None:
+            self._stop_ahead()
+            longest = max(batch.sequence_length for batch in self._of_phase)
+            self._ahead = ReadAhead(self.opener, self.data, self._numbers, steps, longest)
         self._loader = Prefetcher(self._make, steps, self.config.train.loader_threads)
 
     def next(self) -> Batch:
@@ -66,13 +73,20 @@ class StepBatches:
         return self._loader.waited_s
 
     def fields(self, tokens: int, padding: int) -> dict[str, Any]:
-        """What a step's line in the log says of its batch of so many tokens."""
-        share = {"padding_share": round(padding / tokens, 6)} if self.data.packings else {}
-        return share | (self.stored.figures() if self.stored is not None else {})
+        """What a step's line in the log says of its batch of so many tokens, and of this rank's reading so far."""
+        found = {"padding_share": round(padding / tokens, 6)} if self.data.packings else {}
+        if self.opener is not None:
+            found |= {f"store_{name}": round(value, 4) for name, value in self.opener.figures.values().items()}
+        return found
 
     def finish(self) -> dict[str, Any]:
-        """What to record at the end of reading, on all ranks alike."""
-        return {"store": self.stored.finish()} if self.stored is not None else {}
+        """What to record at the end of reading, on all ranks alike: what it took on all of them."""
+        if self.opener is None:
+            return {}
+        mine = self.opener.figures.values()
+        sums = dict(zip(mine, self.ranks.sum(*mine.values()), strict=True))
+        self.say(f"from {self.url}: {told(sums)}")
+        return {"store": {name: round(value, 3) for name, value in sums.items()}}
 
     def pause(self) -> None:
         """Make no further batches until `begin`."""
@@ -80,9 +94,14 @@ class StepBatches:
 
     def close(self) -> None:
         """Read nothing more."""
-        if self.stored is not None:
-            self.stored.close()
+        if self.opener is not None:
+            self.opener.close()
+            self._stop_ahead()
         self._loader.close()
+
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
 
     def _numbers(self, done: int) -> NDArray[np.int64]:
         """The samples of this rank's part of the batch after `done` steps."""
@@ -91,8 +110,8 @@ class StepBatches:
         return self._excluded.numbers(self._began.samples, ahead, batch.rank_sequences)
 
     def _make(self, done: int) -> Batch:
-        if self.stored is not None:
-            self.stored.reached(done)
+        if self._ahead is not None:
+            self._ahead.reached(done)
         batch = self.data.batch_of(self._numbers(done))
         if self.grid.context == 1:
             return batch

@@ -50,6 +50,7 @@ class TokenCheck(Hook):
     Shards that are read from an object store are not compared here: what is fetched whole is compared as it comes.
 
     Attributes:
+        compares: whether there is anything to do; without, it is no hook of the loop.
         checked: shards that all ranks together have compared in this start, as far as this one knows.
     """
 
@@ -60,10 +61,11 @@ class TokenCheck(Hook):
         self._of = manifest.digest
         self._saved = self._began = loop.progress.step, loop.progress.samples
         self._sound: Sound = self.ranks.by_leader(self._read)
-        self._checks, how = None, self.work.config.train.shard_checks
+        how = self.work.config.train.shard_checks
         if how is False:
             loop.say("token shards are not compared with what encode committed: train.shard_checks is false")
-        if how is False or loop.batches.stored is not None:
+        self.compares = how is not False and loop.batches.opener is None
+        if not self.compares:
             return
         heldout = [row for row in range(len(table)) if how == "all" or table.kinds[table.kind[row]][0] != "train"]
         self._checks = ShardChecks(table, lambda row: committed(folder, [table.record(row)], "encode")[0],
@@ -79,26 +81,24 @@ class TokenCheck(Hook):
         return self._sound[0]
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint after `step` may be what training has to go back to."""
-        return self._checks is not None and not self._over and step == self.sound_to
+        """Whether it may be what training has to go back to."""
+        return not self._over and step == self.sound_to
 
     def votes(self, loop: Loop) -> Sequence[float]:
         """The next step uses its shards; whether this rank found damage, and how much it has compared."""
-        if self._checks is None:
-            return ()
         step = loop.progress.step + 1
         self._checks.use(step, step, loop.guards.excluded.take(loop.progress.samples, loop.batch.sequences).ranges)
-        return self._seen()
+        return self._checks.damage is not None, self._checks.checked
 
     def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:
         """UserError, the same on every rank, if a shard is damaged."""
         damaged, checked = sums
         self.checked = round(checked)
-        if not damaged or self._checks is None:
+        if not damaged:
             return
         loop.watchdog.pause()
         found = [one for one in self.ranks.gather(self._checks.damage) if one is not None]
-        loop.settle_damaged()
+        loop.settle_damaged(self.sound_to)
         if self.ranks.leads:
             for packing in loop.data.packings:
                 forget(packing)
@@ -115,8 +115,6 @@ class TokenCheck(Hook):
         Raises:
             UserError: a shard is damaged, or none can be read; the same on every rank.
         """
-        if self._checks is None:
-            return
         if self._wait(self._marked, patient=loop.stop.stop is None):
             self._note(self._saved)
         else:
@@ -124,29 +122,22 @@ class TokenCheck(Hook):
         self._saved = loop.progress.step, loop.progress.samples
         self._marked = self._checks.look_again(self._saved[0])
 
-    def finish(self) -> None:
+    def on_finish(self, loop: Loop) -> None:
         """Wait for the rest. UserError as for `on_save`."""
-        if self._checks is not None:
-            self._wait(None, patient=True)
-            self._over = True
-            self._note(self._saved)
+        self._wait(None, patient=True)
+        self._over = True
+        self._note(self._saved)
 
     def on_end(self, loop: Loop) -> None:
         """Look no further."""
-        if self._checks is not None:
-            self._checks.close()
-
-    def _seen(self) -> tuple[float, float]:
-        assert self._checks is not None
-        return float(self._checks.damage is not None), self._checks.checked
+        self._checks.close()
 
     def _wait(self, given: int | None, *, patient: bool) -> bool:
         """Until all ranks have compared what was given up to then, or, not `patient`, only to see whether they have."""
-        assert self._checks is not None
-        moved, seen = time.monotonic(), -1.0
+        checks, moved, seen = self._checks, time.monotonic(), -1.0
         while True:
-            done = self._checks.wait(given, LOOK_S if patient else 0.0)
-            ready, read, *sums = self.ranks.sum(done, self._checks.seen, *self._seen())
+            done = checks.wait(given, LOOK_S if patient else 0.0)
+            ready, read, *sums = self.ranks.sum(done, checks.seen, checks.damage is not None, checks.checked)
             self.on_votes(self.loop, sums)
             if not patient or round(ready) == self.ranks.world:
                 return round(ready) == self.ranks.world
@@ -176,7 +167,7 @@ class TokenCheck(Hook):
                 measured = evaluation_folder(self.work.run.folder, step)
                 with suppress(OSError):  # most often there is none
                     renamed(measured, f"{SET_ASIDE}{measured.name}")
-        self.loop.event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
+        self.loop.recorder.event(DAMAGED, step=last, first_step=min(steps), set_aside=aside)
         told = [f"Checkpoints that may be made of it are set aside as {folder}/{SET_ASIDE}*: {', '.join(aside)}. "
                 f"Training will go on from step {last}."] if aside else []
         if last >= min(steps):

@@ -145,12 +145,12 @@ def weights_of(model: nn.Module, train: TrainConfig, tied: bool) -> list[Weight]
     for pattern in train.lr_factors:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(f"train.lr_factors: '{pattern}' fits no parameter. Some are {', '.join(names[:8])}.")
-    return [Weight(name, parameter, train.weight_decay if decays(name, tied) else 0.0, _lr_factor(name, train))
-            for name, parameter in model.named_parameters()]
-
-
-def _lr_factor(name: str, train: TrainConfig) -> float:
-    return next((factor for pattern, factor in train.lr_factors.items() if fnmatchcase(name, pattern)), 1.0)
+    found = []
+    for name, parameter in model.named_parameters():
+        factors = (factor for pattern, factor in train.lr_factors.items() if fnmatchcase(name, pattern))
+        decay = train.weight_decay if decays(name, tied) else 0.0
+        found.append(Weight(name, parameter, decay, next(factors, 1.0)))
+    return found
 
 
 def parameter_groups(weights: Sequence[Weight]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -69,31 +70,27 @@ class WholeMatrices:
         if self.grid.ranks.world == 1:
             return {name: function(piece) for name, piece in pieces.items()}
         like = next(iter(pieces.values()))
-        copy, ranks = self.grid.replica, range(self.grid.copy_ranks)
-        mine = self._owned(copy, self.here)
-        gathered = self._exchange(
-            [[pieces[name] for name in self._owned(copy, rank)] for rank in ranks],
-            [[self.places[name][rank].size for name in mine] for rank in ranks], like)
-        results = [function(self._assemble(name, [gathered[rank][number] for rank in ranks], like))
-                   for number, name in enumerate(mine)]
-        returned = self._exchange(
-            [[_cut(result, self.places[name][rank]) for name, result in zip(mine, results, strict=True)]
-             for rank in ranks],
-            [[self.places[name][self.here].size for name in self._owned(copy, rank)] for rank in ranks], like)
-        found = {name: piece for rank in ranks
-                 for name, piece in zip(self._owned(copy, rank), returned[rank], strict=True)}
+        copy, here, ranks = self.grid.replica, self.here, range(self.grid.copy_ranks)
+        owned = [self._owned(copy, rank) for rank in ranks]
+        mine = owned[here]
+        gathered = self._exchange([[pieces[name] for name in names] for names in owned],
+                                  [[self.places[name][rank].size for name in mine] for rank in ranks], like)
+        results = []
+        for name, *parts in zip(mine, *gathered, strict=True):
+            whole = like.new_empty(self.shapes[name])
+            for place, part in zip(self.places[name], parts, strict=True):
+                _cut(whole, place).copy_(part)
+            results.append(function(whole))
+        returned = self._exchange([[_cut(result, self.places[name][rank]) for name, result in
+                                    zip(mine, results, strict=True)] for rank in ranks],
+                                  [[self.places[name][here].size for name in names] for names in owned], like)
+        found = dict(zip(chain(*owned), chain(*returned), strict=True))
         return self._share(found, like) if self.grid.replicate > 1 else found
 
     def _owned(self, copy: int, rank: int) -> list[str]:
         """The matrices that a rank of a copy owns."""
         owner = copy * self.grid.copy_ranks + rank
         return [name for name in self.shapes if self.owners[name] == owner]
-
-    def _assemble(self, name: str, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        whole = like.new_empty(self.shapes[name])
-        for place, part in zip(self.places[name], parts, strict=True):
-            _cut(whole, place).copy_(part)
-        return whole
 
     def _exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Sequence[int]]],
                   like: Tensor) -> list[list[Tensor]]:
@@ -102,7 +99,7 @@ class WholeMatrices:
             return [list(tensors) for tensors in outgoing]
         counts = [sum(map(math.prod, shapes)) for shapes in incoming]
         received = like.new_empty(sum(counts))
-        dist.all_to_all_single(received, _flat([tensor for tensors in outgoing for tensor in tensors], like), counts,
+        dist.all_to_all_single(received, _flat([*chain(*outgoing)], like), counts,
                                [sum(tensor.numel() for tensor in tensors) for tensors in outgoing],
                                group=self.grid.copy_group)
         return [_shaped(part, shapes) for part, shapes in zip(received.split(counts), incoming, strict=True)]
@@ -112,14 +109,13 @@ class WholeMatrices:
         owned = [[name for rank in range(self.grid.copy_ranks) for name in self._owned(copy, rank)]
                  for copy in range(self.grid.replicate)]
         shapes = [[self.places[name][self.here].size for name in names] for names in owned]
-        longest = max(sum(map(math.prod, sizes)) for sizes in shapes)
-        sent = like.new_zeros(longest)
-        flat = _flat([found[name] for name in owned[self.grid.replica]], like)
-        sent[:len(flat)] = flat
+        own = _flat([found[name] for name in owned[self.grid.replica]], like)
+        sent = like.new_zeros(max(sum(map(math.prod, sizes)) for sizes in shapes))
+        sent[:len(own)] = own
         received = [torch.empty_like(sent) for _ in owned]
         dist.all_gather(received, sent, group=self.grid.replicate_group)
-        return {name: piece for names, sizes, part in zip(owned, shapes, received, strict=True)
-                for name, piece in zip(names, _shaped(part, sizes), strict=True)}
+        pieces = map(_shaped, received, shapes)
+        return dict(zip(chain(*owned), chain(*pieces), strict=True))
 
 
 def _cut(whole: Tensor, place: LocalShard) -> Tensor:
@@ -134,9 +130,6 @@ def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def _shaped(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """The tensors of given shapes that lie in a row, as views; what comes after them is padding."""
-    found, at = [], 0
-    for shape in shapes:
-        count = math.prod(shape)
-        found.append(flat[at:at + count].view(tuple(shape)))
-        at += count
-    return found
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(tuple(shape)) for part, shape in
+            zip(flat[:sum(sizes)].split(sizes), shapes, strict=True)] if sizes else []

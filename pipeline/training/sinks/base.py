@@ -223,13 +223,12 @@ class JsonLines:
         """A file to append to, without what a kill left after the last newline."""
         file = open(path, "ab+")  # noqa: SIM115 - open as long as training runs
         file.seek(0)
-        end = at = 0
-        for chunk in iter(lambda: file.read(1 << 20), b""):
-            self.told += chunk.count(b"\n")
-            end = max(end, at + chunk.rfind(b"\n") + 1) if b"\n" in chunk else end
-            at += len(chunk)
-        self.torn_bytes += at - end
-        file.truncate(end)
+        for line in file:
+            if line.endswith(b"\n"):
+                self.told += 1
+            else:
+                self.torn_bytes += len(line)
+                file.truncate(file.tell() - len(line))
         return file
 
     def step(self, record: dict[str, Any]) -> None:
@@ -347,19 +346,18 @@ class TrainingLog:
 
     def _look(self) -> None:
         """Take leave of sinks that have failed."""
-        failed = [sink for sink in self._sinks if sink.failure]
-        self._sinks = [sink for sink in self._sinks if not sink.failure]
-        for sink in failed:
+        for sink in [sink for sink in self._sinks if sink.failure]:
+            self._sinks.remove(sink)
             self._say(f"warning: the log sink {sink.name} is switched off: {sink.failure.rstrip('.')}. Training goes "
                       f"on; metrics.jsonl has everything")
             self._lines.event("sink_failed", {"sink": sink.name, "error": sink.failure})
 
 
-def open_log(work: Work, first_step: int, say: Callable[[str], None]) -> TrainingLog:
+def open_log(work: Work, first_step: int) -> TrainingLog:
     """The log of one start of training, which has `first_step` steps behind it."""
     config = work.config
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name in SHOWN}
     settings["train"].pop("log_to")  # an address in it may be nobody else's business
     lines = JsonLines(work.folder)
     about = About(config.name, work.run.folder, work.folder, first_step, lines.told, {"name": config.name, **settings})
-    return TrainingLog(lines, about, list(config.train.log_to), say)
+    return TrainingLog(lines, about, list(config.train.log_to), work.say)

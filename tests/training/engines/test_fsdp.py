@@ -17,18 +17,11 @@ from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel import fsdp
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import drawn
-from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
 from drover.pipeline.training.device_facts import memory_explained
 from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.guards import StepLimits
 
 MODEL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=64, context_length=32)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield start_ranks()
-    stop_ranks()
 
 
 def train(ranks, precision=torch.float32, tied=False, **settings):

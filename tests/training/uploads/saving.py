@@ -55,9 +55,9 @@ def parts_of(folder, ranks, url):
     checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, said.append, lambda step: uploads.needs(step))
     work = SimpleNamespace(config=SimpleNamespace(name="mini", train=SimpleNamespace(checkpoint=config)),
                            folder=folder, fingerprint={}, drift=[], afresh=False)
-    uploads = Uploads(work, ranks, checkpoints, said.append, log)
-    uploads.begin(None)
-    return AsyncSaver(checkpoints, ranks, config, {}, said.append, log, uploads.saved), uploads, \
+    uploads = Uploads(work, ranks, checkpoints, url, said.append, log)
+    uploads.on_start(SimpleNamespace(has_checkpoint=False))
+    return AsyncSaver(checkpoints, ranks, config, {}, said.append, log, uploads.on_saved), uploads, \
         CopiedCheckpoints(Store(url)), said
 
 

@@ -24,6 +24,18 @@ from tests.training.uploads.saving import Log, save
 from tests.waiting import wait_for
 
 
+def after(step):
+    """As much of the loop as uploads ask, after so many steps."""
+    return SimpleNamespace(has_checkpoint=True, progress=SimpleNamespace(step=step))
+
+
+def begun(uploads):
+    """The same, uploading, after what a start finds."""
+    found = uploads.newest_valid()
+    uploads.on_start(after(found[1].step) if found else SimpleNamespace(has_checkpoint=False))
+    return uploads
+
+
 class Run:
     """A train folder and the store that it is copied to; `start` is a start of training."""
 
@@ -36,7 +48,7 @@ class Run:
     def start(self):
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
-        return Uploads(work, self.ranks, self.checkpoints, self.said.append, Log())
+        return Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, Log())
 
     def at(self, folder, name, store=None):
         """The same run, or a copy of it, in another folder."""
@@ -44,13 +56,12 @@ class Run:
 
     def train(self, *steps):
         """Save after these steps and copy each; leave the store."""
-        copying = self.start()
-        copying.begin(copying.newest_valid())
-        saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, Log(), copying.saved)
+        copying = begun(self.start())
+        saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, Log(), copying.on_saved)
         for step in steps:
             save(saver, step)
             wait_for(lambda step=step: step in self.copies.found().whole)
-        copying.finish(steps[-1])
+        copying.on_finish(after(steps[-1]))
 
     def remove_here(self, step):
         path = self.checkpoints.path(step)
@@ -109,13 +120,12 @@ def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(
 @pytest.mark.parametrize("away", [False, True])
 def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(run, monkeypatch, away):
     run.train(4, 8, 12)
-    copying = run.start()
-    copying.begin(copying.newest_valid())
+    copying = begun(run.start())
     with monkeypatch.context() as patch:
         if away:
             patch.setattr(CopiedCheckpoints, "found", Mock(side_effect=UserError("the store is away.")))
-        copying.withdraw(4)
-    copying.saved(16)
+        copying.on_damage(4)
+    copying.on_saved(16)
     copying.close()
     assert run.copies.found().whole == ([4, 8, 12] if away else [4])
     assert any("the next start does it" in text for text in run.said) == away
@@ -167,10 +177,9 @@ def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tm
 
 def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch):
     run.train(4)
-    copying = run.start()
-    copying.begin(copying.newest_valid())
-    copying.ranks = SimpleNamespace(patience=timedelta(minutes=2), by_leader=run.ranks.by_leader)
+    copying = begun(run.start())
+    copying.ranks = SimpleNamespace(patience=timedelta(minutes=2))
     waited = []
-    monkeypatch.setattr(Uploads, "_wait_here", lambda self, step, limit: waited.append(limit) or "")
-    copying.finish(4)
+    monkeypatch.setattr(Uploads, "_wait", lambda self, step, limit: waited.append(limit) or "")
+    copying.on_finish(after(4))
     assert waited == [timedelta(minutes=1)]
