@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.data.stored.node_cache import NodeCache
-from drover.pipeline.data.stored.ranges import RangeMemory
 from drover.pipeline.data.token_shards import Descriptor, TokenShard
 from drover.pipeline.storage.outcomes import Changed, Entry, Missing
 from drover.pipeline.storage.store import Store
@@ -34,9 +34,6 @@ from drover.pipeline.storage.store import Store
 MEMORY_BYTES = 1 << 28
 """For parts of shards that were read ahead."""
 MEND = "Copy the run's shards there again (python -m drover.tools.copy_tokens), or give another train.tokens_from."
-TRIES = 3
-"""A part of a shard is asked for so often, each request being repeated below this already."""
-PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class StoredTokens:
         self._here, self._shards = threading.local(), weakref.WeakSet[StoredShard]()
         self._lock, self._told = threading.Lock(), set[str]()
         self._cache: NodeCache | None = None
-        self._memory = RangeMemory(MEMORY_BYTES)
+        self._memory, self._held = OrderedDict[tuple[int, int, int], bytes](), 0  # parts by row and place; their bytes
 
     def __call__(self, row: int, record: dict[str, Any], whole: int) -> StoredShard:
         """The shard in a row of the table (`drover.pipeline.data.shard_table.Opener`)."""
@@ -108,7 +105,7 @@ class StoredTokens:
             return None
         record = self.table.record(row)
         cache, size = self.cache, record["bytes"]
-        number = cache.open(self.name(row), record["sha256"], size, lambda start: self._stream(row, start),
+        number = cache.open(self.name(row), record["sha256"], size, lambda: self._stream(row),
                             ahead=self._ahead)
         if number is None and not self._ahead:
             self._say_once(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
@@ -118,9 +115,19 @@ class StoredTokens:
 
     def read(self, row: int, start: int, stop: int) -> bytes:
         """Bytes of a shard's object, from memory if they were read ahead."""
-        began = time.perf_counter()
+        key, began = (row, start, stop), time.perf_counter()
         try:
-            return self._memory.read((row, start, stop), lambda: self._read(row, start, stop))
+            with self._lock:
+                if (known := self._memory.get(key)) is not None:
+                    self._memory.move_to_end(key)
+                    return known
+            data = self._read(*key)
+            with self._lock:
+                self._held += len(data) if key not in self._memory else 0
+                self._memory[key] = data
+                while self._held > MEMORY_BYTES and len(self._memory) > 1:
+                    self._held -= len(self._memory.popitem(last=False)[1])
+            return data
         finally:
             if not self._ahead:
                 self.figures.add(wait_s=time.perf_counter() - began)
@@ -142,28 +149,20 @@ class StoredTokens:
             if self._cache is not None:
                 self._cache.close()
 
-    def _stream(self, row: int, start: int) -> BinaryIO:
+    def _stream(self, row: int) -> BinaryIO:
         size = int(self.table.record(row)["bytes"])
-        return self.store.stream(self.table.path(row), start, entry=Entry(self.table.path(row), size, "", 0.0))
+        return self.store.stream(self.table.path(row), entry=Entry(self.table.path(row), size, "", 0.0))
 
     def _read(self, row: int, start: int, stop: int) -> bytes:
-        for left in reversed(range(TRIES)):
-            try:
-                data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
-                self.figures.add(ranges=1, range_bytes=len(data))
-                return data
-            except Changed:
-                raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
-                                f"{MEND}") from None
-            except Missing:
-                raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
-            except UserError as error:
-                if not left:
-                    raise
-                self.figures.add(retries=1)
-                self._say_once(f"reading a part of {self.name(row)}: {error} Trying again")
-                time.sleep(PAUSE_S)
-        raise AssertionError("unreachable")
+        try:
+            data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
+        except Changed:
+            raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
+                            f"{MEND}") from None
+        except Missing:
+            raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
+        self.figures.add(ranges=1, range_bytes=len(data))
+        return data
 
     def _say_once(self, text: str) -> None:
         with self._lock:
