@@ -22,7 +22,7 @@ from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch, assemble
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
 from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
-from drover.pipeline.data.sampling.sequences import TokenStream, Windows
+from drover.pipeline.data.sampling.sequences import Windows
 from drover.pipeline.data.shard_table import Shards, joined
 
 Sequences = Windows | Bins
@@ -52,10 +52,9 @@ class TrainingData:
                  vocabulary: int | None = None, packing: tuple[Path, Planner] | None = None) -> None:
         self.vocabulary, lengths = vocabulary, lengths_of(plan)
         parts = {TOGETHER: joined(list(shards.values()))} if is_one_pool(plan) else shards
-        streams = [TokenStream(part) for part in parts.values()]
-        pools = [Pool(name, stream.tokens) for name, stream in zip(parts, streams, strict=True)]
+        pools = [Pool(name, int(part.token_counts.sum())) for name, part in parts.items()]
         self.packings: Sequence[Packing] = ()
-        self.spaces: Sequence[Sequence[Sequences]] = [[Windows(stream, length) for stream in streams]
+        self.spaces: Sequence[Sequence[Sequences]] = [[Windows(part, length) for part in parts.values()]
                                                       for length in lengths]
         packings = None
         if packing is not None:

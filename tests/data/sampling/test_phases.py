@@ -137,6 +137,6 @@ def test_limits_and_what_is_said():
     assert plan_for(config_of(steps=90)).phases == ({"all sources": 14_400},)
     shorter = config_of(phases=[{"until": 1600, "mixture": {"web": 1, "code": 0, "books": 0}},
                                 {"until": 3200, "sequence_length": 32}])
-    over = plan_for(shorter).passed_over[0]["web"]
-    assert over > 0 and f"  left to the next epoch where the length changes: {tokens_text(over)} of web" in plan_lines(
-        shorter.train, plan_for(shorter))
+    over = plan_for(shorter).left[1]["web"]
+    told = f"  the epoch has {tokens_text(over)} tokens of web left where the length changes: they are left to the next"
+    assert over > 0 and f"{told} epoch" in plan_lines(shorter.train, plan_for(shorter))
