@@ -12,9 +12,8 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +30,6 @@ from drover.pipeline.data.token_shards import Descriptor, TokenShard
 from drover.pipeline.storage.outcomes import Changed, Entry, Missing
 from drover.pipeline.storage.store import Store
 
-MEMORY_BYTES = 1 << 28
-"""For parts of shards that were read ahead."""
 MEND = "Copy the run's shards there again (python -m drover.tools.copy_tokens), or give another train.tokens_from."
 
 
@@ -65,10 +62,9 @@ class StoredTokens:
     def __init__(self, settings: Settings, table: ShardTable, etags: list[str], say: Callable[[str], None]) -> None:
         self.settings, self.table, self.etags, self.say = settings, table, etags, say
         self.store, self.figures = Store(settings.url), Figures()
-        self._here, self._shards = threading.local(), weakref.WeakSet[StoredShard]()
+        self._shards = weakref.WeakSet[StoredShard]()
         self._lock, self._told = threading.Lock(), set[str]()
         self._cache: NodeCache | None = None
-        self._memory, self._held = OrderedDict[tuple[int, int, int], bytes](), 0  # parts by row and place; their bytes
 
     def __call__(self, row: int, record: dict[str, Any], whole: int) -> StoredShard:
         """The shard in a row of the table (`drover.pipeline.data.shard_table.Opener`)."""
@@ -85,52 +81,32 @@ class StoredTokens:
                 self._cache = NodeCache(self.settings.folder, self.settings.limit, self.figures, self.say)
             return self._cache
 
-    @contextmanager
-    def reading_ahead(self) -> Iterator[None]:
-        """Within, this thread reads what is not needed yet: nobody waits for it, and nothing goes for it that others
-        need soon."""
-        self._here.ahead = True
-        try:
-            yield
-        finally:
-            self._here.ahead = False
-
-    @property
-    def _ahead(self) -> bool:
-        return getattr(self._here, "ahead", False)
-
-    def descriptor(self, row: int) -> Descriptor | None:
-        """An open file with the whole shard; None where only parts are read, as there is no room for it."""
+    def descriptor(self, row: int, *, ahead: bool = False) -> Descriptor | None:
+        """An open file with the whole shard; None where only parts are read, as there is no room for it. ahead: it is
+        not needed yet: nobody waits for it, and nothing goes for it that others need soon."""
         if not self.settings.whole:
             return None
         record = self.table.record(row)
         cache, size = self.cache, record["bytes"]
-        number = cache.open(self.name(row), record["sha256"], size, lambda: self._stream(row),
-                            ahead=self._ahead)
-        if number is None and not self._ahead:
+        number = cache.open(self.name(row), record["sha256"], size, lambda: self._stream(row), ahead=ahead)
+        if number is None and not ahead:
             self._say_once(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
                            f"{cache.limit / 1e9:.3f} GB, its disk has {_free(cache.folder) / 1e9:.3f} GB left): parts "
                            f"of such shards are read from {self.settings.url}")
         return None if number is None else Descriptor(number)
 
     def read(self, row: int, start: int, stop: int) -> bytes:
-        """Bytes of a shard's object, from memory if they were read ahead."""
-        key, began = (row, start, stop), time.perf_counter()
+        """Bytes of a shard's object."""
+        began = time.perf_counter()
         try:
-            with self._lock:
-                if (known := self._memory.get(key)) is not None:
-                    self._memory.move_to_end(key)
-                    return known
-            data = self._read(*key)
-            with self._lock:
-                self._held += len(data) if key not in self._memory else 0
-                self._memory[key] = data
-                while self._held > MEMORY_BYTES and len(self._memory) > 1:
-                    self._held -= len(self._memory.popitem(last=False)[1])
-            return data
-        finally:
-            if not self._ahead:
-                self.figures.add(wait_s=time.perf_counter() - began)
+            data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
+        except Changed:
+            raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
+                            f"{MEND}") from None
+        except Missing:
+            raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
+        self.figures.add(ranges=1, range_bytes=len(data), wait_s=time.perf_counter() - began)
+        return data
 
     def let_go(self) -> None:
         """Close files that were removed from the cache: until then, they take room on the disk."""
@@ -152,17 +128,6 @@ class StoredTokens:
     def _stream(self, row: int) -> BinaryIO:
         size = int(self.table.record(row)["bytes"])
         return self.store.stream(self.table.path(row), entry=Entry(self.table.path(row), size, "", 0.0))
-
-    def _read(self, row: int, start: int, stop: int) -> bytes:
-        try:
-            data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
-        except Changed:
-            raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
-                            f"{MEND}") from None
-        except Missing:
-            raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
-        self.figures.add(ranges=1, range_bytes=len(data))
-        return data
 
     def _say_once(self, text: str) -> None:
         with self._lock:

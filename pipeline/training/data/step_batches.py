@@ -51,10 +51,11 @@ class StepBatches:
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
         """Read for the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
         self._began, self._excluded = progress, excluded
-        steps = range(progress.step, self.config.train.steps)
+        steps, threads = range(progress.step, self.config.train.steps), self.config.train.loader_threads
         if self.stored is not None:
             self.stored.begin(self.data, self._numbers, steps)
-        self._loader = Prefetcher(self._make, steps, self.config.train.loader_threads)
+            threads = max(threads, self.stored.loaders)
+        self._loader = Prefetcher(self._make, steps, threads)
 
     def next(self) -> Batch:
         """The next step's batch."""

@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from drover.pipeline.config.phases import in_phases
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import say
@@ -21,6 +20,9 @@ from drover.pipeline.data.stored.opening import GB, reading, used
 from drover.pipeline.data.stored.read_ahead import ReadAhead
 from drover.pipeline.data.stored.shards import Settings, StoredTokens
 from drover.pipeline.parallel.ranks import Ranks
+
+REQUESTS = 16
+"""Parts of shards that a rank asks for at once."""
 
 
 class StoredData:
@@ -38,16 +40,21 @@ class StoredData:
         settings = reading(work.config, table, url)
         self.tokens = StoredTokens(settings, table, etags, partial(_say, ranks.rank))
         self._ahead: ReadAhead | None = None
-        self._length = max(within.train.sequence_length for _, within in in_phases(work.config))
         if found := [problem for problem in ranks.gather(self._cache_problem()) if problem]:
             raise UserError("\n".join(dict.fromkeys(found)))
         if ranks.leads:
             say("train", self._told(settings, work.config, int(used(work.config, table).sum())))
 
     def begin(self, data: TrainingData, numbers: Callable[[int], NDArray[np.int64]], steps: range) -> None:
-        """Read ahead for these steps; `numbers` gives this rank's samples after so many."""
+        """Fetch whole shards ahead for these steps; `numbers` gives this rank's samples after so many."""
         self._stop()
-        self._ahead = ReadAhead(self.tokens, data, numbers, steps, self._length)
+        if self.tokens.settings.whole:
+            self._ahead = ReadAhead(self.tokens, data, numbers, steps)
+
+    @property
+    def loaders(self) -> int:
+        """Threads that should make batches at one time: of parts of shards, each asks for one at a time."""
+        return 1 if self.tokens.settings.whole else REQUESTS
 
     def reached(self, step: int) -> None:
         """The batch after so many steps is made now."""
