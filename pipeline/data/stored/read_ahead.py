@@ -21,7 +21,7 @@ SAMPLES = 4096
 
 
 class ReadAhead:
-    """Threads of one rank that go before its loader, and fetch whole shards.
+    """Fetches the whole shards of one rank's coming samples, in threads of its own.
 
     Args:
         numbers: sample numbers of this rank's part of the batch after so many steps.
@@ -31,44 +31,32 @@ class ReadAhead:
     def __init__(self, tokens: StoredTokens, data: TrainingData, numbers: Callable[[int], NDArray[np.int64]],
                  steps: range) -> None:
         self._tokens, self._data, self._numbers, self._steps = tokens, data, numbers, steps
-        self._reached, self._closed, self._moved = steps.start, False, threading.Condition()
+        self._next, self._closed, self._lock = steps.start, False, threading.Lock()
         self._pool = ThreadPoolExecutor(FETCHES, "read-ahead")
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self._thread.start()
+        self.reached(steps.start)
 
     def reached(self, step: int) -> None:
-        """The loader makes the batch after so many steps now."""
-        with self._moved:
-            self._reached = max(self._reached, step)
-            self._moved.notify_all()
+        """The loader makes the batch after so many steps now: fetch for those that come near enough."""
+        ahead = max(1, SAMPLES // max(1, len(self._numbers(step))))  # phases may have larger batches
+        with self._lock:
+            while self._next < min(step + ahead + 1, self._steps.stop) and not self._closed:
+                self._pool.submit(self._fetch, self._next)
+                self._next += 1
         self._tokens.let_go()
 
     def close(self) -> None:
         """Fetch no further; what is being fetched is left to its end."""
-        with self._moved:
-            self._closed = True
-            self._moved.notify_all()
-        self._thread.join()
+        self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self) -> None:
-        for step in self._steps:
-            samples = self._numbers(step)
-            ahead = max(1, SAMPLES // max(1, len(samples)))  # in steps; phases may have larger batches
-            with self._moved:
-                self._moved.wait_for(lambda at=step - ahead: self._closed or at <= self._reached)  # type: ignore[misc]
-            if self._closed:
-                return
-            try:
-                list(self._pool.map(self._fetch, self._data.shard_rows(samples).tolist()))
-            except Closed:
-                return
-            except UserError:  # whoever needs it meets it again, and raises it
-                continue
-            except OSError as error:
+    def _fetch(self, step: int) -> None:
+        try:
+            for row in self._data.shard_rows(self._numbers(step)).tolist():
+                if not self._closed:
+                    self._tokens.descriptor(row, ahead=True)
+        except (Closed, UserError):  # whoever needs it meets it again, and raises it
+            pass
+        except OSError as error:
+            if not self._closed:
+                self._closed = True
                 self._tokens.say(f"token shards are not read ahead any more, only when they are needed: {error}")
-                return
-
-    def _fetch(self, row: int) -> None:
-        if not self._closed:
-            self._tokens.descriptor(row, ahead=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.sampling.packing import make
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid
@@ -31,10 +32,14 @@ class StepBatches:
 
     Attributes:
         table: the token shards. opener: what opens them where they are in an object store. data: their order.
+        waited_s: how long the last batch kept its step waiting.
 
     Raises:
         UserError: a shard is not there at its full length, or cannot be packed; the same on every rank.
     """
+
+    waited_s: float
+    _loader: Generator[Batch, None, None]
 
     def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
                  say: Callable[[str], None]) -> None:
@@ -55,16 +60,15 @@ class StepBatches:
         if self.stored is not None:
             self.stored.begin(self.data, self._numbers, steps)
             threads = max(threads, self.stored.loaders)
-        self._loader = Prefetcher(self._make, steps, threads)
+        # One more than threads: while a step takes its batch, the next is made.
+        self._loader = ordered_map(self._make, steps, threads + 1, name="loader")
 
     def next(self) -> Batch:
         """The next step's batch."""
-        return self._loader.next()
-
-    @property
-    def waited_s(self) -> float:
-        """How long the last batch kept its step waiting."""
-        return self._loader.waited_s
+        began = time.perf_counter()
+        batch = next(self._loader)
+        self.waited_s = time.perf_counter() - began
+        return batch
 
     def fields(self, tokens: int, padding: int) -> dict[str, Any]:
         """What a step's line in the log says of its batch of so many tokens."""
