@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
@@ -58,17 +59,24 @@ def shard_records(manifest: Manifest, split: str, source: str | None = None) -> 
     return [record for record in records if source in (None, record["source"])]
 
 
-def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
     """Write (key, JSON) pairs as a tar that appears whole or not at all; equal members give equal bytes.
 
     The bytes are those of webdataset's own TarWriter, whose import would bring torch into every worker.
+
+    Returns:
+        Hex sha256 of what was written.
     """
     with atomic_file(path) as file:
-        written = 0
-        for key, member in members:
-            written += file.write(b"".join((_header(key + SUFFIX, len(member)), member, bytes(-len(member) % BLOCK))))
-        written += file.write(END)
-        file.write(bytes(-written % tarfile.RECORDSIZE))
+        written, digest = 0, hashlib.sha256()
+        for data in chain((b"".join((_header(key + SUFFIX, len(member)), member, bytes(-len(member) % BLOCK)))
+                           for key, member in members), [END]):
+            written += file.write(data)
+            digest.update(data)
+        rest = bytes(-written % tarfile.RECORDSIZE)
+        file.write(rest)
+        digest.update(rest)
+    return digest.hexdigest()
 
 
 def _header(name: str, size: int) -> bytes:
