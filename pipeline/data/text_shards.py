@@ -1,19 +1,16 @@
 """Text shards: WebDataset tars with one `.json` member a document. Written here, read by the stages that follow.
 
-Where a whole shard is read for its texts, webdataset reads it, and the file's hash proves what was read. Elsewhere, and
-where documents are picked or a shard is proved as it was written, only tars of the form that is written here are read:
-plain members without extended headers. webdataset's import takes a second, as it brings torch.
+Where a whole shard is read for its texts, webdataset reads it, and the file's hash proves what was read. Elsewhere
+tarfile does, and each text is compared with its key: webdataset's import takes a second, as it brings torch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import itertools
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
@@ -39,7 +36,7 @@ _EMPTY = tarfile.TarInfo().tobuf()
 """The header of a member without a name and content. Name, size (octal, at 124) and sum of all bytes (at 148, itself
 counted as spaces) are what differs in others."""
 _EMPTY_SUM = sum(_EMPTY) - sum(_EMPTY[148:156]) + 8 * ord(" ") - sum(_EMPTY[124:135])
-_WRONG = (ValueError, KeyError, TypeError, AttributeError)
+_WRONG = (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 """What is raised of a file that is no text shard."""
 _MEND = "Delete the file and run the stage shard again: it makes only what is missing."
 
@@ -69,34 +66,24 @@ def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
     """
     with atomic_file(path) as file:
         written, digest = 0, hashlib.sha256()
-        for data in chain((b"".join((_header(key + SUFFIX, len(member)), member, bytes(-len(member) % BLOCK)))
-                           for key, member in members), [END]):
+        for key, member in members:
+            data = b"".join((_header(key + SUFFIX, len(member)), member, bytes(-len(member) % BLOCK)))
             written += file.write(data)
             digest.update(data)
-        rest = bytes(-written % tarfile.RECORDSIZE)
+        rest = END + bytes(-(written + len(END)) % tarfile.RECORDSIZE)
         file.write(rest)
         digest.update(rest)
     return digest.hexdigest()
 
 
 def _header(name: str, size: int) -> bytes:
-    """A member's header as tarfile writes it; time, user and group are 0 and empty."""
+    """A member's header as tarfile writes it, ten times as fast; time, user and group are 0 and empty."""
     data, digits = name.encode("ascii"), b"%011o" % size
     if len(data) > _NAME or len(digits) > 11:
         raise ValueError(f"the member {name} of {size:,} bytes does not fit a plain header")
     total = _EMPTY_SUM + sum(data) + sum(digits)
     return b"".join((data, bytes(_NAME - len(data)), _EMPTY[_NAME:124], digits, _EMPTY[135:148], b"%06o\0" % total,
                      _EMPTY[155:]))
-
-
-def _parsed_header(header: bytes) -> tuple[str, int]:
-    """Name and size of a member; ValueError unless `write_members` makes this header for them."""
-    name, digits = header[:_NAME].rstrip(b"\0"), header[124:135]
-    if name.isascii() and name.endswith(SUFFIX.encode()) and digits.isdigit():
-        size = int(digits, 8)
-        if header == _header(name.decode(), size):
-            return name.decode(), size
-    raise ValueError(f"the member {name!r} is not a plain {SUFFIX} file")
 
 
 def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
@@ -124,14 +111,25 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
 
 
 def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[Document]:
-    """The documents of one shard, in order, one in memory at a time; with `only`, those of these numbers, from 0.
+    """The documents of one shard, in order, one in memory at a time; with `only`, those of these numbers, from 0. That
+    members are missing, a tar does not always tell: compare their number.
 
     Raises:
         UserError: naming the file and the place at which it is torn or not a text shard.
     """
-    with _opened(path) as shard:
-        for name, member in shard.members(only):
-            yield from_json(member, name[:-len(SUFFIX)])
+    place = "its beginning"
+    with _open(path) as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for number in itertools.count():
+                    if (member := tar.next()) is None:
+                        break
+                    place = f"the member {member.name}"
+                    tar.members.clear()  # type: ignore[attr-defined]
+                    if only is None or number in only:
+                        yield from_json(tar.extractfile(member).read(), member.name.removesuffix(SUFFIX))  # type: ignore[union-attr]
+        except _WRONG as error:
+            raise UserError(f"{path} is torn or no text shard, at {place}: {error}. {_MEND}") from None
 
 
 @dataclass
@@ -214,50 +212,3 @@ def _open(path: Path) -> IO[bytes]:
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_MEND}") from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[_Shard]:
-    """The shard, open; UserError if it cannot be read, or what is read of it is no text shard."""
-    with _open(path) as file:
-        shard = _Shard(file)
-        try:
-            yield shard
-        except _WRONG as error:
-            raise UserError(f"{path} is torn or no text shard, at {shard.place}: {error}. {_MEND}") from None
-
-
-class _Shard:
-    """An open shard.
-
-    Attributes:
-        place: what was read last, for messages.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.place = file, "its beginning"
-        self._left = os.fstat(file.fileno()).st_size
-
-    def members(self, only: Collection[int] | None = None) -> Iterator[tuple[str, bytes]]:
-        """Name and content of each member; with `only`, of those of these numbers, from 0."""
-        number = 0
-        while (header := self._take(BLOCK)) != END[:BLOCK]:
-            name, size = _parsed_header(header)
-            self.place = f"the member {name}"
-            padded = -(-size // BLOCK) * BLOCK
-            if only is None or number in only:
-                yield name, self._take(padded)[:size]
-            elif padded > self._left:
-                raise ValueError(f"{self._left} of {size} bytes are there")
-            else:
-                self._file.seek(padded, os.SEEK_CUR)
-                self._left -= padded
-            number += 1
-        if self._take(BLOCK) != END[BLOCK:]:
-            raise ValueError("the mark that ends a tar is missing, so members may be")
-
-    def _take(self, count: int) -> bytes:
-        if count > self._left:
-            raise ValueError(f"{self._left} of {count} bytes are there, and the mark that ends a tar is missing")
-        self._left -= count
-        return self._file.read(count)
