@@ -65,7 +65,7 @@ def planned(config: Config, available: Mapping[str, int]) -> Consumption:
 def planned_by(order: Order) -> Consumption:
     """What the whole training will consume, with what was left out so far beside it."""
     consumed, _, padding = zip(*order.taken(order.end), strict=True)
-    return Consumption(consumed, dict(order.pools), tuple(order.left_at()), padding if order.packings else ())
+    return Consumption(consumed, dict(order.pools), tuple(order.left_at()), padding if order.space.padded else ())
 
 
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:

@@ -75,13 +75,13 @@ def test_faults_name_the_thing():
 
 def test_what_was_used_is_found_while_phases_are_laid_out_anew(monkeypatch):
     """A rollback lays them out anew while threads beside the loader ask where samples come from."""
-    order, used = order_of([{"until": 640}, {"until": 1280, "batch_tokens": 128}], 900, 500, 400), np.arange(40)
-    before, seen, continued = order.locate(used), [], order._continued
+    order, used = order_of([{"until": 640}, {"until": 1280, "sequence_length": 32}], 900, 500, 400), np.arange(40)
+    before, seen, continued = order.locate(used), [], order.space.continued
 
     def asked(*given):
         seen.append(order.locate(used))
         return continued(*given)
-    monkeypatch.setattr(order, "_continued", asked)
+    monkeypatch.setattr(order.space, "continued", asked)
     order.leave_out(Excluded(((44, 48),)))
     assert len(seen) == 3 and all(np.array_equal(found, before) for found in [*seen, order.locate(used)])
 
