@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import orjson
 
-from drover.pipeline.contract.input_check import committed, refuse_changed, wrong
+from drover.pipeline.contract.input_check import committed, refuse_changed
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file
@@ -143,18 +143,16 @@ class Texts:
 
 def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterator[Texts]:
     """The documents of a shard of which the manifest has `record`, in batches of about `batch_bytes` of text. The file
-    is hashed while it is read, so texts are not compared with their keys.
+    is compared with its hash before, so texts are not compared with their keys.
 
     Raises:
-        UserError: the file is missing, is not what was committed (also after batches were given: nothing that was made
-            of them may be kept then), or holds another number of documents.
+        UserError: the file is missing, is not what was committed, or holds another number of documents.
     """
-    path, count, fault = folder / record["path"], 0, None
-    batch, size = Texts(), 0
+    path, count, batch, size = folder / record["path"], 0, Texts(), 0
+    refuse_changed_shard(folder, record)
     with _open(path) as file:
-        hashed = _Hashed(file)
         try:
-            for name, member in _members(hashed):
+            for name, member in _members(file):
                 text = orjson.loads(member)["text"]
                 encoded = len(text) if text.isascii() else len(text.encode())
                 batch.texts.append(text)
@@ -164,40 +162,19 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
                 if size >= batch_bytes:
                     yield batch
                     batch, size = Texts(), 0
-        except Exception as error:  # noqa: BLE001 - whatever comes of other bytes: that they are others says more
-            fault = error
-        while hashed.read(_BUFFER):
-            pass
-    [expected] = committed(folder, [record], "shard")
-    if (found := hashed.digest.hexdigest()) != expected.sha256:
-        raise UserError(wrong(expected, found)) from fault
-    if fault is not None:
-        raise UserError(f"{path} is no text shard: {fault}. {_MEND}") from fault
+        except _WRONG as error:
+            raise UserError(f"{path} is no text shard: {error}. {_MEND}") from None
     _refuse_other_count(path, count, record["docs"])
     if batch.texts:
         yield batch
 
 
-def _members(file: _Hashed) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each member, by webdataset. It takes a torn or foreign tar for a shorter one: its hash is to
-    be compared, too."""
+def _members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each member, by webdataset, which takes a torn or foreign tar for a shorter one."""
     from webdataset.tariterators import tar_file_iterator
 
     for member in tar_file_iterator(file):
         yield member["fname"], member["data"]
-
-
-class _Hashed:
-    """A file that is hashed while it is read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def read(self, count: int) -> bytes:
-        """As a file does."""
-        data = self._file.read(count)
-        self.digest.update(data)
-        return data
 
 
 def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
