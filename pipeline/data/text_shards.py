@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -119,12 +120,15 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
     """
     place = "its beginning"
     with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for number in itertools.count():
                     if (member := tar.next()) is None:
                         break
                     place = f"the member {member.name}"
+                    if member.offset_data + member.size > size:
+                        raise ValueError("it is said to end behind the file")
                     tar.members.clear()  # type: ignore[attr-defined]
                     if only is None or number in only:
                         yield from_json(tar.extractfile(member).read(), member.name.removesuffix(SUFFIX))  # type: ignore[union-attr]
@@ -149,8 +153,8 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
         UserError: the file is missing, is not what was committed, or holds another number of documents.
     """
     path, count, batch, size = folder / record["path"], 0, Texts(), 0
-    refuse_changed_shard(folder, record)
     with _open(path) as file:
+        refuse_changed_shard(folder, record)
         try:
             for name, member in _members(file):
                 text = orjson.loads(member)["text"]
