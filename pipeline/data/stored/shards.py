@@ -9,6 +9,7 @@ asked for. No hash tells whether such a part is right; it is of the object that 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 import weakref
@@ -63,7 +64,7 @@ class StoredTokens:
         self.settings, self.table, self.etags, self.say = settings, table, etags, say
         self.store, self.figures = Store(settings.url), Figures()
         self._shards = weakref.WeakSet[StoredShard]()
-        self._lock, self._told = threading.Lock(), set[str]()
+        self._lock, self._told = threading.Lock(), False
         self._cache: NodeCache | None = None
 
     def __call__(self, row: int, record: dict[str, Any], whole: int) -> StoredShard:
@@ -89,10 +90,11 @@ class StoredTokens:
         record = self.table.record(row)
         cache, size = self.cache, record["bytes"]
         number = cache.open(self.name(row), record["sha256"], size, lambda: self._stream(row), ahead=ahead)
-        if number is None and not ahead:
-            self._say_once(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
-                           f"{cache.limit / 1e9:.3f} GB, its disk has {_free(cache.folder) / 1e9:.3f} GB left): parts "
-                           f"of such shards are read from {self.settings.url}")
+        if number is None and not ahead and not self._told:
+            self._told = True
+            self.say(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
+                     f"{cache.limit / 1e9:.3f} GB, its disk has {shutil.disk_usage(cache.folder).free / 1e9:.3f} GB "
+                     f"left): parts of such shards are read from {self.settings.url}")
         return None if number is None else Descriptor(number)
 
     def read(self, row: int, start: int, stop: int) -> bytes:
@@ -129,13 +131,6 @@ class StoredTokens:
         size = int(self.table.record(row)["bytes"])
         return self.store.stream(self.table.path(row), entry=Entry(self.table.path(row), size, "", 0.0))
 
-    def _say_once(self, text: str) -> None:
-        with self._lock:
-            new = text not in self._told
-            self._told.add(text)
-        if new:
-            self.say(text)
-
 
 class StoredShard(TokenShard):
     """A token shard whose file is in an object store."""
@@ -160,8 +155,3 @@ class StoredShard(TokenShard):
             return self._read_file(file, offset, dtype, start, stop)
         at, size = offset + start * dtype.itemsize, (stop - start) * dtype.itemsize
         return np.frombuffer(self.tokens_of.read(self.row, at, at + size), dtype).copy()
-
-
-def _free(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
