@@ -158,21 +158,15 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     assert result.stdout.splitlines() == [f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(0, 20_000), byte=st.integers(0, 255), cut=st.booleans())
-def test_webdatasets_reader_gives_no_text_of_a_shard_that_was_changed_without_saying_so(shard, tmp_path, record, place,
-                                                                                       byte, cut):
-    """Torn between two members it reads on without an error: the hash tells."""
+def test_texts_are_given_of_a_shard_as_it_was_committed_alone(shard, tmp_path, record):
+    """webdataset reads one that was torn between two members without an error: the hash tells."""
+    assert [text for batch in read_texts(tmp_path, record, 3000) for text in batch.texts] == [
+        own.text for own in DOCUMENTS]
     sound = shard.read_bytes()
-    place %= len(sound)
-    data = sound[:place] if cut else sound[:place] + bytes([byte]) + sound[place + 1:]
-    harmed = tmp_path / "harmed"
-    (harmed / record["path"]).parent.mkdir(parents=True, exist_ok=True)
-    (harmed / record["path"]).write_bytes(data)
-    with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed") if data != sound \
-            else nullcontext():
-        assert [text for batch in read_texts(harmed, record, 3000) for text in batch.texts] == [
-            own.text for own in DOCUMENTS]
+    for harmed in (sound[:-1], sound[:1024], sound + b"\0", sound.replace(b"short", b"shore")):
+        shard.write_bytes(harmed)
+        with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed"):
+            list(read_texts(tmp_path, record, 3000))
 
 
 def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):
