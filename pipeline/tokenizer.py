@@ -19,9 +19,8 @@ from drover.pipeline.data.text_shards import read_texts, shard_records
 from drover.pipeline.tokenization.base import Tokenizer, loses_marks
 from drover.pipeline.tokenization.bpe_training import train_bpe
 from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
-from drover.pipeline.tokenization.choosing import heldout_beginnings, looked_at, training_shards
+from drover.pipeline.tokenization.choosing import beginnings, beginnings_by_source, training_shards
 from drover.pipeline.tokenization.export import CODE, copy_hugging_face, names_code, write_hugging_face
-from drover.pipeline.tokenization.fast import KINDS, installed_version
 from drover.pipeline.tokenization.gate import COUNT, verdict
 from drover.pipeline.tokenization.kinds import (
     FILES,
@@ -57,9 +56,9 @@ def make_tokenizer(work: Work) -> None:
     made = _made(work, shards, train)
     tokenizer = load_tokenizer(work.folder)
 
-    checked = heldout_beginnings(heldout, work.config.tokenizer.check_mb * 1e6)
+    checked = beginnings_by_source(heldout, work.config.tokenizer.check_mb * 1e6)
     units = [_check_unit(place(shards, work.folder), record, tokenizer, limit)
-             for record, limit in (*checked, *looked_at(train, LOOK_BYTES))]
+             for record, limit in (*checked, *beginnings(train, LOOK_BYTES))]
     checks = work.do_units("check", units, check_shard, "shards")
     whole = summed(check["tally"] for check in checks)
     refuse_failures(whole, [failure for check in checks for failure in check["failures"]])
@@ -78,7 +77,7 @@ def make_tokenizer(work: Work) -> None:
                  f"U+2581 (\u2581), sentencepiece's own sign for a space: there it is read back, and written by the "
                  f"model, as a space. Where it matters, take tokenizer.kind tiktoken, huggingface or byte")
     counts = _told(work, tokenizer, report, made["sample"], speed)
-    if tokenizer.kind in KINDS and installed_version() is not None and work.config.encode.encoder != "reference":
+    if work.config.encode.encoder != "reference":
         counts[COUNT] = verdict(work.folder, shards, heldout)
     work.commit(outputs, counts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import TypeVar
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS, *, batch: int = 1,
-                name: str = "") -> Iterator[Result]:
+                name: str = "") -> Generator[Result, None, None]:
     """`function` of each item, in order, by threads; `items` is taken from as results are.
 
     Args:

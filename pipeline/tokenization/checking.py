@@ -14,8 +14,9 @@ import numpy as np
 
 from drover.pipeline.core.errors import UnusableInputError
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.text_shards import read_shard, refuse_changed_shard
+from drover.pipeline.data.text_shards import refuse_changed_shard
 from drover.pipeline.tokenization.base import WORD_MARK, Tokenizer, reads_back
+from drover.pipeline.tokenization.choosing import documents_of
 from drover.pipeline.tokenization.kinds import load_tokenizer, placed
 
 BEGINNING = 1000
@@ -100,13 +101,11 @@ def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     All of them, or with `limit` in the payload those that begin in the shard's first so many bytes of text.
     """
     tokenizer, exported = _loaded(folder, payload["sha256"])
-    check, limit = Check(), payload["limit"]
-    if limit is None:  # of the others only texts are read, and each is compared with its own hash
-        refuse_changed_shard(placed(folder, payload["shards"]), payload["record"])
-    for document in read_shard(placed(folder, payload["shards"]), payload["record"]):
+    check, shards = Check(), placed(folder, payload["shards"])
+    if payload["limit"] is None:  # of the others only texts are read, and each is compared with its own hash
+        refuse_changed_shard(shards, payload["record"])
+    for document in documents_of(shards, payload["record"], payload["limit"]):
         check.document(document, tokenizer, exported)
-        if limit is not None and check.tally["text_bytes"] >= limit:
-            break
     return {"outputs": [], "tally": summed([check.tally]), "seen": bitmap(check.seen, tokenizer.size),
             "failures": check.failures, "encode_s": check.encode_s}
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from drover.pipeline.data.documents import Document
+from drover.pipeline.data.text_shards import read_shard
 
 Record = dict[str, Any]
 COVER = 4
@@ -42,23 +46,30 @@ def training_shards(records: Sequence[Record], train_bytes: float, seed: int) ->
     return [record for record in records if record["path"] in chosen], shares
 
 
-def heldout_beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
-    """The held-out shards to check, and of how many bytes from the beginning on: None is all of it.
+def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
+    """Shards to check, and of how many bytes of text from the beginning on: None is all of it.
 
-    Of a source with at most `most_bytes` of text everything; else so much, from beginnings of shards chosen by hash.
+    All of them where they have at most `most_bytes` of text; else so much, from shards chosen by hash.
     """
-    limits: dict[str, int | None] = {}
-    for own in by_source(records).values():
-        some = own if _size(own) <= most_bytes else by_hash(own)[:MOST_LOOKED_AT]
-        limits |= dict.fromkeys([record["path"] for record in some],
-                                None if some is own else int(most_bytes) // len(some))
-    return [(record, limits[record["path"]]) for record in records if record["path"] in limits]
+    if _size(records) <= most_bytes:
+        return [(record, None) for record in records]
+    chosen = by_hash(records)[:MOST_LOOKED_AT]
+    return [(record, int(most_bytes) // len(chosen)) for record in chosen]
 
 
-def looked_at(records: Sequence[Record], most_bytes: int) -> list[tuple[Record, int]]:
-    """The training shards whose beginnings are looked at, `most_bytes` in all, and how many bytes of each."""
-    chosen = records if len(records) <= MOST_LOOKED_AT else by_hash(records)[:MOST_LOOKED_AT]
-    return [(record, most_bytes // max(1, len(chosen))) for record in chosen]
+def beginnings_by_source(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
+    """The `beginnings` of each source, with so much text of each."""
+    return [found for own in by_source(records).values() for found in beginnings(own, most_bytes)]
+
+
+def documents_of(folder: Path, record: Record, limit: int | None) -> Iterator[Document]:
+    """The documents of a text shard; with `limit` those that begin in its first so many bytes of text."""
+    size = 0
+    for document in read_shard(folder, record):
+        yield document
+        size += len(document.text.encode())
+        if limit is not None and size >= limit:
+            break
 
 
 def _size(records: Sequence[Record]) -> int:

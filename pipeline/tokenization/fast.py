@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.errors import install
 from drover.pipeline.core.files import read_json
 from drover.pipeline.tokenization.base import Flat, Tokenizer
 
@@ -29,12 +30,12 @@ class EncoderError(Exception):
     """The fast encoder cannot open the vocabulary, or failed at a text; the message says why."""
 
 
-def installed_version() -> str | None:
-    """Version of the library; None where it is not installed."""
+def installed_version(package: str) -> str | None:
+    """Version of a package; None where it is not installed."""
     from importlib import metadata
 
     try:
-        return metadata.version(NAME)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
@@ -55,7 +56,11 @@ class FastEncoder:
     """Texts to ids, as `reference` gives them. Very long texts are cut where the reference cuts them."""
 
     def __init__(self, reference: Tokenizer, folder: Path) -> None:
-        """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it."""
+        """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it or is absent."""
+        if reference.kind not in KINDS:
+            raise EncoderError(f"it knows no vocabularies of tokenizer.kind {reference.kind}")
+        if installed_version(NAME) is None:
+            raise EncoderError(f"it is several times faster, but not installed ({install(NAME)} installs it)")
         one_thread()
         self.reference = reference
         path = defining_file(folder, reference.kind)

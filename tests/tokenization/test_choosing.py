@@ -4,7 +4,13 @@ import hashlib
 
 import pytest
 
-from drover.pipeline.tokenization.choosing import COVER, MOST_LOOKED_AT, heldout_beginnings, looked_at, training_shards
+from drover.pipeline.tokenization.choosing import (
+    COVER,
+    MOST_LOOKED_AT,
+    beginnings,
+    beginnings_by_source,
+    training_shards,
+)
 
 MB = 1_000_000
 
@@ -41,16 +47,8 @@ def test_a_small_source_has_one_shard_at_least():
 
 def test_held_out_text_is_checked_up_to_a_bound_in_each_source():
     records = shards(web=1000, code=1)
-    found = heldout_beginnings(records, 64 * MB)
+    found = beginnings_by_source(records, 64 * MB)
     assert [limit for record, limit in found if record["source"] == "code"] == [None]
     limits = [limit for record, limit in found if record["source"] == "web"]
     assert len(limits) == MOST_LOOKED_AT and set(limits) == {64 * MB // MOST_LOOKED_AT}
-    assert [record["path"] for record, _ in found] == sorted((record["path"] for record, _ in found),
-                                                            key=[record["path"] for record in records].index)
-
-
-def test_few_training_shards_are_all_looked_at():
-    assert looked_at(shards(web=3), 3 * MB) == [(record, MB) for record in shards(web=3)]
-    many = looked_at(shards(web=5000), 3 * MB)
-    assert len(many) == MOST_LOOKED_AT and {limit for _, limit in many} == {3 * MB // MOST_LOOKED_AT}
-    assert looked_at([], MB) == []
+    assert beginnings(records[:1], 64 * MB) == [(records[0], None)] and beginnings([], MB) == []

@@ -1,12 +1,13 @@
 """Near-duplicates: components of documents that share bands, and which documents of each are dropped for which.
 
 Components are one unit of work, which holds 4 bytes a document (8 from 2^32 documents on) and some 40 for each that is
-no first, and reads the links a part at a time. It writes the label of every document (the first of its component), and
-the followers: those that are not the first of theirs, sorted by component and cut into parts between components.
+no first, and reads the links a part at a time. It writes the followers: the documents that are not the first of their
+component, each with that first, sorted by component and cut into parts between components.
 
 Of a component the first document stays. With `verify`, each next one is compared with those that stay so far, in order,
 and is dropped for the first that is similar enough; else it stays too. A unit is a part of the components. It writes
-links, in the column after the bands.
+links in the two columns after the bands: from what is dropped to what is kept instead, and from what stays to the first
+of its component, whose split it shares.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from drover.pipeline.core.files import atomic_file, output_record
 from drover.pipeline.data.planning.runs import (
     DIGEST,
     LINK,
@@ -36,16 +36,12 @@ AT_ONCE = 1 << 20
 """Links or documents that are handled at once."""
 
 
-def _labels(folder: Path) -> Path:
-    return folder / STAGING / "labels"
-
-
 def _followers(folder: Path) -> Path:
     return folder / STAGING / "followers"
 
 
-def label_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write labels and followers. Returns the files as `outputs`."""
+def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
+    """Write the followers. Returns the file as `outputs`."""
     plan = Layout.read(folder)
     total = plan.starts[-1]
 
@@ -64,18 +60,7 @@ def label_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         if len(others) else np.zeros(plan.partitions - 1, np.int64)
     rows = np.empty(len(others), LINK)
     rows["other"], rows["kept"] = ranks(others), ranks(firsts)
-    made = [write_rows(folder, _followers(folder), rows, np.concatenate([[0], borders, [len(rows)]]))]
-    with atomic_file(_labels(folder)) as file:
-        for start in range(0, total, AT_ONCE):
-            own = parent[::-1][start:start + AT_ONCE] if plan.last else parent[start:start + AT_ONCE]
-            file.write(ranks(own).tobytes())
-    return {"outputs": [*made, output_record(folder, _labels(folder))]}
-
-
-def read_labels(folder: Path, plan: Layout, group: int) -> np.ndarray:
-    """The number of the first document of each one's component, for the documents of a group."""
-    begin, end = plan.bounds(group)
-    return np.fromfile(_labels(folder), np.int64, end - begin, offset=8 * begin)
+    return {"outputs": [write_rows(folder, _followers(folder), rows, np.concatenate([[0], borders, [len(rows)]]))]}
 
 
 def read_followers(folder: Path, plan: Layout, part: int) -> np.ndarray:
@@ -131,22 +116,23 @@ MOST_COMPARED = 256
 Shingles = set[tuple[str, ...]]
 
 
-def near_column(plan: Layout) -> int:
-    """The column of near-duplicates that are dropped."""
-    return plan.bands + 1
+def near_columns(plan: Layout) -> tuple[int, int]:
+    """The columns of near-duplicates that are dropped, and of those that stay."""
+    return plan.bands + 1, plan.bands + 2
 
 
 def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Choose in one part of the components. Returns the file as `outputs`.
+    """Choose in one part of the components. Returns the files as `outputs`.
 
     payload: `partition`; `verify` (the least similarity, None: any will do); `words` (see `signatures.words`).
     """
     plan, partition = Layout.read(folder), payload["partition"]
-    links = read_followers(folder, plan, partition)
-    if payload["verify"] is not None:
-        links = _similar(StagedDocuments(folder, plan), links, payload["verify"], payload["words"])
-    return {"outputs": [write_links(folder, plan, near_column(plan), plan.partition_names[partition], links["other"],
-                                    links["kept"])]}
+    followers = read_followers(folder, plan, partition)
+    dropped = followers if payload["verify"] is None else _similar(
+        StagedDocuments(folder, plan), followers, payload["verify"], payload["words"])
+    staying = followers[~np.isin(followers["other"], dropped["other"])]
+    return {"outputs": [write_links(folder, plan, column, plan.partition_names[partition], rows["other"], rows["kept"])
+                        for column, rows in zip(near_columns(plan), (dropped, staying), strict=True)]}
 
 
 def _similar(documents: StagedDocuments, followers: np.ndarray, least: float, kind: str) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 
 from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.files import atomic_file, output_record, sha256_json
-from drover.pipeline.data.planning.near_duplicates import label_components, near_column, read_labels, resolve_partition
+from drover.pipeline.data.planning.near_duplicates import join_components, near_columns, resolve_partition
 from drover.pipeline.data.planning.runs import (
     DIGEST,
     DUPLICATE,
@@ -106,8 +106,8 @@ def _link(work: Work, config: ShardConfig, plan: Layout, staged: list[str]) -> s
     inputs = _hash(work.do_units("match", units, match_partition, "partitions"), inputs)
     if (near := config.near_duplicates) is None:
         return inputs
-    inputs = _hash(work.do_units("components", [Unit("labels", {"inputs": inputs})], label_components), inputs)
-    units = _partitions(plan, [near_column(plan)], {"verify": near.verify, "words": near.words, "inputs": inputs})
+    inputs = _hash(work.do_units("components", [Unit("followers", {"inputs": inputs})], join_components), inputs)
+    units = _partitions(plan, near_columns(plan)[:1], {"verify": near.verify, "words": near.words, "inputs": inputs})
     return _hash(work.do_units("resolve", units, resolve_partition, "partitions"), inputs)
 
 
@@ -156,15 +156,13 @@ def decide_group(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         fates[kept != np.arange(begin, end)] = DUPLICATE
     splits_by = {}  # of documents that stay although a component has them: all of it is in one split
     if plan.bands:
-        links = read_links(folder, plan, near_column(plan), plan.partition_names, group)
+        links, staying = (read_links(folder, plan, column, plan.partition_names, group)
+                          for column in near_columns(plan))
         near = (links["other"] - begin).astype(np.int64)
         fates[near[fates[near] == TRAIN]] = NEAR_DUPLICATE
         kept[near] = links["kept"]
         kept[inside["other"] - begin] = kept[inside["kept"] - begin]
-        labels = read_labels(folder, plan, group)
-        stay = np.flatnonzero((labels != np.arange(begin, end)) & (fates == TRAIN))
-        splits_by = {place: documents.row(first)[1]["high"] for place, first in
-                     zip(stay.tolist(), labels[stay].tolist(), strict=True)}
+        splits_by = {other - begin: documents.row(first)[1]["high"] for other, first in staying.tolist()}
     record: dict[str, Any] = {"sums": [], "dropped": [], "outputs": []}
     for unit in plan.units(group):
         path = staged(folder, plan.names[unit], ".npy")

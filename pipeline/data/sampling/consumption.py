@@ -26,15 +26,14 @@ class Consumption:
     Attributes:
         phases: of each phase, tokens by source.
         available: tokens that there are, by source.
-        passed_over: of each phase, tokens that it leaves to the next epoch, since the length changes after it.
-        carried: of each phase that is packed, tokens that the epoch had left when the length changed before it.
-        padding: of each phase that is packed, tokens of padding beside those of the sources.
+        left: of each phase, tokens that the epoch had left where the length changed before it. Packed, they come first
+            in it; those of running text are left to the next epoch.
+        padding: of each phase that is packed, tokens of padding beside those of the sources; empty of running text.
     """
 
     phases: tuple[Mapping[str, int], ...]
     available: Mapping[str, int]
-    passed_over: tuple[Mapping[str, int], ...] = ()
-    carried: tuple[Mapping[str, int], ...] = ()
+    left: tuple[Mapping[str, int], ...] = ()
     padding: tuple[int, ...] = ()
 
     def tokens(self, source: str) -> int:
@@ -66,10 +65,7 @@ def planned(config: Config, available: Mapping[str, int]) -> Consumption:
 def planned_by(order: Order) -> Consumption:
     """What the whole training will consume, with what was left out so far beside it."""
     consumed, _, padding = zip(*order.taken(order.end), strict=True)
-    left = order.left_at()
-    if order.packings:
-        return Consumption(consumed, dict(order.pools), carried=tuple(left), padding=padding)
-    return Consumption(consumed, dict(order.pools), passed_over=(*left[1:], {}))
+    return Consumption(consumed, dict(order.pools), tuple(order.left_at()), padding if order.space.padded else ())
 
 
 def excesses(train: TrainConfig, consumption: Consumption) -> list[str]:
@@ -101,14 +97,12 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
                 so_far = f", {seen[source] / consumption.available[source]:.2f} so far" if number else ""
                 found.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
+        found += [f"  the epoch has {tokens_text(left)} tokens of {name} left where the length changes: they "
+                  f"{'come first, packed anew' if consumption.padding else 'are left to the next epoch'}"
+                  for name, left in consumption.left[number].items() if left]
         if consumption.padding:
-            found += [f"  of {name} the epoch has {tokens_text(left)} tokens left where the length changes: they come "
-                      f"first, packed anew" for name, left in consumption.carried[number].items() if left]
             found.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "
                          f"({consumption.padding[number] / max(1, phase.tokens):.2%}), of which nothing is learned")
-        else:
-            found += [f"  left to the next epoch where the length changes: {tokens_text(left)} of {name}"
-                      for name, left in consumption.passed_over[number].items() if left]
     if train.max_epochs is None:
         found += [f"  {source} is gone through {consumption.epochs(source):.1f} times, and beyond {MANY:g} the same "
                   f"text helps little; train.max_epochs refuses more than it says"

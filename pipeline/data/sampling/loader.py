@@ -1,16 +1,13 @@
-"""Sample numbers into batches, read ahead in threads.
+"""Sample numbers into batches.
 
 The loader's state decides nothing: `batch_of(samples)` is the same whenever and wherever it is asked for.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch, assemble
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
 from drover.pipeline.data.sampling.packing import Bins, Packing, PhasePackings, Planner
-from drover.pipeline.data.sampling.sequences import TokenStream, Windows
+from drover.pipeline.data.sampling.sequences import Windows
 from drover.pipeline.data.shard_table import Shards, joined
 
 Sequences = Windows | Bins
@@ -52,10 +49,9 @@ class TrainingData:
                  vocabulary: int | None = None, packing: tuple[Path, Planner] | None = None) -> None:
         self.vocabulary, lengths = vocabulary, lengths_of(plan)
         parts = {TOGETHER: joined(list(shards.values()))} if is_one_pool(plan) else shards
-        streams = [TokenStream(part) for part in parts.values()]
-        pools = [Pool(name, stream.tokens) for name, stream in zip(parts, streams, strict=True)]
+        pools = [Pool(name, int(part.token_counts.sum())) for name, part in parts.items()]
         self.packings: Sequence[Packing] = ()
-        self.spaces: Sequence[Sequence[Sequences]] = [[Windows(stream, length) for stream in streams]
+        self.spaces: Sequence[Sequence[Sequences]] = [[Windows(part, length) for part in parts.values()]
                                                       for length in lengths]
         packings = None
         if packing is not None:
@@ -163,30 +159,3 @@ class TrainingData:
     def plan_at(self, samples: int) -> str:
         """See Order."""
         return self.order.plan_at(samples)
-
-
-class Prefetcher:
-    """Calls `make(step)` for coming steps in threads, and gives the results in order.
-
-    The number of threads changes how early a batch is ready, never which batch it is.
-    """
-
-    def __init__(self, make: Callable[[int], Batch], steps: range, threads: int) -> None:
-        self._make, self._steps = make, iter(steps)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader")
-        self._ahead: deque[Future[Batch]] = deque(self._pool.submit(make, step)
-                                                  for step in islice(self._steps, threads + 1))
-        self.waited_s = 0.0
-
-    def next(self) -> Batch:
-        """The next step's batch; `waited_s` is how long it kept the caller."""
-        began = time.perf_counter()
-        batch = self._ahead.popleft().result()
-        self.waited_s = time.perf_counter() - began
-        if (step := next(self._steps, None)) is not None:
-            self._ahead.append(self._pool.submit(self._make, step))
-        return batch
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -62,13 +62,16 @@ class Segment(NamedTuple):
     """Pieces of a source that are gone through in a shuffled order: packed sequences, or grains of running text.
 
     space: number of the sequences that they are, or hold (`TrainingData.spaces`). pieces: how many there are. tokens:
-    of all of them, without padding. identity: of how documents are packed into them.
+    of all of them, without padding. identity: of how documents are packed into them. each: sequences of a piece.
+    alone: the length of the sequences, where no other length shares the pieces; else 0.
     """
 
     space: int
     pieces: int
     tokens: int
     identity: str = ""
+    each: int = 1
+    alone: int = 0
 
 
 class Located(NamedTuple):
@@ -90,15 +93,42 @@ class Taken(NamedTuple):
     padding: int
 
 
-class Packings(Protocol):
-    """How documents are packed (`packing.PhasePackings`). Called on all ranks alike."""
+class SequenceSpace(Protocol):
+    """How documents become sequences: one after another (`RunningText`), or packed (`packing.PhasePackings`). Called on
+    all ranks alike.
+
+    Attributes:
+        padded: whether sequences have padding.
+    """
+
+    padded: bool
 
     def whole(self, length: int) -> list[Segment]:
-        """All documents of each pool, packed to a length."""
+        """An epoch of each pool at sequences of a length."""
 
-    def rest(self, pool: int, length: int, segment: Segment, drawn: int, key: tuple[int, ...]) -> Segment:
-        """What is left of a segment without its first `drawn` sequences in the order of `key` (`permute`), packed to a
-        length; the same whenever the same is asked."""
+    def continued(self, fresh: Cursor, before: Cursor) -> Cursor:
+        """How a source is read on at another length. before: how it was read last. fresh: a cursor that begins with a
+        whole epoch."""
+
+
+class RunningText:
+    """Documents one after another, cut into grains and these into sequences. See SequenceSpace."""
+
+    padded = False
+
+    def __init__(self, pools: Sequence[Pool], plan: PhasePlan) -> None:
+        self.pools, self.plan = pools, plan
+
+    def whole(self, length: int) -> list[Segment]:
+        """See SequenceSpace."""
+        fits, space = self.plan.grain % length == 0, lengths_of(self.plan).index(length)
+        grain = self.plan.grain if fits else length
+        counts = [max(0, pool.tokens - 1) // grain for pool in self.pools]  # each has a label for its last token
+        return [Segment(space, count, count * grain, "", grain // length, 0 if fits else length) for count in counts]
+
+    def continued(self, fresh: Cursor, before: Cursor) -> Cursor:
+        """See SequenceSpace: the rest of the window that was begun is left to the next epoch."""
+        return replace(fresh, first=before.first + before.begun, left=before.passed_over)
 
 
 class Mix:
@@ -153,7 +183,7 @@ class Cursor:
 
     Attributes:
         key: seed and pool, of the shuffles.
-        length: of the sequences. whole: an epoch. each: sequences of one of its pieces.
+        length: of the sequences. whole: an epoch.
         first: pieces of whole epochs that were taken before. anew: what is added to the numbers of its epochs.
         rest: what the epoch before `first` had left; it comes first. left: tokens of that, or, of running text, of the
             rest of a window, which the next epoch has. phase: the one that it began with.
@@ -163,13 +193,17 @@ class Cursor:
     key: tuple[int, int]
     length: int
     whole: Segment
-    each: int = 1
     first: int = 0
     anew: int = 0
     rest: Segment | None = None
     left: int = 0
     phase: int = 0
     draws: int = 0
+
+    @property
+    def each(self) -> int:
+        """Sequences of a piece."""
+        return self.whole.each
 
     @property
     def window(self) -> int:
@@ -268,7 +302,7 @@ class Order:
         seed: decides the shuffle.
         content: JSON value that identifies the tokens (shard hashes), or an iterator over the items of a list of them;
             enters the hashes only.
-        packings: how documents are packed; None: they lie one after another, cut wherever a sequence is full.
+        space: how documents become sequences; None: as running text.
 
     Attributes:
         links: SHA-256 of each phase and all that goes before it. plan_sha256: the first of them.
@@ -281,24 +315,25 @@ class Order:
     excluded: Excluded
 
     def __init__(self, pools: Sequence[Pool], plan: PhasePlan, seed: int, content: Any = None,
-                 packings: Packings | None = None) -> None:
-        self.pools, self.plan, self.seed, self.packings = list(pools), plan, seed, packings
+                 space: SequenceSpace | None = None) -> None:
+        self.pools, self.plan, self.seed = list(pools), plan, seed
+        self.space: SequenceSpace = space or RunningText(self.pools, plan)
         self.links, self._mixes = list[str](), list[Mix]()
         link = sha256_json({"version": VERSION, "seed": seed, "content": content,
                             "pools": [list(pool) for pool in pools]}, streamed="content")
         for phase in plan.phases:
             length, shares = phase.train.sequence_length, self.shares(phase)
-            whole = self._whole(length)
+            whole = self.space.whole(length)
             if short := [f"{pool.name} ({pool.tokens:,})" for pool, share, segment in
                          zip(self.pools, shares, whole, strict=True) if share > 0 and not segment.pieces]:
                 raise UserError(f"{phase.name} takes sequences from {', '.join(short)}: so few training tokens do not "
-                                f"fill one of {self._grain(length):,} and a label. Give more text, leave the source "
+                                f"fill one of {whole[0].each * length:,} and a label. Give more text, leave the source "
                                 f"out of that phase's mixture (0), or lower train.sequence_length and "
                                 f"train.grain_tokens.")
             self._mixes.append(self._mix(phase, shares))
             steps = [phase.first_step, phase.sequences] if plan.declared else []
             link = sha256_json({"before": link, "steps": steps, "length": length, "shares": shares,
-                                "segments": [segment[1:] for segment in whole]})
+                                "segments": [segment[1:4] for segment in whole]})
             self.links.append(link)
         self.plan_sha256 = self.links[0]
         self._laid: tuple[list[Part], np.ndarray, int] | None = None
@@ -319,55 +354,27 @@ class Order:
             raise UserError(f"{phase.name} has no mixture, so its sources have shares by their tokens. {error} Give it "
                             f"a mixture.") from None
 
-    def _grain(self, length: int) -> int:
-        """Tokens of the pieces into which a source is cut for sequences of a length."""
-        return self.plan.grain if self.packings is None and self.plan.grain % length == 0 else length
-
-    def _whole(self, length: int) -> list[Segment]:
-        """An epoch of each pool at sequences of a length."""
-        if self.packings is not None:
-            return self.packings.whole(length)
-        grain, space = self._grain(length), lengths_of(self.plan).index(length)
-        counts = [max(0, pool.tokens - 1) // grain for pool in self.pools]  # each has a label for its last token
-        return [Segment(space, count, count * grain) for count in counts]
-
     def leave_out(self, excluded: Excluded) -> None:
         """Lay the phases out with these sample numbers left out, which a rollback may have added to. What epochs have
         left may have to be packed, so it is called on all ranks alike."""
         parts, first = list[Part](), 0
-        states = [dict[int, Cursor]() for _ in self.pools]  # by how the pool is cut (0: into grains, or packed)
+        states = [dict[int, Cursor]() for _ in self.pools]  # by Segment.alone
         for phase, mix in zip(self.plan.phases, self._mixes, strict=True):
             length, shares = phase.train.sequence_length, self.shares(phase)
-            grain = self._grain(length)
-            kind = 0 if self.packings is not None or grain == self.plan.grain else length
             end = excluded.take(first, phase.steps * phase.sequences).end
             cursors = []
-            for number, (whole, count) in enumerate(zip(self._whole(length), mix.draws(end - first), strict=True)):
-                cursor = Cursor((self.seed, number), length, whole, grain // length,
-                                anew=kind and (phase.number + 1) * ANEW, phase=phase.number)
+            for number, (whole, count) in enumerate(zip(self.space.whole(length), mix.draws(end - first), strict=True)):
+                cursor = Cursor((self.seed, number), length, whole, anew=whole.alone and (phase.number + 1) * ANEW,
+                                phase=phase.number)
                 if shares[number] > 0:
-                    if (before := states[number].get(kind)) is not None:
-                        cursor = self._continued(cursor, before)
-                    states[number][kind] = replace(cursor, draws=cursor.draws + int(count))
+                    if (before := states[number].get(whole.alone)) is not None:
+                        cursor = before if before.length == length else self.space.continued(cursor, before)
+                    states[number][whole.alone] = replace(cursor, draws=cursor.draws + int(count))
                 cursors.append(cursor)
             parts.append(Part(phase, mix, first, tuple(cursors)))
             first = end
         self.excluded = excluded
         self._laid = parts, np.array([part.first for part in parts], dtype=np.int64), first
-
-    def _continued(self, fresh: Cursor, before: Cursor) -> Cursor:
-        """How a source is read on; before: how it was read last. fresh: a cursor that begins with a whole epoch."""
-        if before.length == fresh.length:
-            return before
-        if self.packings is None:
-            return replace(fresh, first=before.first + before.begun, left=before.passed_over)
-        epoch = int(before.epoch_of(before.draws))
-        segment, drawn, key = before.segment(epoch)
-        drawn = before.draws - drawn
-        if segment is before.whole and not drawn:
-            return replace(fresh, first=epoch * fresh.whole.pieces)
-        rest = self.packings.rest(fresh.key[1], fresh.length, segment, drawn, key)
-        return replace(fresh, first=(epoch + 1) * fresh.whole.pieces, rest=rest, left=rest.tokens)
 
     @property
     def _laid_out(self) -> tuple[list[Part], np.ndarray, int]:

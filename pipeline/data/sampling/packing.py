@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import atomic_file, sha256_json
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
-from drover.pipeline.data.sampling.order import Segment, unpermute
+from drover.pipeline.data.sampling.order import Cursor, Segment, unpermute
 from drover.pipeline.data.sampling.sequences import Overlap, Span
 from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable, most_open
 from drover.pipeline.data.token_shards import Descriptor, TokenShard
@@ -322,7 +322,7 @@ Planner = Callable[[Planning], Packing]
 
 
 class PhasePackings:
-    """How the documents of each pool are packed in the phases of a plan (`order.Packings`).
+    """How the documents of each pool are packed in the phases of a plan (`order.SequenceSpace`).
 
     Args:
         folder: of all plans; each has one in it, by the length of its sequences. shards: by pool.
@@ -332,6 +332,8 @@ class PhasePackings:
         packings: by number; of what is left, one has sequences of one pool only.
         spaces: the sequences of each, by pool.
     """
+
+    padded = True
 
     def __init__(self, folder: Path, shards: Sequence[Shards], lengths: Sequence[int], planner: Planner) -> None:
         self.folder, self.shards, self.lengths, self._planner = folder, shards, lengths, planner
@@ -344,12 +346,23 @@ class PhasePackings:
                 self._opened.shard(row).read_offsets())))
 
     def whole(self, length: int) -> list[Segment]:
-        """See order.Packings."""
+        """See SequenceSpace."""
         space = self.lengths.index(length)
         return [bins.segment(space) for bins in self.spaces[space]]
 
-    def rest(self, pool: int, length: int, segment: Segment, drawn: int, key: tuple[int, ...]) -> Segment:
-        """See order.Packings."""
+    def continued(self, fresh: Cursor, before: Cursor) -> Cursor:
+        """See SequenceSpace: what is left of the epoch comes first, packed anew."""
+        epoch = int(before.epoch_of(before.draws))
+        segment, drawn, key = before.segment(epoch)
+        drawn = before.draws - drawn
+        if segment is before.whole and not drawn:
+            return replace(fresh, first=epoch * fresh.whole.pieces)
+        rest = self._rest(fresh.key[1], fresh.length, segment, drawn, key)
+        return replace(fresh, first=(epoch + 1) * fresh.whole.pieces, rest=rest, left=rest.tokens)
+
+    def _rest(self, pool: int, length: int, segment: Segment, drawn: int, key: tuple[int, ...]) -> Segment:
+        """What is left of a segment without its first `drawn` sequences in the order of `key` (`permute`), packed to a
+        length; the same whenever the same is asked."""
         left = [segment.identity, drawn, list(key)]
         named = sha256_json([length, left])
         if named not in self._rests:

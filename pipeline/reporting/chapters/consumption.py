@@ -35,10 +35,10 @@ def consumption(facts: Facts) -> Table:
         if plan.padding and phase != ALL:
             rows.append({"phase": f"{phase}", "source": "all, without padding", "steps": took["steps"],
                          "planned": sum(took["planned"].values()), "tokens": took.get("learned")})
-    over = [f"{tokens:,} of {source} after phase {phase}" for phase, passed in enumerate(plan.passed_over, 1)
-            for source, tokens in passed.items() if tokens]
+    over = [f"{tokens:,} of {source} after phase {before}" for before, left in enumerate(plan.left)
+            for source, tokens in left.items() if tokens]
     note = "An epoch is all training tokens of a source."
-    if over:
+    if over and not plan.padding:
         note += f" Left to the next epoch, where the sequence length changes: {', '.join(over)}."
     if plan.padding:
         note += (" Of packed documents, a source's tokens are estimated by the mean of its sequences; the tokens of "

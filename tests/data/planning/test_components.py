@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.data.planning import near_duplicates
-from drover.pipeline.data.planning.near_duplicates import label_components, read_followers, read_labels
+from drover.pipeline.data.planning.near_duplicates import join_components, read_followers
 from drover.pipeline.data.planning.runs import DIGEST, Layout, write_links
 from tests.data.planning.staged_corpora import firsts
 
@@ -32,13 +32,10 @@ def write_edges(folder, plan, edges, seed=0):
 
 
 def both(folder, plan, edges, seed=0):
-    """Label; what is found must be what union-find finds."""
+    """Join; what is found must be what union-find finds."""
     write_edges(folder, plan, edges, seed)
     kept = firsts(edges, max if plan.last else min)
-    label_components(folder, {})
-    found = [read_labels(folder, plan, group) for group in range(len(plan.groups) - 1)]
-    assert np.concatenate(found).tolist() == [kept.get(number, number) for number in range(plan.starts[-1])]
-    assert [len(labels) for labels in found] == np.diff(plan.starts).tolist()
+    join_components(folder, {})
     parts = [read_followers(folder, plan, part).tolist() for part in range(plan.partitions)]
     rows, sign = [row for part in parts for row in part], -1 if plan.last else 1
     assert rows == sorted(((other, first) for other, first in kept.items() if other != first),
@@ -71,13 +68,13 @@ def graphs(draw):
 @settings(max_examples=40, deadline=None)
 @given(graph=graphs(), last=st.booleans(), rows=st.sampled_from([1, 5, 10**6]), groups=st.integers(1, 5),
        bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
-def test_labels_are_those_of_union_find(tmp_path_factory, graph, last, rows, groups, bands, partitions):
+def test_components_are_those_of_union_find(tmp_path_factory, graph, last, rows, groups, bands, partitions):
     documents, edges, seed = graph
     with mock.patch.object(near_duplicates, "AT_ONCE", rows):
         plan = layout_of(np.linspace(0, documents, groups + 1), last, bands, partitions)
         both(tmp_path_factory.mktemp("graph"), plan, edges, seed)
 
 
-def test_a_corpus_of_no_documents_or_no_edges_has_labels_of_its_own(tmp_path):
+def test_a_corpus_of_no_documents_or_no_edges_has_no_followers(tmp_path):
     for number, starts in enumerate(([0, 0], [0, 5, 9])):
         both(tmp_path / str(number), layout_of(starts), [])

@@ -18,11 +18,11 @@ from drover.pipeline.data.sampling.order import LEAST, PERIOD, Mix, Order, Pool,
 from tests.token_shards import plan_of
 
 
-def order_of(shares, tokens=None, seed=3, content="x", length=10, packings=None):
+def order_of(shares, tokens=None, seed=3, content="x", length=10, space=None):
     pools = [Pool(f"s{index}", count) for index, count in enumerate(
         tokens or (5000 + 1000 * index for index in range(len(shares))))]
     mixture = dict(zip((pool.name for pool in pools), map(float, shares), strict=True))
-    return Order(pools, plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), seed, content, packings)
+    return Order(pools, plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), seed, content, space)
 
 
 @given(size=st.integers(1, 3000) | st.sampled_from([2, 3, 4, 1023, 1024, 1025]) | st.integers(1, 1 << 40),
@@ -102,8 +102,8 @@ def test_the_plan_hash_knows_every_ingredient():
     def plan(shares=(1, 1), tokens=(101, 201), **changes):
         return order_of(shares, tokens, **changes).plan_sha256
     changed = [{}, {"length": 11}, {"seed": 1}, {"shares": [1, 2]}, {"shares": [1, 1e-4]}, {"content": "y"},
-               {"content": ["x"]}, {"tokens": (102, 201)}, {"packings": Packed([10, 20])},
-               {"packings": Packed([10, 20], "p")}]
+               {"content": ["x"]}, {"tokens": (102, 201)}, {"space": Packed([10, 20])},
+               {"space": Packed([10, 20], "p")}]
     assert plan() == plan() and len({plan(**change) for change in changed}) == 10
     rows = [[f"train/ä-{number}.arrow", f"{number:064x}"] for number in range(2500)]
     assert all(plan(content=content) == plan(content=iter(content)) for content in (rows, rows[:1], []))

@@ -64,7 +64,7 @@ def test_what_is_left_where_the_length_changes_is_told_to_the_token(tmp_path):
     found, train = planned_by(order), {"packing": "best_fit", "phases": RAMP, "sequence_length": 16,
                                        "batch_tokens": 64}
     said = plan_lines(TrainConfig(**train), found)
-    assert re.search(r"  of web the epoch has \d+ tokens left where the length changes: they come first, packed anew",
+    assert re.search(r"  the epoch has \d+ tokens of web left where the length changes: they come first, packed anew",
                      "\n".join(said))
     assert sum(text.startswith("  padding: ") for text in said) == 3
     assert abs(found.padding[0] - sum(data.batch(0, 10).padding)) < 40, "planned by the mean of the sequences"

@@ -4,8 +4,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.mixture import tokens_text
@@ -75,13 +73,13 @@ def test_faults_name_the_thing():
 
 def test_what_was_used_is_found_while_phases_are_laid_out_anew(monkeypatch):
     """A rollback lays them out anew while threads beside the loader ask where samples come from."""
-    order, used = order_of([{"until": 640}, {"until": 1280, "batch_tokens": 128}], 900, 500, 400), np.arange(40)
-    before, seen, continued = order.locate(used), [], order._continued
+    order, used = order_of([{"until": 640}, {"until": 1280, "sequence_length": 32}], 900, 500, 400), np.arange(40)
+    before, seen, continued = order.locate(used), [], order.space.continued
 
     def asked(*given):
         seen.append(order.locate(used))
         return continued(*given)
-    monkeypatch.setattr(order, "_continued", asked)
+    monkeypatch.setattr(order.space, "continued", asked)
     order.leave_out(Excluded(((44, 48),)))
     assert len(seen) == 3 and all(np.array_equal(found, before) for found in [*seen, order.locate(used)])
 
@@ -97,25 +95,6 @@ COUNTS = {"splits": {"train": {"web": {"tokens": 40_001}, "code": {"tokens": 400
 
 def plan_for(config):
     return planned(config, train_tokens(config, COUNTS))
-
-
-@given(tokens=st.tuples(*(st.integers(40, 3000) for _ in NAMES)), steps=st.integers(1, 900), mixed=st.booleans(),
-       ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=3))
-@settings(max_examples=30, deadline=None)
-def test_what_rollbacks_left_out_was_not_trained_on(tokens, steps, mixed, ranges):
-    pools = [Pool(*item) for item in zip(NAMES, tokens, strict=True)] if mixed else [Pool("all sources", sum(tokens))]
-    order = Order(pools, plan_of(steps=steps, batch_tokens=16,
-                                 mixture={"web": 3, "code": 1, "books": 2} if mixed else None), 3)
-    excluded = Excluded((first, first + count) for first, count in ranges)
-    order.leave_out(excluded)
-    numbers = excluded.numbers(0, 0, steps)
-    trained, drawn = order.locate(numbers).pool, order.locate(np.arange(order.end)).pool
-    assert order.end == numbers[-1] + 1
-    [(consumed, left_out, _)], epochs = order.taken(order.end), order.epochs(order.end)
-    for number, pool in enumerate(pools):
-        count = int((trained == number).sum())
-        assert consumed[pool.name] == 16 * count and epochs[pool.name] == 16 * count / pool.tokens
-        assert left_out[pool.name] == 16 * (int((drawn == number).sum()) - count)
 
 
 def test_limits_and_what_is_said():
@@ -137,6 +116,6 @@ def test_limits_and_what_is_said():
     assert plan_for(config_of(steps=90)).phases == ({"all sources": 14_400},)
     shorter = config_of(phases=[{"until": 1600, "mixture": {"web": 1, "code": 0, "books": 0}},
                                 {"until": 3200, "sequence_length": 32}])
-    over = plan_for(shorter).passed_over[0]["web"]
-    assert over > 0 and f"  left to the next epoch where the length changes: {tokens_text(over)} of web" in plan_lines(
-        shorter.train, plan_for(shorter))
+    over = plan_for(shorter).left[1]["web"]
+    told = f"  the epoch has {tokens_text(over)} tokens of web left where the length changes: they are left to the next"
+    assert over > 0 and f"{told} epoch" in plan_lines(shorter.train, plan_for(shorter))

@@ -1,0 +1,28 @@
+"""Results come in the order of their items, few are made ahead, and errors reach who takes them."""
+
+import time
+
+import pytest
+
+from drover.pipeline.core.ordered_map import ordered_map
+
+
+@pytest.mark.parametrize(("threads", "batch"), [(2, 1), (5, 1), (3, 4)])
+def test_results_keep_the_order_of_slow_and_fast_items(threads, batch):
+    started = []
+
+    def make(item):
+        started.append(item)
+        time.sleep(0.02 if item % 3 == 0 else 0.0)
+        return item
+    found = ordered_map(make, range(20), threads, batch=batch)
+    assert [next(found) for _ in range(3)] == [0, 1, 2] and max(started) < (2 + threads) * batch + 1
+    assert [*found] == list(range(3, 20)) and sorted(started) == list(range(20))
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_an_error_reaches_who_takes_its_result(count):
+    def make(item):
+        raise OSError("disk gone")
+    with pytest.raises(OSError, match="disk gone"):
+        next(ordered_map(make, range(count), 2))
