@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -53,8 +54,14 @@ _Loader.yaml_implicit_resolvers = {
 for _type, (_first, _form) in _OURS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"^({_form})$"), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value).replace("_", "")))
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(str(node.value).replace("_", "")))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: _number(str(node.value).replace("_", "")))
 Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _number(text: str) -> float:
+    """A number with a point or an exponent; a whole one (1e6) may be given where an integer is wanted."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 class TaskSettings(TypedDict, total=False):
@@ -70,12 +77,11 @@ class Written(dict[str, Any]):
     Attributes:
         start: `file:line` of the mapping.
         places: the same of each key, or the override that set it.
-        words: of each override, what was typed: `name=20261101` is a number in YAML, but a name where a text is wanted.
     """
 
     def __init__(self, start: str = "the defaults") -> None:
         super().__init__()
-        self.start, self.places, self.words = start, dict[str, str](), dict[str, str]()
+        self.start, self.places = start, dict[str, str]()
 
     def put(self, key: str, value: Any, place: str) -> None:
         """Set a key, written in this place."""
@@ -87,9 +93,9 @@ class Written(dict[str, Any]):
         for key in path:
             if isinstance(node, Written) and key in node:
                 found, node = node.places.get(str(key), found), node[str(key)]
-            elif isinstance(node, list) and isinstance(key, int) and key < len(node):
+            elif isinstance(node, list) and isinstance(key, int):
                 node = node[key]
-                found = node.start if isinstance(node, Written) else found
+                found = getattr(node, "start", found)
             else:
                 break
         return found
@@ -101,48 +107,30 @@ class Written(dict[str, Any]):
             if isinstance(value, Written) and isinstance(below, Written):
                 value = below.merge(value)
             self.put(key, value, above.places.get(key, above.start))
-        self.words |= above.words
         return self
 
-    def meant(self, path: Path_, wanted: str) -> bool:
-        """Take the value at `path` for what was wanted there, where it can be meant so; whether it can.
+    def override(self, dotted: str, text: str, *, as_text: bool = False) -> None:
+        """Apply an override `a.b=text`. Numbers in the path index lists.
 
-        wanted: of pydantic's errors, `string_type`: an override as it was typed; `int_type`: a number with an exponent
-            or a point (1e6).
+        as_text: take it as it was typed, not as YAML: `name=20261101` is a number, but a name where a text is wanted.
         """
-        if wanted not in ("string_type", "int_type"):
-            return False
-        node: Any = self
-        for key in path[:-1]:
-            node = node[key]
-        value, words = node[path[-1]], getattr(node, "words", {})
-        if wanted == "string_type":
-            value = words.pop(path[-1], value)
-        elif isinstance(value, float) and value.is_integer():
-            value = int(value)
-        changed = value is not node[path[-1]]
-        node[path[-1]] = value
-        return changed
-
-    def override(self, dotted: str, text: str) -> None:
-        """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
         said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
-        value = _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
+        value = text if as_text else \
+            _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
+        *sections, last = dotted.split(".")
         node: Any = self
-        keys = dotted.split(".")
-        for number, key in enumerate(keys, 1):
-            last, listed = number == len(keys), isinstance(node, list)
-            if listed and not (key.isdigit() and int(key) < len(node)):
-                raise UserError(f"{said} names no place in the configuration: the list "
-                                f"{'.'.join(keys[:number - 1])} has {len(node)} items, counted from 0.")
-            inner = value if last else node[int(key)] if listed else node.get(key)
-            if not last and not isinstance(inner, (dict, list)):
+        for number, key in enumerate([*sections, last]):
+            if isinstance(node, list) and not (key.isdigit() and int(key) < len(node)):
+                raise UserError(f"{said} names no place in the configuration: the list {'.'.join(sections[:number])} "
+                                f"has {len(node)} items, counted from 0.")
+            at, inner = (int(key), node[int(key)]) if isinstance(node, list) else (key, node.get(key))
+            if number == len(sections):
+                inner = value
+            elif not isinstance(inner, (dict, list)):
                 inner = Written(place)
-            if listed:
-                node[int(key)] = inner
-            else:
-                node.put(key, inner, place)
-                node.words |= {key: text} if last else {}
+            node[at] = inner
+            if isinstance(node, Written):
+                node.places[key] = place
             node = inner
 
 
@@ -156,16 +144,16 @@ def written(value: Any, place: str) -> Any:
     return found
 
 
-def read_yaml(path: Path, named_by: str = "") -> Written:
+def read_yaml(path: Path, advice: str = "Give an existing file.") -> Written:
     """The values of one YAML file.
 
     Args:
-        named_by: where the file's name stands, if that is not the command line.
+        advice: what to do where there is no such file.
 
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
-    found = _built(_decoded(path, named_by), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
+    found = _built(_decoded(path, advice), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
     if found is None:
         return Written(str(path))
     if not isinstance(found, Written):
@@ -217,19 +205,17 @@ def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
 
 def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
     """The node. UserError where aliases make more than MOST_VALUES values of what is written, or endlessly many."""
-    sizes: dict[int, int | None] = {}
+    sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = None
-            inner = node.value if isinstance(node, yaml.CollectionNode) else []
-            sizes[id(node)] = 1 + sum(size(part) for item in inner for part in
-                                      (item if isinstance(item, tuple) else (item,)))
-        found = sizes[id(node)]
-        if found is None:
+            sizes[id(node)] = 0  # until all that is in it is counted
+            inner = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            sizes[id(node)] = 1 + sum(map(size, inner if isinstance(node, yaml.CollectionNode) else ()))
+        if not sizes[id(node)]:
             raise UserError(f"{where}:{node.start_mark.line + 1}: an alias stands for a value that contains the alias "
                             f"itself. Write the value out.")
-        return found
+        return sizes[id(node)]
 
     if node is not None and (count := size(node)) > MOST_VALUES and count > len(sizes):
         raise UserError(f"{where} stands for {count:,} values by its aliases; at most {MOST_VALUES:,} are read. Write "
@@ -237,13 +223,12 @@ def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
     return node
 
 
-def _decoded(path: Path, named_by: str) -> str:
+def _decoded(path: Path, advice: str) -> str:
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
-        advice = f"Correct {named_by}" if named_by else "Give an existing file with --config"
         raise UserError(f"The configuration file {path} cannot be read: {getattr(error, 'strerror', error)} (looked in "
-                        f"{path.absolute().parent}). {advice}.") from None
+                        f"{path.absolute().parent}). {advice}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -84,13 +84,13 @@ ADDED: dict[str, tuple[Form, Callable[[Any], tuple[float, float] | None]]] = {
 """By the harness's name of how a metric is aggregated: its form, and the (value, weight) of what it logs of an item."""
 
 
-def item_scores(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def item_scores(task: Any, samples: list[dict[str, Any]], single: dict[int, Answer]) -> dict[str, Any]:
     """What each item adds to the scores that are sums of values over sums of weights, or made of these.
 
-    samples: as the harness logs them, one an item and filter. Returns, ready for JSON, in the order of the items:
-    `hashes`, the beginning of each one's sha256; `texts`, see `item_text`; `metrics`, by name, the (value, weight) of
-    each or null (see `paired.Item`); `forms`, by name, the `paired.Form` of those that are no plain ratio. Metrics that
-    are more than sums of what single items add (mcc, bleu, chrf, ter, medians) are left out.
+    samples: as the harness logs them, one an item and filter. single: what `answers` tells. Returns, ready for JSON, in
+    the order of the items: `hashes`, the beginning of each one's sha256; `texts`, see `item_text`; `metrics`, by name,
+    the (value, weight) of each or null (see `paired.Item`); `forms`, by name, the `paired.Form` of those that are no
+    plain ratio. Metrics that are more than sums of what single items add (mcc, bleu, chrf, ter, medians) are left out.
     """
     hashes: dict[int, str] = {}
     texts: dict[int, str] = {}
@@ -108,7 +108,7 @@ def item_scores(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
                 metrics[shown][sample["doc_id"]] = found
                 if taken[name][0] != "ratio":
                     forms[shown] = taken[name][0]
-    for document, answer in answers(task).items():
+    for document, answer in single.items():
         if answer.bits is not None:
             metrics[ANSWER_BITS][document] = (answer.bits, float(answer.size))
     order = sorted(hashes)
