@@ -45,21 +45,18 @@ def needed_modules(config: Config, stage: str) -> Iterator[tuple[str, str, str]]
         for source in shard.sources:
             if source.kind == "hf":
                 yield f"the source {source.name} (kind hf)", "datasets", "take its files by kind files"
-        for own in FILTERS.made(shard.filters):
-            if own.needs:
-                yield f"the filter {own.kind}", own.needs, f"take {own.kind} out of shard.filters"
         if shard.near_duplicates is not None:
             yield "shard.near_duplicates", "rensa", "set shard.near_duplicates to null"
-    if stage == "train":
-        for sink in SINKS.made(train.log_to):
-            if sink.needs:
-                yield f"train.log_to {sink.kind}", sink.needs, f"take {sink.kind} out of train.log_to"
-        if config.parallel.engine == "deepspeed":
-            yield "parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2"
-        if train.precision == "fp8":
-            yield "train.precision fp8", "torchao", "take train.precision=bf16"
+    if stage == "train" and config.parallel.engine == "deepspeed":
+        yield "parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2"
+    if stage == "train" and train.precision == "fp8":
+        yield "train.precision fp8", "torchao", "take train.precision=bf16"
     if stage == "evaluate" and config.evaluate.tasks:
         yield "evaluate.tasks", "lm_eval", "set evaluate.tasks=[]"
+    for kinds, of, items in ((FILTERS, "shard", shard.filters), (SINKS, "train", train.log_to)):
+        for item in kinds.made(items) if stage == of else ():
+            if item.needs:
+                yield f"{kinds.setting} {item.kind}", item.needs, f"take {item.kind} out of {kinds.setting}"
 
 
 def absent_packages(config: Config, stage: str) -> list[str]:

@@ -44,7 +44,7 @@ def shares_in_training_text(texts: Sequence[str], folder: Path, manifest: Manife
 def clean_and_dirty(per_item: dict[str, Any], shares: Sequence[float | None]) -> dict[str, Any]:
     """The scores of a task's clean and dirty items, beside how many of each there are.
 
-    per_item: as `items.item_scores` has it. shares: of its items, in order. A part without items has no scores.
+    per_item: as `items.of_items` has it. shares: of its items, in order. A part without items has no scores.
     """
     judged = {"clean": [share is not None and share <= DIRTY for share in shares],
               "dirty": [share is not None and share > DIRTY for share in shares]}

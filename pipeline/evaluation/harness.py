@@ -19,6 +19,7 @@ from drover.model.generation.sampling import Sampling
 from drover.model.generation.writer import stream
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.placing import Placed
+from drover.pipeline.evaluation.prompts import readable_bytes
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.tokenization.base import Tokenizer
 
@@ -200,11 +201,8 @@ class HarnessModel(TemplateLM):
 
     def _write(self, prompts: Sequence[tuple[list[int], Sampling]]) -> list[str]:
         """What the model writes after each of one batch of prompts."""
-        def token_bytes(token: int) -> bytes:  # published models have ids that their tokenizers do not
-            return self._tokenizer.token_bytes(token) if token < self._tokenizer.size else b""
-
         texts = [""] * len(prompts)
-        for piece in stream(self.model, token_bytes, [ids for ids, _ in prompts],
+        for piece in stream(self.model, readable_bytes(self._tokenizer), [ids for ids, _ in prompts],
                             [sampling for _, sampling in prompts]):
             assert isinstance(piece.key, int)
             texts[piece.key] += piece.text

@@ -33,16 +33,11 @@ DEFINITIONS = {
 }
 
 
-AMOUNTS = ("documents", "tokens", "of_documents", "of_tokens")
-"""Of held-out text: what was measured, and what there is."""
-
-
 def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
     """The section `heldout` of results.json. found: `sources`, by name what was measured, exact; `baselines`, what
     `baselines.compare` gives; `without_heldout_text`, sources that have none."""
     sources, compared = found["sources"], found["baselines"]
-    everything = {key: sum(counts[key] for counts in sources.values())
-                  for key in ("nats", "targets", "bytes", *AMOUNTS)}
+    everything = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
     whole = compared[OVERALL] if len(sources) > 1 else next(iter(compared.values()))
     return {"sources": {name: _heldout_entry(counts, compared[name]) for name, counts in sources.items()},
             "overall": _heldout_entry(everything, whole), "without_heldout_text": found["without_heldout_text"]}
@@ -51,10 +46,11 @@ def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
 def _heldout_entry(counts: dict[str, Any], compared: dict[str, float]) -> dict[str, Any]:
     """One source, or all of them."""
     found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
-    return {**counts, "nats": rounded(found.nats), "bits_per_byte": rounded(found.bits_per_byte),
-            "loss": rounded(found.loss), "perplexity": rounded(found.perplexity),
-            "compressed_bytes": compared["compressed_bytes"],
-            "baselines": {name: rounded(compared[name]) for name in MEANING}, "entropy": rounded(compared["entropy"])}
+    entry: dict[str, Any] = rounded({
+        **counts, "bits_per_byte": found.bits_per_byte, "loss": found.loss, "perplexity": found.perplexity,
+        "compressed_bytes": compared["compressed_bytes"], "entropy": compared["entropy"],
+        "baselines": {name: compared[name] for name in MEANING}})
+    return entry
 
 
 def rounded(value: Any) -> Any:
@@ -88,11 +84,10 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
     """The story of the stage in a few lines."""
     total = results["heldout"]["overall"]
     others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
-    yield (f"{total['bits_per_byte']:.4f} bits per byte on {share_text(total)} "
-           f"({total['bytes']:,} bytes); {others}")
+    yield f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); {others}"
     for name, entry in results["heldout"]["sources"].items():
         if entry["documents"] < entry["of_documents"]:
-            yield f"{name}: measured on {share_text(entry)}; evaluate.heldout_tokens=null takes all"
+            yield f"{name}: measured on {_share(entry)}; evaluate.heldout_tokens=null takes all"
         if entry["compressed_bytes"] < entry["bytes"]:
             yield (f"{name}: gzip and xz were given the first {entry['compressed_bytes']:,} of {entry['bytes']:,} "
                    f"bytes (evaluate.compressed_mb)")
@@ -102,14 +97,20 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
         shown = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
         yield f"{name}: {shown}{chance} on {task['items']} items"
-        if task["items_without_right_choice"]:
-            yield (f"{name}: {task['items_without_right_choice']} items have a target that is none of their choices; "
-                   f"lm-evaluation-harness counts them as answered wrongly")
-        if task["contexts_truncated"]:
-            yield f"{name}: {task['contexts_truncated']} contexts were too long and lost their beginning"
+    yield from doubts(results["tasks"])
 
 
-def share_text(entry: dict[str, Any]) -> str:
+def doubts(tasks: dict[str, Any]) -> Iterator[str]:
+    """What is to be known before scores of tasks are believed."""
+    for name, task in tasks.items():
+        if count := task.get("items_without_right_choice"):
+            yield (f"{name}: {count:,} items have a target that is none of their choices; lm-evaluation-harness counts "
+                   f"them as answered wrongly")
+        if count := task.get("contexts_truncated"):
+            yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
+
+
+def _share(entry: dict[str, Any]) -> str:
     """How much of the held-out text was measured, in words."""
     if entry["documents"] == entry["of_documents"]:
         return f"all {entry['documents']:,} held-out documents"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
+from drover.pipeline.evaluation.items import errors_of_texts, of_items
 from drover.pipeline.evaluation.tasks import TaskFile, go_offline, write_absolute
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ TALKATIVE = ("lm_eval", "datasets", "evaluate")
 
 def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int,
                  log: Path) -> dict[str, Any]:
-    """Metrics with standard errors, the level of chance, items; `per_item`, see `item_scores`: rank 0's, on every rank.
+    """Metrics with standard errors, the level of chance, items; `per_item`, see `of_items`: rank 0's, on every rank.
 
     Args:
         model: deals its requests out to the ranks; every rank measures the same tasks in the same order.
@@ -63,16 +63,14 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
         except Exception as error:
             raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
         found = evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=True, bootstrap_iters=bootstrap_iters)
-        single = answers(task)
-        per_item = item_scores(task, found["samples"][name], single)
-    metrics = _metrics(found["results"][name])
+        metrics, single = _metrics(found["results"][name]), of_items(task, found["samples"][name])
     if bootstrap_iters:
-        for metric, stderr in errors_of_texts(per_item).items():
+        for metric, stderr in errors_of_texts(single["per_item"]).items():
             metrics[metric]["stderr"] = stderr
     items = found["n-samples"][name]
     return {"metrics": metrics, "items": items["effective"], "items_in_file": items["original"],
             "few_shot": found["n-shot"][name], "kind": task.OUTPUT_TYPE, "version": str(found["versions"][name]),
-            **answer_summary(single), "contexts_truncated": model.truncated - truncated, "per_item": per_item}
+            "contexts_truncated": model.truncated - truncated, **single}
 
 
 def _load(task_file: TaskFile, folder: Path) -> Any:

@@ -111,7 +111,7 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards, capsys):
 
 @pytest.mark.parametrize(("override", "message"), [
     (f"evaluate.prompts=['{'x' * 70}']", "leaves no room in the model's context of 64"),
-    ("evaluate.tasks=[word]", "did you mean words"),
+    ("evaluate.tasks=[word]", "did you mean 'words'"),
 ])
 def test_what_cannot_be_measured_is_said(copied, override, message, capsys):
     assert stage_main("evaluate", evaluate, [*copied, override]) == 2

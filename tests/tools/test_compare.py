@@ -149,7 +149,7 @@ def test_models_of_any_form_in_one_table(home, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--models", "{home}/hf", "{home}/hf", "--tasks", "capitals"], "twice"),
     (["--models", "{home}/hf"], "nothing to measure"),
-    (["--models", "{home}/hf", "--tasks", "capital"], "did you mean capitals"),
+    (["--models", "{home}/hf", "--tasks", "capital"], "did you mean 'capitals'"),
     (["--models", "{home}/tasks", "--tasks", "capitals"], "holds no weights"),
     (["--models", "{home}/hf", "--tasks", "capitals", "--limit", "0"], "--limit must be above 0"),
     (["--models", "{home}/hf", "--tasks", "capitals", "--length", "129"], "{home}/hf: Windows of 129 tokens are more"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drover.pipeline.evaluation.results import metric_text
+from drover.pipeline.evaluation.results import doubts, metric_text
 from drover.pipeline.reporting.document import NONE, Block, Record, Table, filled
 from drover.pipeline.reporting.facts import Facts
 
@@ -36,11 +36,7 @@ def tasks(facts: Facts) -> Iterator[Block]:
         "too short to tell": "{too_short:,}"},
         [row for name, task in found.items() for row in _contamination(name, task)],
         filled("Scores ± standard error; {definitions[contamination]}.", facts.results))
-    for key, told in (("items_without_right_choice", "Items whose target is none of their choices, which count as "
-                                                     "answered wrongly"),
-                      ("contexts_truncated", "Contexts that exceeded the context length and lost their beginning")):
-        if counts := {name: task[key] for name, task in found.items() if task.get(key)}:
-            yield f"{told}: {', '.join(f'{count:,} of {name}' for name, count in counts.items())}."
+    yield from (f"{doubt}." for doubt in doubts(found))
 
 
 def _contamination(name: str, task: Record) -> Iterator[Record]:
