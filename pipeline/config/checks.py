@@ -301,5 +301,5 @@ def _stores(config: Config) -> Iterator[str]:
     for (first, place), (second, other) in combinations(found.items(), 2):
         inner, outer = (second, first) if other.startswith(place) else (first, second)
         if found[inner].startswith(found[outer]):
-            yield (f"{inner} {found[inner][:-1]} lies in {outer} {found[outer][:-1]}: token shards, checkpoints and the "
-                   f"export need places of their own.")
+            yield (f"{inner} {found[inner][:-1]} lies in {outer} {found[outer][:-1]}: token shards, checkpoints and "
+                   f"the export need places of their own.")
