@@ -1,6 +1,7 @@
 """Wrong keys, wrong types and impossible combinations come in one report; names of other libraries are understood."""
 
 import pytest
+import yaml
 
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import explain
@@ -51,18 +52,21 @@ tokenizer: {vocab_size: 700}
     assert "tokenizer.vocab_size 700 is not a multiple of 128" in said
 
 
-WHOLE = {
-    "model": {"heads": 6, "kv_heads": 3, "dim": 96, "ffn_dim": 258, "context_length": 128, "vocab_size": 300},
-    "train": {"steps": 50, "warmup_steps": 7, "batch_tokens": 960, "sequence_length": 96, "sample_tokens": 30,
-              "mixture": {"web": 1}, "schedule": "wsd", "decay_steps": 9, "optimizer": "muon", "precision": "fp8",
-              "optimizer_settings": {"momentum": 0.9}, "compile": False, "activation_checkpointing": "selective",
-              "recomputed_blocks": 6, "max_epochs": {"web": 2}, "guards": {"hang_minutes": 1}, "init_from": "a"},
-    "shard": {"sources": [{"kind": "files", "name": "web", "paths": ["x.txt"]}], "keep_dropped": True,
-              "near_duplicates": {}, "filters": [{"kind": "length", "least_words": 3}]},
-    "parallel": {"tp": 3, "pp": 2, "pp_schedule": "zbv", "reshard": "never", "timeout_minutes": 4, "reduce": "last",
-                 "dp_shard": 4, "dp_replicate": -1},
-    "tokenizer": {"kind": "byte"}, "encode": {"dtype": "uint16"}, "convert": {"average": [30, 50]},
-    "evaluate": {"sequence_length": 120, "prompt_tokens": 100}}
+WHOLE = yaml.safe_load("""
+model: {heads: 6, kv_heads: 3, dim: 96, ffn_dim: 258, context_length: 128, vocab_size: 300}
+train: {steps: 50, warmup_steps: 7, batch_tokens: 960, sequence_length: 96, sample_tokens: 30, mixture: {web: 1},
+        schedule: wsd, decay_steps: 9, optimizer: muon, precision: fp8, optimizer_settings: {momentum: 0.9},
+        compile: false, activation_checkpointing: selective, recomputed_blocks: 6, max_epochs: {web: 2},
+        guards: {hang_minutes: 1}, init_from: a}
+shard: {sources: [{kind: files, name: web, paths: [x.txt]}], keep_dropped: true, near_duplicates: {},
+        filters: [{kind: length, least_words: 3}]}
+parallel: {tp: 3, pp: 2, pp_schedule: zbv, reshard: never, timeout_minutes: 4, reduce: last, dp_shard: 4,
+           dp_replicate: -1}
+tokenizer: {kind: byte}
+encode: {dtype: uint16}
+convert: {average: [30, 50]}
+evaluate: {sequence_length: 120, prompt_tokens: 100}
+""")
 
 
 @pytest.mark.parametrize("whole", [
