@@ -16,6 +16,8 @@ from drover.pipeline.core.files import typed
 
 Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
+Tree = dict[str, Any]
+"""A mapping of settings, whose keys are each a `Key`."""
 MOST_VALUES = 100_000
 """The most that a file or an override may hold once its aliases are written out. Aliases of aliases can double the
 count on every line."""
@@ -71,80 +73,86 @@ class TaskSettings(TypedDict, total=False):
     dataset_kwargs: dict[str, Any] | None
 
 
-class Written(dict[str, Any]):
-    """A mapping as it was written.
+class Key(str):
+    """A key of a mapping.
 
     Attributes:
-        start: `file:line` of the mapping.
-        places: the same of each key, or the override that set it.
+        place: where it was written: `file:line`, or the override that set it.
     """
 
-    def __init__(self, start: str = "the defaults") -> None:
-        super().__init__()
-        self.start, self.places = start, dict[str, str]()
+    place = "the defaults"
 
-    def put(self, key: str, value: Any, place: str) -> None:
-        """Set a key, written in this place."""
-        self[key], self.places[key] = value, place
-
-    def place(self, path: Path_) -> str:
-        """Where the value at `path`, or its nearest enclosing part, was written."""
-        node, found = self, self.start
-        for key in path:
-            if isinstance(node, Written) and key in node:
-                found, node = node.places.get(str(key), found), node[str(key)]
-            elif isinstance(node, list) and isinstance(key, int):
-                node = node[key]
-                found = getattr(node, "start", found)
-            else:
-                break
-        return found
-
-    def merge(self, above: Written) -> Written:
-        """Lay `above` over this: mappings join key by key, lists and single values are replaced whole."""
-        for key, value in above.items():
-            below = self.get(key)
-            if isinstance(value, Written) and isinstance(below, Written):
-                value = below.merge(value)
-            self.put(key, value, above.places.get(key, above.start))
-        return self
-
-    def override(self, dotted: str, text: str, *, as_text: bool = False) -> None:
-        """Apply an override `a.b=text`. Numbers in the path index lists.
-
-        as_text: take it as it was typed, not as YAML: `name=20261101` is a number, but a name where a text is wanted.
-        """
-        said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
-        value = text if as_text else \
-            _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
-        *sections, last = dotted.split(".")
-        node: Any = self
-        for number, key in enumerate([*sections, last]):
-            if isinstance(node, list) and not (key.isdigit() and int(key) < len(node)):
-                raise UserError(f"{said} names no place in the configuration: the list {'.'.join(sections[:number])} "
-                                f"has {len(node)} items, counted from 0.")
-            at, inner = (int(key), node[int(key)]) if isinstance(node, list) else (key, node.get(key))
-            if number == len(sections):
-                inner = value
-            elif not isinstance(inner, (dict, list)):
-                inner = Written(place)
-            node[at] = inner
-            if isinstance(node, Written):
-                node.places[key] = place
-            node = inner
+    @classmethod
+    def at(cls, text: str, place: str) -> Key:
+        """A key that was written there."""
+        key = cls(text)
+        key.place = place
+        return key
 
 
-def written(value: Any, place: str) -> Any:
+def put(tree: Tree, key: str, value: Any) -> None:
+    """Set a key, which was written elsewhere than the one that it replaces."""
+    tree.pop(key, None)
+    tree[key] = value
+
+
+def keyed(value: Any, place: str) -> Any:
     """A value as if it was written in this place."""
-    if not isinstance(value, dict) or isinstance(value, Written):
+    if not isinstance(value, dict):
         return value
-    found = Written(place)
-    for key, inner in value.items():
-        found.put(str(key), written(inner, place), place)
+    return {Key.at(key, place): keyed(inner, place) for key, inner in value.items()}
+
+
+def place_of(tree: Any, path: Path_) -> str:
+    """Where the value at `path`, or its nearest enclosing part, was written."""
+    found = Key.place
+    for part in path:
+        if isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+            key = next(iter(tree), None) if isinstance(tree, dict) else None  # an item begins with its first key
+        else:
+            key = next((key for key in tree if key == part), None) if isinstance(tree, dict) else None
+            tree = tree[key] if key is not None else None
+        found = getattr(key, "place", found)
     return found
 
 
-def read_yaml(path: Path, advice: str = "Give an existing file.") -> Written:
+def merge(below: Tree, above: Tree) -> Tree:
+    """Lay `above` over `below`: mappings join key by key, lists and single values are replaced whole."""
+    for key, value in above.items():
+        old = below.get(key)
+        put(below, key, merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value)
+    return below
+
+
+def override(tree: Tree, dotted: str, text: str, *, as_text: bool = False) -> None:
+    """Apply an override `a.b=text`. Numbers in the path index lists.
+
+    as_text: take it as it was typed, not as YAML: `name=20261101` is a number, but a name where a text is wanted.
+    """
+    said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
+    value = text if as_text else \
+        _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
+    *sections, last = dotted.split(".")
+    node: Any = tree
+    for number, key in enumerate([*sections, last]):
+        listed = isinstance(node, list)
+        if listed and not (key.isdigit() and int(key) < len(node)):
+            raise UserError(f"{said} names no place in the configuration: the list {'.'.join(sections[:number])} has "
+                            f"{len(node)} items, counted from 0.")
+        inner = node[int(key)] if listed else node.get(key)
+        if number == len(sections):
+            inner = value
+        elif not isinstance(inner, (dict, list)):
+            inner = {}
+        if listed:
+            node[int(key)] = inner
+        else:
+            put(node, Key.at(key, place), inner)
+        node = inner
+
+
+def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
     """The values of one YAML file.
 
     Args:
@@ -154,11 +162,9 @@ def read_yaml(path: Path, advice: str = "Give an existing file.") -> Written:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
     found = _built(_decoded(path, advice), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
-    if found is None:
-        return Written(str(path))
-    if not isinstance(found, Written):
+    if not isinstance(found, dict | None):
         raise UserError(f"{path} does not hold a mapping of settings, but a {type(found).__name__}.")
-    return found
+    return found or {}
 
 
 def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
@@ -172,9 +178,9 @@ def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
         if not isinstance(node, yaml.MappingNode):
             return loader.construct_object(node)
         loader.flatten_mapping(node)  # merged keys come before its own
-        found = Written(place(node))
+        found: Tree = {}
         for key, inner in node.value:
-            found.put(str(loader.construct_object(key)), value(inner), place(key))
+            put(found, Key.at(str(loader.construct_object(key)), place(key)), value(inner))
         return found
 
     try:
