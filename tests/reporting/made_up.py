@@ -21,7 +21,7 @@ def config(folder: Path) -> Config:
     text = folder / "input.txt"
     text.write_text("some text\n")
     sources = [FilesSource(kind="files", name=name, paths=[str(text)]) for name in SOURCES]
-    return Config(name="made-up", runs_dir=str(folder / "runs"), shard=ShardConfig(sources=sources))
+    return Config(name="made-up", runs_dir=str(folder / "runs"), shard=ShardConfig(sources=sources, keep_dropped=True))
 
 
 def recorded() -> dict:
@@ -88,10 +88,13 @@ def write_run(folder: Path, *, sparse: bool = False, drift: bool = False) -> tup
     if not sparse:
         train = run.stage_folder("train")
         # Steps 1 to 9 were done twice: the first attempt's values must not be shown.
-        lines(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics())
+        skipped = [{**metrics()[299], "step": step, "loss": loss, "grad_norm": "inf", "skipped": why}
+                   for step, loss, why in ((350, "nan", "nonfinite"), (420, 4e9, "spike"))]
+        lines(train / "metrics.jsonl", [{**record, "loss": 99.0} for record in metrics(9)] + metrics() + skipped)
         lines(train / "samples.jsonl", [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {EVIL}"}
                                         for step in (200, 400, 600) for prompt in ("class ", "import ")])
-        lines(train / "events.jsonl", made["events"])
+        spikes = [{"event": "spike", "step": step, "time": "2026-03-01T10:02:30.000+00:00"} for step in range(500, 560)]
+        lines(train / "events.jsonl", made["events"][:-1] + spikes + made["events"][-1:])
         made["results"]["continuations"][0]["text"] = EVIL
         write_json(run.stage_folder("evaluate") / "results.json", made["results"])
         write_json(run.stage_folder("tokenizer") / "report.json", made["tokenizer"])
