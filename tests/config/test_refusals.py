@@ -54,6 +54,12 @@ lr=1 -> did you mean 'train.lr'?
 model.hidden_size=1 -> did you mean 'dim'?
 model.n-layers=1 -> did you mean 'layers'?
 output_dir=1 -> did you mean 'runs_dir'?
+model.presets=llama3_8b -> did you mean 'preset'
+model.rope_scaling={kind: yarn, factr: 4, factor: 4, original_context_length: 8192} -> unknown key \
+'model.rope_scaling.factr'; did you mean 'factor'
+model.rope_scaling={kind: yarn, factor: 4, original_length: 8192} -> did you mean 'original_context_length'
+model.rope_scaling={factr: 4} -> unknown key 'model.rope_scaling.factr'; did you mean 'factor'
+model.rope_scaling={kind: linear, factor: 4} -> model.rope_scaling
 
 parallel.tp=4 -> model.kv_heads 2 is not divisible by parallel.tp 4
 parallel.tp=2; model.vocab_size=513 -> model or tokenizer, 513, is
