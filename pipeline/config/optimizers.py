@@ -54,16 +54,6 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 """By the name that train.optimizer gives."""
 
 
-def register(name: str, kind: OptimizerKind) -> None:
-    """Let train.optimizer name an optimizer, in this process. UserError if the name is taken by another.
-
-    Runs start processes of their own, which know only what they import: there, train.optimizer is best written as
-    "module:NAME" of an OptimizerKind, which every process finds by itself.
-    """
-    if OPTIMIZERS.setdefault(name, kind) != kind:
-        raise UserError(f"There is an optimizer '{name}' already; register yours under another name.")
-
-
 def optimizer_kind(name: str) -> OptimizerKind:
     """The optimizer that train.optimizer names: one of OPTIMIZERS, or "module:NAME" of an OptimizerKind.
 
