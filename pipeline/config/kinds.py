@@ -23,7 +23,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from drover.pipeline.config.section import Section, advice, sentence
 from drover.pipeline.core.errors import UserError, all_told, listed
 
-_MAPPING = TypeAdapter(dict[str, Any], config=ConfigDict(strict=True))
+_MAPPING = TypeAdapter(dict[str, Any], config=ConfigDict(strict=True, defer_build=True))
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 

@@ -150,6 +150,12 @@ def test_no_configuration(launcher, monkeypatch):
     assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
 
 
+def test_only_the_stage_is_required_of_a_question_about_it(capsys):
+    with pytest.raises(SystemExit):
+        submit.why([])
+    assert capsys.readouterr().err == "error: the following arguments are required: STAGE\n"
+
+
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher):
     def explain(*arguments):
         return launcher.call("--explain", *arguments).stdout
