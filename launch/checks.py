@@ -20,7 +20,6 @@ from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.places import blocked
 from drover.pipeline.config.shapes import export_problem
-from drover.pipeline.config.shipped import HOOKS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run, State
 from drover.pipeline.contract.stages import STAGES, before
@@ -62,8 +61,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
     if "convert" in running and (problem := export_problem(config.model)):
         found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
     if "train" in running:
-        found += [*rank_problems(config, running["train"].ranks), *HOOKS.problems(config.train.hooks),
-                  *absent_attention(config)]
+        found += [*rank_problems(config, running["train"].ranks), *absent_attention(config)]
     if found:
         raise refusal(found, path)
 

@@ -62,7 +62,8 @@ def add_options(parser: Parser) -> None:
 
 def _add_config(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value",
+                        help="settings laid over the file")
     where = parser.add_argument_group("where")
     where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
                        help="auto: Slurm where sbatch is on PATH, else this box (default); a profile is Slurm with the "

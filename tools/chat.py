@@ -129,7 +129,7 @@ def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
     waiting = dict.fromkeys(range(len(prompts)), "")
     ended: set[object] = set()
     first = 0
-    for piece in stream(opened.model, readable_bytes(opened), prompts, samplings):
+    for piece in stream(opened.model, readable_bytes(opened.tokenizer), prompts, samplings):
         assert isinstance(piece.key, int)
         waiting[piece.key] += piece.text
         if piece.end:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.config.evaluation import EvaluateConfig
 from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.contract.stages import REPOSITORY
@@ -107,24 +108,25 @@ def _conditions(options: argparse.Namespace) -> Conditions:
         raise UserError("There is nothing to measure: give --tasks, --heldout or both.")
     tasks = tasks_named(options.tasks, options.task_folders, "--tasks")
     heldout = None if options.heldout is None else run_in(options.heldout)
-    return Conditions(tasks, options.limit, options.dtype, options.batch, options.length,
-                      options.bootstrap_iters, heldout, options.heldout_documents)
+    settings = EvaluateConfig(task_limit=options.limit, dtype=options.dtype, batch=options.batch,
+                              sequence_length=options.length, bootstrap_iters=options.bootstrap_iters)
+    return Conditions(tasks, settings, heldout, options.heldout_documents)
 
 
 def compare(candidates: Sequence[Candidate], conditions: Conditions, options: argparse.Namespace,
             ranks: Any) -> dict[str, Any]:
     """Every model's rows and the pairs' differences, ready for JSON; all ranks call it together."""
-    from drover.pipeline.evaluation.kept import KeptParts
+    from drover.pipeline.evaluation.kept import Kept
 
     options.to.mkdir(parents=True, exist_ok=True)
     code = [*sorted((REPOSITORY / "pipeline/evaluation").glob("*.py")), *sorted((REPOSITORY / "model").rglob("*.py"))]
     made_by = [[path.relative_to(REPOSITORY).as_posix(), sha256_file(path)] for path in code]
-    kept = KeptParts(options.to / "items", made_by, ranks, lambda text: print(text, file=sys.stderr))
+    kept = Kept(options.to / "items", made_by, ranks, lambda text: print(text, file=sys.stderr))
     found = {candidate.name: measured(candidate, conditions, kept, ranks, options.to / "lm_eval.log")
              for candidate in candidates}
     pairs = itertools.pairwise(candidates) if options.checkpoints else itertools.combinations(candidates, 2)
     return {"format": FORMAT, "models": {candidate.name: str(candidate.path) for candidate in candidates},
-            "dtype": conditions.dtype, "window": conditions.length, "limit": conditions.limit,
+            "dtype": options.dtype, "window": options.length, "limit": options.limit,
             "scores": [row for candidate in candidates for row in rows(candidate, found[candidate.name])],
             "differences": differences(pairs, found), "notes": NOTES}
 

@@ -63,7 +63,7 @@ def serve(options: argparse.Namespace) -> None:
         opened = opened_model(options)
         run = run_of(opened.path)
         name = options.name or (run.folder if run is not None else opened.path).resolve().name
-        worker = Worker(opened.model, readable_bytes(opened), batch=options.batch, queue=options.queue)
+        worker = Worker(opened.model, readable_bytes(opened.tokenizer), batch=options.batch, queue=options.queue)
         reader = Reader(opened, name, ending_ids(opened), chat_template(opened))
         names = {*LOCAL, *options.allow_host, *([] if options.host in LOCAL else
                                                 [options.host, socket.gethostname(), socket.getfqdn()])}

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import combinations
 from operator import attrgetter
 from typing import Any
 
@@ -161,16 +162,14 @@ def _rules(config: Config) -> Rules:
     yield (zbv and parallel.reshard != "never",
            "<parallel.pp_schedule> needs parallel.reshard never: a gradient that is computed later finds the weights "
            "only where they are still gathered.")
-    deepspeed, zero = parallel.engine == "deepspeed", "is for parallel.engine 'fsdp2', not 'deepspeed'"
+    deepspeed = parallel.engine == "deepspeed"
     yield not deepspeed and parallel.offload != "none", "<parallel.offload> is for parallel.engine 'deepspeed'."
     yield (deepspeed and (parallel.tp > 1 or parallel.dp_replicate != 1 or parallel.dp_shard != -1),
            "<parallel.engine> spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 and tp 1 (here are "
            "<parallel.dp_replicate>, <parallel.dp_shard> and <parallel.tp>), or take 'fsdp2'.")
-    yield deepspeed and parallel.cp > 1, f"<parallel.cp> {zero}."
-    yield deepspeed and parallel.pp > 1, f"<parallel.pp> {zero}."
-    yield deepspeed and parallel.reshard != "always", f"<parallel.reshard> {zero}."
-    yield (deepspeed and parallel.reduce != "each",
-           f"<parallel.reduce> {zero}, whose stage 1 does so by itself.")
+    for key, usual in (("cp", 1), ("pp", 1), ("reshard", "always"), ("reduce", "each")):
+        yield (deepspeed and getattr(parallel, key) != usual,
+               f"<parallel.{key}> is for parallel.engine 'fsdp2', not 'deepspeed'.")
     yield (deepspeed and parallel.offload == "params" and parallel.zero_stage != 3,
            "<parallel.offload> needs stage 3, not <parallel.zero_stage>: before, every rank computes "
            "with the whole weights.")
@@ -271,36 +270,36 @@ def place_problems(config: Config) -> Iterator[str]:
     """Paths that are addresses: as a path, `s3://a` would become a folder `s3:` here."""
     if (said := not_a_path(config.runs_dir, written=True)) is not None:
         yield f"runs_dir: {said}"
-    paths = [("reuse", config.reuse), ("tokenizer.path", config.tokenizer.path),
-             ("train.init_from", config.train.init_from),
-             *(("evaluate.task_folders", folder) for folder in config.evaluate.task_folders)]
+    paths = [(key, attrgetter(key)(config)) for key in ("reuse", "tokenizer.path", "train.init_from")]
+    paths += [("evaluate.task_folders", folder) for folder in config.evaluate.task_folders]
     for source in config.shard.sources:
         if source.kind == "files":
             yield from (f"source {source.name}: {said}" for path in source.paths if (said := unreadable(path)))
         elif source.kind == "hf":
             paths.append((f"source {source.name}", source.dataset))
     for item in config.shard.filters:
-        own = getattr(item, "path", None)
-        paths += [(f"the filter {name_of(item)}", path) for path in
-                  ([own] if isinstance(own, str) else [file.path for file in getattr(item, "files", [])])]
+        own = [getattr(item, "path", None), *(file.path for file in getattr(item, "files", []))]
+        paths += [(f"the filter {name_of(item)}", path) for path in own]
     yield from (f"{key}: {said}" for key, path in paths if path and (said := not_a_path(path)))
+
+
+WRITTEN = ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to")
+"""Settings that are addresses of places in stores, each to be written to by itself."""
 
 
 def _stores(config: Config) -> Iterator[str]:
     """Why stores that are written to, or trained from, cannot be used as they are given."""
-    stores = {"encode.copy_to": config.encode.copy_to, "train.tokens_from": config.train.tokens_from,
-              "train.checkpoint.copy_to": config.train.checkpoint.copy_to, "convert.copy_to": config.convert.copy_to}
     found = {}
-    for key, url in stores.items():
+    for key in (*WRITTEN, "train.tokens_from"):
+        url = attrgetter(key)(config)
         if url is not None and "?" in url:
             yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
         elif url is not None and (said := unusable_url(url)):
             yield f"{key}: {said}"
-        elif url is not None:  # others are not compared: a password would be printed
+        elif url is not None and key in WRITTEN:  # others are not compared: a password would be printed
             found[key] = f"{url.rstrip('/')}/"
-    written = [key for key in ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to") if key in found]
-    for key in written:
-        for other in written:
-            if key != other and found[key].startswith(found[other]) and (found[key] != found[other] or key > other):
-                yield (f"{key} {found[key][:-1]} lies in {other} {found[other][:-1]}: token shards, checkpoints and "
-                       f"the export need places of their own.")
+    for (first, place), (second, other) in combinations(found.items(), 2):
+        inner, outer = (second, first) if other.startswith(place) else (first, second)
+        if found[inner].startswith(found[outer]):
+            yield (f"{inner} {found[inner][:-1]} lies in {outer} {found[outer][:-1]}: token shards, checkpoints and "
+                   f"the export need places of their own.")

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from pydantic import ConfigDict, PydanticUserError, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from drover.pipeline.config.section import Section, advice, sentence
 from drover.pipeline.core.errors import UserError, all_told, listed
 
+_MAPPING = TypeAdapter(dict[str, Any], config=ConfigDict(strict=True, defer_build=True))
 _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -85,23 +86,16 @@ class Kinds(Generic[Of]):
         """
         if isinstance(value, Kind):
             return cast("Of | Outside", value)  # made in Python, of the right kind
-        if isinstance(value, str):
-            value = {"kind": value}
-        if not isinstance(value, dict):
-            self._refuse("dict_type", (), value)
-        if "kind" not in value:
-            self._refuse("missing", ("kind",), value)
-        kind = value["kind"]
-        if (found := self.shipped_class(kind)) is not None:
-            return found.model_validate(value)
-        if isinstance(kind, str) and _OUTSIDE.fullmatch(kind):
-            return Outside.model_validate(value)
-        known = [*self.shipped, "my_module:MyClass (of your own)"]
-        self._refuse(PydanticCustomError("unknown_kind", "there is no {what} of this kind; {advice}", {
-            "what": self.what, "advice": advice(str(kind), known)}), ("kind",), kind)
-
-    def _refuse(self, error: Any, at: tuple[str, ...], given: Any) -> NoReturn:
-        raise ValidationError.from_exception_data(self.what, [InitErrorDetails(type=error, loc=at, input=given)])
+        settings = {"kind": value} if isinstance(value, str) else _MAPPING.validate_python(value)
+        written = Outside.model_validate(settings)
+        if (found := self.shipped_class(written.kind)) is not None:
+            return found.model_validate(settings)
+        if _OUTSIDE.fullmatch(written.kind):
+            return written
+        unknown = PydanticCustomError("unknown_kind", "there is no {what} of this kind; {advice}", {
+            "what": self.what, "advice": advice(written.kind, [*self.shipped, "my_module:MyClass (of your own)"])})
+        raise ValidationError.from_exception_data(self.what, [
+            InitErrorDetails(type=unknown, loc=("kind",), input=written.kind)])
 
     def made(self, items: Iterable[Of | Outside]) -> list[Of]:
         """The items, those from outside imported and their settings checked.
@@ -110,14 +104,6 @@ class Kinds(Generic[Of]):
             UserError: naming every one that cannot be had, and every wrong setting, by its place.
         """
         return all_told(*(partial(self._made, item, f"{self.setting}.{index}") for index, item in enumerate(items)))
-
-    def problems(self, items: Iterable[Of | Outside]) -> list[str]:
-        """What keeps items from being made, as sentences."""
-        try:
-            self.made(items)
-        except UserError as error:
-            return [str(error)]
-        return []
 
     def _made(self, item: Of | Outside, at: str) -> Of:
         if not isinstance(item, Outside):

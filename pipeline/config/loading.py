@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +18,18 @@ from drover.pipeline.config.section import sections_in, sentence
 from drover.pipeline.config.shapes import shape_in
 from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.config.yaml_source import Dumper, Path_, Written, read_yaml, written
+from drover.pipeline.config.yaml_source import (
+    Dumper,
+    Key,
+    Path_,
+    Tree,
+    keyed,
+    merge,
+    override,
+    place_of,
+    put,
+    read_yaml,
+)
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import sealed_text, sha256_json, write_text
 
@@ -44,10 +56,11 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
     Raises:
         UserError: naming every problem with its file, line and key.
     """
-    tree = _read(Path(path), overrides)
+    typed = [_parted(override) for override in overrides]
+    tree = _read(Path(path), typed, "Give an existing file with --config.")
     if plugins := tree.get("plugins"):
-        tree["plugins"] = load_plugins(plugins, Path(path), tree.place(("plugins",)))
-    config = _validated(tree, path)
+        tree["plugins"] = load_plugins(plugins, Path(path), place_of(tree, ("plugins",)))
+    config = _validated(tree, path, dict(typed))
     if check and (found := problems(config)):
         raise refusal(found, path)
     return config
@@ -55,9 +68,9 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 
 def read_without_plugins(path: Path) -> Config:
     """The configuration that a run's folder holds, with nothing imported; UserError as above."""
-    tree = _read(path, ())
+    tree = _read(path, (), "Put it back: a run is read by it.")
     try:
-        return _validated(tree, path)
+        return _validated(tree, path, {})
     except UserError as error:
         raise UserError(f"{error}\n{left_out(tree.get('plugins'), path.parent)}".rstrip()) from None
 
@@ -83,51 +96,56 @@ def config_hash(config: Config) -> str:
     return sha256_json(config.model_dump(mode="json"))
 
 
-def _read(path: Path, overrides: list[str] | tuple[str, ...]) -> Written:
+def _parted(override: str) -> tuple[str, str]:
+    key, sign, text = override.partition("=")
+    if not sign or not key:
+        raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
+    return key.strip(), text
+
+
+def _read(path: Path, overrides: Iterable[tuple[str, str]], advice: str) -> Tree:
     """What the files and overrides say, laid over the profile and the shape that they name."""
-    tree = _with_bases(path, ())
+    tree = _with_bases(path, (), advice)
     _find_itself(tree, path)
-    if any(override.startswith("model.preset=") for override in overrides):
+    if "model.preset" in dict(overrides):
         tree.pop("model", None)
-    for override in overrides:
-        key, sign, text = override.partition("=")
-        if not sign or not key:
-            raise UserError(f"'{override}' is not an override. Write it as section.key=value, e.g. train.steps=50.")
-        tree.override(key.strip(), text)
+    for key, text in overrides:
+        override(tree, key, text)
     for section, key, named in (("launch", "cluster", _profile), ("model", "preset", _shape)):
-        given = tree.get(section)
-        if isinstance(given, Written) and (name := given.pop(key, None)) is not None:
-            tree[section] = named(str(name), given, given.places[key], path).merge(given)
+        given, place = tree.get(section), place_of(tree, (section, key))
+        if isinstance(given, dict) and (name := given.pop(key, None)) is not None:
+            tree[section] = merge(named(str(name), given, place, path), given)
     return tree
 
 
-def _with_bases(path: Path, seen: tuple[Path, ...], named_by: str = "") -> Written:
-    own, resolved = read_yaml(path, named_by), path.resolve()
-    if resolved in seen:
-        chain = " -> ".join(str(step) for step in (*seen, resolved))
-        raise UserError(f"The configuration {path} is its own base: {chain}. Remove one `base:`.")
-    place, bases = own.place(("base",)), own.pop("base", [])
+def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
+    """A file over its bases. above: those that lead to it."""
+    own, chain = read_yaml(path, advice), (*above, path.resolve())
+    if chain[-1] in above:
+        raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
+                        f"`base:`.")
+    place, bases = place_of(own, ("base",)), own.pop("base", [])
     if not (isinstance(bases, str) or (isinstance(bases, list) and all(isinstance(base, str) for base in bases))):
         raise UserError(f"{place}: `base` is a file name or a list of them, not {bases!r}.")
-    tree = Written()
+    tree: Tree = {}
     for base in [bases] if isinstance(bases, str) else bases:
-        tree.merge(_with_bases(path.parent / base, (*seen, resolved), f"`base:` in {place}"))
+        merge(tree, _with_bases(path.parent / base, chain, f"Correct `base:` in {place}."))
     if "preset" in (own.get("model") or ()):
         tree.pop("model", None)  # whoever names a preset means all of it
-    return tree.merge(own)
+    return merge(tree, own)
 
 
-def _find_itself(tree: Written, path: Path) -> None:
+def _find_itself(tree: Tree, path: Path) -> None:
     """Let the configuration of a run folder that was moved or copied name the folder that it is in."""
     folder = path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
     if path.name != "config.yaml" or not any(next(folder.glob(f"*/{name}"), None) for name in OF_A_STAGE):
         return
     if Path(str(tree.get("runs_dir")), str(tree.get("name"))).resolve() != folder.resolve():
-        tree.put("runs_dir", str(folder.parent), f"the run folder {folder}")
-        tree.put("name", folder.name, f"the run folder {folder}")
+        for key, value in (("runs_dir", str(folder.parent)), ("name", folder.name)):
+            put(tree, Key.at(key, f"the run folder {folder}"), value)
 
 
-def _profile(name: str, given: Written, place: str, config: Path) -> Written:
+def _profile(name: str, given: Tree, place: str, config: Path) -> Tree:
     """What a cluster's profile says of the section launch."""
     beside = config.parent / "clusters"
     candidates = [Path(name), config.parent / name] if "/" in name or name.endswith((".yaml", ".yml")) else \
@@ -145,7 +163,7 @@ def _profile(name: str, given: Written, place: str, config: Path) -> Written:
     return profile
 
 
-def _shape(name: str, given: Written, place: str, config: Path) -> Written:
+def _shape(name: str, given: Tree, place: str, config: Path) -> Tree:
     """The section model of a preset, or of the weights in a folder."""
     from drover.model.presets import preset
 
@@ -159,26 +177,31 @@ def _shape(name: str, given: Written, place: str, config: Path) -> Written:
     scaling, own = given.get("rope_scaling"), shape["rope_scaling"]
     if isinstance(scaling, dict) and own is not None and ("kind" in scaling) != ("kind" in own):
         shape["rope_scaling"] = None  # of another kind: nothing of it is left
-    below: Written = written(shape, f"the preset {name}")
+    below: Tree = keyed(shape, f"the preset {name}")
     return below
 
 
-def _validated(tree: Written, path: str | Path) -> Config:
+def _validated(tree: Tree, path: str | Path, typed: dict[str, str]) -> Config:
+    """typed: what overrides say, as it was typed."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         wrong = [(_path(item["loc"], tree), item) for item in error.errors()]
-    if sum(tree.meant(at, item["type"]) for at, item in wrong):
-        return _validated(tree, path)
+    keys = [".".join(map(str, at)) for at, _ in wrong]
+    texts = [key for key, (_, item) in zip(keys, wrong, strict=True) if item["type"] == "string_type" and key in typed]
+    for key in texts:  # it looks like a number, and is meant as a text
+        override(tree, key, typed[key], as_text=True)
+    if texts:
+        return _validated(tree, path, {})
     found, unknown, pruned = [], [], copy.deepcopy(tree)
-    for at, item in wrong:
-        key, instead = ".".join(map(str, at)), ""
+    for key, (at, item) in zip(keys, wrong, strict=True):
+        instead = ""
         if item["type"] == "extra_forbidden":
             from drover.pipeline.config.field_names import suggestion
 
             instead, meant = suggestion(key, _known_keys(at[:-1], tree))
             unknown += [meant] if meant else []
-        found.append(f"{tree.place(at)}: {sentence(item, key or '(top level)', instead)}")
+        found.append(f"{place_of(tree, at)}: {sentence(item, key or '(top level)', instead)}")
         unknown.append(_cut(pruned, at))
     with suppress(ValidationError):  # what can be judged without the wrong values
         found += problems(Config.model_validate(pruned), unknown)
@@ -200,14 +223,12 @@ def _cut(tree: Any, path: Path_) -> str:
 def _path(location: tuple[Any, ...], tree: Any) -> Path_:
     """Pydantic's location without the names it adds for the members of a union."""
     path: list[Any] = []
-    node = tree
-    for index, part in enumerate(location, 1):
-        last = index == len(location)
-        if isinstance(node, dict) and (part in node or last):
-            node = node.get(part)
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        elif not last or (node is not None and not isinstance(node, (dict, list))):
+    for number, part in enumerate(location, 1):
+        if isinstance(tree, dict) and (part in tree or number == len(location)):
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+        else:
             continue
         path.append(part)
     return tuple(path)

@@ -15,14 +15,6 @@ from drover.pipeline.config.training import Setting, TrainConfig
 from drover.pipeline.core.errors import UserError
 
 
-def register(name: str, kind: OptimizerKind) -> None:
-    """Let train.optimizer name an optimizer, in this process. UserError if the name is taken by another.
-
-    Runs start processes of their own, which know only what they import: there, train.optimizer is best written as
-    "module:NAME" of an OptimizerKind, which every process finds by itself.
-    """
-    if OPTIMIZERS.setdefault(name, kind) != kind:
-        raise UserError(f"There is an optimizer '{name}' already; register yours under another name.")
 
 
 def optimizer_kind(name: str) -> OptimizerKind:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drover.pipeline.config.kinds import source_of
 from drover.pipeline.config.optimizers import optimizer_kind
-from drover.pipeline.config.shipped import FILTERS, SINKS
+from drover.pipeline.config.shipped import FILTERS, HOOKS, SINKS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError, absent
 
@@ -38,32 +38,30 @@ def needed_modules(config: Config, stage: str) -> Iterator[tuple[str, str, str]]
     """What of a configuration needs a module that not every run needs, which one, and what would do without it.
 
     Raises:
-        UserError: filters or sinks cannot be had, or have wrong settings.
+        UserError: filters, sinks or hooks cannot be had, or have wrong settings.
     """
     shard, train = config.shard, config.train
     if stage == "shard":
         for source in shard.sources:
             if source.kind == "hf":
                 yield f"the source {source.name} (kind hf)", "datasets", "take its files by kind files"
-        for own in FILTERS.made(shard.filters):
-            if own.needs:
-                yield f"the filter {own.kind}", own.needs, f"take {own.kind} out of shard.filters"
         if shard.near_duplicates is not None:
             yield "shard.near_duplicates", "rensa", "set shard.near_duplicates to null"
-    if stage == "train":
-        for sink in SINKS.made(train.log_to):
-            if sink.needs:
-                yield f"train.log_to {sink.kind}", sink.needs, f"take {sink.kind} out of train.log_to"
-        if config.parallel.engine == "deepspeed":
-            yield "parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2"
-        if train.precision == "fp8":
-            yield "train.precision fp8", "torchao", "take train.precision=bf16"
+    if stage == "train" and config.parallel.engine == "deepspeed":
+        yield "parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2"
+    if stage == "train" and train.precision == "fp8":
+        yield "train.precision fp8", "torchao", "take train.precision=bf16"
     if stage == "evaluate" and config.evaluate.tasks:
         yield "evaluate.tasks", "lm_eval", "set evaluate.tasks=[]"
+    for kinds, of, items in ((FILTERS, "shard", shard.filters), (SINKS, "train", train.log_to),
+                             (HOOKS, "train", train.hooks)):
+        for item in kinds.made(items) if stage == of else ():
+            if item.needs:
+                yield f"{kinds.setting} {item.kind}", item.needs, f"take {item.kind} out of {kinds.setting}"
 
 
 def absent_packages(config: Config, stage: str) -> list[str]:
-    """The packages that a stage needs and that are not installed, filters and sinks that cannot be had: sentences."""
+    """The packages that a stage needs and that are not installed, and kinds that cannot be had, as sentences."""
     try:
         return [problem for needed in needed_modules(config, stage) for problem in absent(*needed)]
     except UserError as error:

@@ -7,10 +7,8 @@ Phases end by steps, so that the number of a step tells its phase whatever a rol
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from drover.pipeline.config.mixture import tokens_text
@@ -26,7 +24,7 @@ class Phase:
         number: from 0.
         train: the settings that hold in it; `steps` is the whole run's, `phases` is empty.
         first_step: steps done when it begins. steps: how many it has.
-        first_token: tokens trained on when it begins, where nothing is left out.
+        first_token, first_sequence: tokens and sequences trained on when it begins, where nothing is left out.
         said: its section; None for a training without phases.
     """
 
@@ -35,6 +33,7 @@ class Phase:
     first_step: int
     steps: int
     first_token: int
+    first_sequence: int
     said: PhaseConfig | None = None
 
     @property
@@ -73,13 +72,13 @@ class PhasePlan:
     def of(cls, train: TrainConfig) -> PhasePlan:
         """The plan that the settings mean, however senseless (`plan_problems`): a phase without tokens has no steps."""
         if not train.phases:
-            return cls((Phase(0, train, 0, train.steps, 0),))
+            return cls((Phase(0, train, 0, train.steps, 0, 0),))
         found: list[Phase] = []
-        step = token = 0
+        step = token = sequence = 0
         for number, (said, steps) in enumerate(zip(train.phases, train.phase_steps(), strict=True)):
             own = train.model_copy(update={**said.overlaid, "phases": []})
-            found.append(Phase(number, own, step, steps, token, said))
-            step, token = found[-1].end_step, token + found[-1].tokens
+            found.append(phase := Phase(number, own, step, steps, token, sequence, said))
+            step, token, sequence = phase.end_step, token + phase.tokens, sequence + phase.steps * phase.sequences
         return cls(tuple(found))
 
     @property
@@ -97,30 +96,26 @@ class PhasePlan:
         """Tokens of the whole run, where nothing is left out."""
         return self.phases[-1].first_token + self.phases[-1].tokens
 
-    @cached_property
-    def _begins(self) -> list[int]:
-        return [phase.first_step for phase in self.phases]
-
     def phase_of(self, step: int) -> Phase:
         """The phase of a step, counted from 1; beyond the end, the last one."""
-        return self.phases[max(0, bisect_right(self._begins, step - 1) - 1)]
+        return self._last(lambda phase: phase.first_step < step)
+
+    def _last(self, has_begun: Callable[[Phase], bool]) -> Phase:
+        return next(filter(has_begun, reversed(self.phases)), self.phases[0])
 
     def sequences_between(self, first: int, end: int) -> int:
         """Sequences of the steps after `first` steps, up to `end` steps done; both may lie beyond the plan's end."""
         return self._sequences(end) - self._sequences(first)
 
     def _sequences(self, steps: int) -> int:
-        done = 0
-        for phase in self.phases:
-            last = phase is self.phases[-1]
-            done += phase.sequences * max(0, (steps if last else min(steps, phase.end_step)) - phase.first_step)
-        return done
+        phase = self.phase_of(steps)
+        return phase.first_sequence + (steps - phase.first_step) * phase.sequences
 
     def step_of(self, sequence: int) -> int:
         """The step, from 1, that takes sequence number `sequence` of those that are not left out; it may lie beyond the
         plan's end."""
-        phase = next(one for one in reversed(self.phases) if self._sequences(one.first_step) <= sequence)
-        return phase.first_step + (sequence - self._sequences(phase.first_step)) // phase.sequences + 1
+        phase = self._last(lambda phase: phase.first_sequence <= sequence)
+        return phase.first_step + (sequence - phase.first_sequence) // phase.sequences + 1
 
     def tokens_at(self, step: int) -> int:
         """Tokens trained on after `step` steps."""
@@ -180,9 +175,7 @@ def only_phases_differ(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether of two identities of the train stage both have phases, and nothing else differs: then training goes on,
     and refuses by itself what would change phases that have begun (pipeline/training/resume.py)."""
     def without(identity: dict[str, Any]) -> dict[str, Any]:
-        config = identity.get("config", {})
-        train = {key: value for key, value in config.get("train", {}).items()
+        train = {key: value for key, value in identity["config"]["train"].items()
                  if key not in ("phases", "steps", "grain_tokens")}
-        return {**identity, "config": {**config, "train": train}}
-    both = all(identity.get("config", {}).get("train", {}).get("phases") for identity in (old, new))
-    return both and without(old) == without(new)
+        return {**identity, "config": {**identity["config"], "train": train}}
+    return all(identity["config"]["train"].get("phases") for identity in (old, new)) and without(old) == without(new)

@@ -103,5 +103,6 @@ def sentence(problem: Any, key: str, instead: str) -> str:
         return f"'{key}' is missing."
     if kind == "impossible":
         return f"'{key}': {message}."
-    shown = f"a {type(given).__name__}" if isinstance(given, (dict, list)) else repr(given)
-    return f"'{key}' is {shown} ({type(given).__name__}): {message}{'' if message[-1] in '?.' else '.'}"
+    shown = "a mapping" if isinstance(given, dict) else "a list" if isinstance(given, list) else \
+        f"{given!r} ({type(given).__name__})"
+    return f"'{key}' is {shown}: {message}{'' if message[-1] in '?.' else '.'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,6 +16,8 @@ from drover.pipeline.core.files import typed
 
 Path_ = tuple[str | int, ...]
 """Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
+Tree = dict[str, Any]
+"""A mapping of settings, whose keys are each a `Key`."""
 MOST_VALUES = 100_000
 """The most that a file or an override may hold once its aliases are written out. Aliases of aliases can double the
 count on every line."""
@@ -53,8 +56,14 @@ _Loader.yaml_implicit_resolvers = {
 for _type, (_first, _form) in _OURS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", re.compile(f"^({_form})$"), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value).replace("_", "")))
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(str(node.value).replace("_", "")))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: _number(str(node.value).replace("_", "")))
 Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _number(text: str) -> float:
+    """A number with a point or an exponent; a whole one (1e6) may be given where an integer is wanted."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 class TaskSettings(TypedDict, total=False):
@@ -64,113 +73,98 @@ class TaskSettings(TypedDict, total=False):
     dataset_kwargs: dict[str, Any] | None
 
 
-class Written(dict[str, Any]):
-    """A mapping as it was written.
+class Key(str):
+    """A key of a mapping.
 
     Attributes:
-        start: `file:line` of the mapping.
-        places: the same of each key, or the override that set it.
-        words: of each override, what was typed: `name=20261101` is a number in YAML, but a name where a text is wanted.
+        place: where it was written: `file:line`, or the override that set it.
     """
 
-    def __init__(self, start: str = "the defaults") -> None:
-        super().__init__()
-        self.start, self.places, self.words = start, dict[str, str](), dict[str, str]()
+    place = "the defaults"
 
-    def put(self, key: str, value: Any, place: str) -> None:
-        """Set a key, written in this place."""
-        self[key], self.places[key] = value, place
-
-    def place(self, path: Path_) -> str:
-        """Where the value at `path`, or its nearest enclosing part, was written."""
-        node, found = self, self.start
-        for key in path:
-            if isinstance(node, Written) and key in node:
-                found, node = node.places.get(str(key), found), node[str(key)]
-            elif isinstance(node, list) and isinstance(key, int) and key < len(node):
-                node = node[key]
-                found = node.start if isinstance(node, Written) else found
-            else:
-                break
-        return found
-
-    def merge(self, above: Written) -> Written:
-        """Lay `above` over this: mappings join key by key, lists and single values are replaced whole."""
-        for key, value in above.items():
-            below = self.get(key)
-            if isinstance(value, Written) and isinstance(below, Written):
-                value = below.merge(value)
-            self.put(key, value, above.places.get(key, above.start))
-        self.words |= above.words
-        return self
-
-    def meant(self, path: Path_, wanted: str) -> bool:
-        """Take the value at `path` for what was wanted there, where it can be meant so; whether it can.
-
-        wanted: of pydantic's errors, `string_type`: an override as it was typed; `int_type`: a number with an exponent
-            or a point (1e6).
-        """
-        if wanted not in ("string_type", "int_type"):
-            return False
-        node: Any = self
-        for key in path[:-1]:
-            node = node[key]
-        value, words = node[path[-1]], getattr(node, "words", {})
-        if wanted == "string_type":
-            value = words.pop(path[-1], value)
-        elif isinstance(value, float) and value.is_integer():
-            value = int(value)
-        changed = value is not node[path[-1]]
-        node[path[-1]] = value
-        return changed
-
-    def override(self, dotted: str, text: str) -> None:
-        """Apply an override `a.b=text`, `text` being read as YAML. Numbers in the path index lists."""
-        said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
-        value = _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
-        node: Any = self
-        keys = dotted.split(".")
-        for number, key in enumerate(keys, 1):
-            last, listed = number == len(keys), isinstance(node, list)
-            if listed and not (key.isdigit() and int(key) < len(node)):
-                raise UserError(f"{said} names no place in the configuration: the list "
-                                f"{'.'.join(keys[:number - 1])} has {len(node)} items, counted from 0.")
-            inner = value if last else node[int(key)] if listed else node.get(key)
-            if not last and not isinstance(inner, (dict, list)):
-                inner = Written(place)
-            if listed:
-                node[int(key)] = inner
-            else:
-                node.put(key, inner, place)
-                node.words |= {key: text} if last else {}
-            node = inner
+    @classmethod
+    def at(cls, text: str, place: str) -> Key:
+        """A key that was written there."""
+        key = cls(text)
+        key.place = place
+        return key
 
 
-def written(value: Any, place: str) -> Any:
+def put(tree: Tree, key: str, value: Any) -> None:
+    """Set a key, which was written elsewhere than the one that it replaces."""
+    tree.pop(key, None)
+    tree[key] = value
+
+
+def keyed(value: Any, place: str) -> Any:
     """A value as if it was written in this place."""
-    if not isinstance(value, dict) or isinstance(value, Written):
+    if not isinstance(value, dict):
         return value
-    found = Written(place)
-    for key, inner in value.items():
-        found.put(str(key), written(inner, place), place)
+    return {Key.at(key, place): keyed(inner, place) for key, inner in value.items()}
+
+
+def place_of(tree: Any, path: Path_) -> str:
+    """Where the value at `path`, or its nearest enclosing part, was written."""
+    found = Key.place
+    for part in path:
+        if isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+            key = next(iter(tree), None) if isinstance(tree, dict) else None  # an item begins with its first key
+        else:
+            key = next((key for key in tree if key == part), None) if isinstance(tree, dict) else None
+            tree = tree[key] if key is not None else None
+        found = getattr(key, "place", found)
     return found
 
 
-def read_yaml(path: Path, named_by: str = "") -> Written:
+def merge(below: Tree, above: Tree) -> Tree:
+    """Lay `above` over `below`: mappings join key by key, lists and single values are replaced whole."""
+    for key, value in above.items():
+        old = below.get(key)
+        put(below, key, merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value)
+    return below
+
+
+def override(tree: Tree, dotted: str, text: str, *, as_text: bool = False) -> None:
+    """Apply an override `a.b=text`. Numbers in the path index lists.
+
+    as_text: take it as it was typed, not as YAML: `name=20261101` is a number, but a name where a text is wanted.
+    """
+    said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
+    value = text if as_text else \
+        _built(text, said if len(said) < 200 else f"The override {dotted}", lambda _: place)
+    *sections, last = dotted.split(".")
+    node: Any = tree
+    for number, key in enumerate([*sections, last]):
+        listed = isinstance(node, list)
+        if listed and not (key.isdigit() and int(key) < len(node)):
+            raise UserError(f"{said} names no place in the configuration: the list {'.'.join(sections[:number])} has "
+                            f"{len(node)} items, counted from 0.")
+        inner = node[int(key)] if listed else node.get(key)
+        if number == len(sections):
+            inner = value
+        elif not isinstance(inner, (dict, list)):
+            inner = {}
+        if listed:
+            node[int(key)] = inner
+        else:
+            put(node, Key.at(key, place), inner)
+        node = inner
+
+
+def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
     """The values of one YAML file.
 
     Args:
-        named_by: where the file's name stands, if that is not the command line.
+        advice: what to do where there is no such file.
 
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
     """
-    found = _built(_decoded(path, named_by), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
-    if found is None:
-        return Written(str(path))
-    if not isinstance(found, Written):
+    found = _built(_decoded(path, advice), str(path), lambda node: f"{path}:{node.start_mark.line + 1}")
+    if not isinstance(found, dict | None):
         raise UserError(f"{path} does not hold a mapping of settings, but a {type(found).__name__}.")
-    return found
+    return found or {}
 
 
 def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
@@ -184,9 +178,9 @@ def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
         if not isinstance(node, yaml.MappingNode):
             return loader.construct_object(node)
         loader.flatten_mapping(node)  # merged keys come before its own
-        found = Written(place(node))
+        found: Tree = {}
         for key, inner in node.value:
-            found.put(str(loader.construct_object(key)), value(inner), place(key))
+            put(found, Key.at(str(loader.construct_object(key)), place(key)), value(inner))
         return found
 
     try:
@@ -217,19 +211,17 @@ def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
 
 def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
     """The node. UserError where aliases make more than MOST_VALUES values of what is written, or endlessly many."""
-    sizes: dict[int, int | None] = {}
+    sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = None
-            inner = node.value if isinstance(node, yaml.CollectionNode) else []
-            sizes[id(node)] = 1 + sum(size(part) for item in inner for part in
-                                      (item if isinstance(item, tuple) else (item,)))
-        found = sizes[id(node)]
-        if found is None:
+            sizes[id(node)] = 0  # until all that is in it is counted
+            inner = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            sizes[id(node)] = 1 + sum(map(size, inner if isinstance(node, yaml.CollectionNode) else ()))
+        if not sizes[id(node)]:
             raise UserError(f"{where}:{node.start_mark.line + 1}: an alias stands for a value that contains the alias "
                             f"itself. Write the value out.")
-        return found
+        return sizes[id(node)]
 
     if node is not None and (count := size(node)) > MOST_VALUES and count > len(sizes):
         raise UserError(f"{where} stands for {count:,} values by its aliases; at most {MOST_VALUES:,} are read. Write "
@@ -237,13 +229,12 @@ def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
     return node
 
 
-def _decoded(path: Path, named_by: str) -> str:
+def _decoded(path: Path, advice: str) -> str:
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # a ValueError for a name with a NUL
-        advice = f"Correct {named_by}" if named_by else "Give an existing file with --config"
         raise UserError(f"The configuration file {path} cannot be read: {getattr(error, 'strerror', error)} (looked in "
-                        f"{path.absolute().parent}). {advice}.") from None
+                        f"{path.absolute().parent}). {advice}") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -29,7 +29,7 @@ import numpy as np
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.orphans import end_with_parent
-from drover.pipeline.evaluation.heldout import TextWanted, byte_counts, read_texts, training_byte_counts
+from drover.pipeline.evaluation.heldout import Wanted, byte_counts, read_texts, training_byte_counts
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
@@ -61,7 +61,7 @@ def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> d
             "entropy": float(-(shares * np.log2(shares)).sum()), "compressed_bytes": len(text)}
 
 
-def compare(folder: Path, manifest: Manifest, wanted: dict[str, TextWanted], train_bytes: int,
+def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_bytes: int,
             most: int) -> dict[str, dict[str, float]]:
     """The baselines of each source, and under OVERALL of all where there are several.
 
@@ -69,11 +69,12 @@ def compare(folder: Path, manifest: Manifest, wanted: dict[str, TextWanted], tra
     documents of a source until they have `most` bytes, and of all sources as many bytes of each.
     """
     counts = training_byte_counts(folder, manifest, train_bytes)
-    together = most if sum(text.size for text in wanted.values()) <= most else most / len(wanted)
+    whole = sum(size for documents in wanted.values() for _, size, _ in documents.values())
+    together = most if whole <= most else most / len(wanted)
     found, everything, everywhere = {}, bytearray(), np.zeros(256, np.int64)
-    for source, text in wanted.items():
+    for source, documents in wanted.items():
         given, of_all, own = bytearray(), 0, np.zeros(256, np.int64)
-        for document in read_texts(folder, manifest, source, text):
+        for document in read_texts(folder, manifest, source, documents):
             own += byte_counts(document)
             if len(given) < most:
                 given += document

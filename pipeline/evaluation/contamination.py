@@ -21,7 +21,7 @@ import numpy as np
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.data.filters.item_index import ItemIndex
 from drover.pipeline.data.text_shards import read_shard, shard_records
-from drover.pipeline.evaluation.paired import score
+from drover.pipeline.evaluation.paired import scored
 from drover.pipeline.parallel.ranks import Ranks
 
 N = 13
@@ -44,16 +44,15 @@ def shares_in_training_text(texts: Sequence[str], folder: Path, manifest: Manife
 def clean_and_dirty(per_item: dict[str, Any], shares: Sequence[float | None]) -> dict[str, Any]:
     """The scores of a task's clean and dirty items, beside how many of each there are.
 
-    per_item: as `items.item_scores` has it. shares: of its items, in order. A part without items has no scores.
+    per_item: as `items.of_items` has it. shares: of its items, in order. A part without items has no scores.
     """
-    parts = {"clean": [share is not None and share <= DIRTY for share in shares],
-             "dirty": [share is not None and share > DIRTY for share in shares]}
+    judged = {"clean": [share is not None and share <= DIRTY for share in shares],
+              "dirty": [share is not None and share > DIRTY for share in shares]}
     found: dict[str, Any] = {"too_short": sum(share is None for share in shares)}
-    for part, chosen in parts.items():
-        scores = {}
-        for metric, items in per_item["metrics"].items():
-            if any(kept := [item if here else None for item, here in zip(items, chosen, strict=True)]):
-                value, stderr = score(kept, per_item["forms"].get(metric, "ratio"))
-                scores[metric] = {"value": value, "stderr": stderr}
-        found[part] = {"items": sum(chosen), "metrics": scores}
+    for part, chosen in judged.items():
+        own = {metric: [item if here else None for item, here in zip(items, chosen, strict=True)]
+               for metric, items in per_item["metrics"].items()}
+        found[part] = {"items": sum(chosen), "metrics": {
+            metric: scored(items, per_item["forms"].get(metric, "ratio")) for metric, items in own.items()
+            if any(items)}}
     return found

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.writer import stream
-from drover.model.llama import Llama
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.placing import Placed
-from drover.pipeline.parallel.ranks import gathered
+from drover.pipeline.evaluation.prompts import readable_bytes
+from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.tokenization.base import Tokenizer
 
 LOGITS_IN_MEMORY = 2**27
@@ -41,29 +41,26 @@ class HarnessModel(TemplateLM):
     `truncated` counts.
 
     Args:
-        model: in evaluation mode, on its device.
+        placed: the model.
         tokenizer: its tokenizer.
         batch: most sequences in a forward pass.
-        rank, world: this process among all.
         length: tokens per forward pass; None: the model's context.
-        placed: how the model lies on the ranks, where it is sharded over them.
+        ranks: that share the work, each with the model; None: this process alone.
 
     Raises:
         UserError: the length is more than the model's context.
     """
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, *, batch: int, rank: int = 0, world: int = 1,
-                 length: int | None = None, placed: Placed | None = None) -> None:
+    def __init__(self, placed: Placed, tokenizer: Tokenizer, *, batch: int, length: int | None = None,
+                 ranks: Ranks | None = None) -> None:
         super().__init__()
-        self.placed = placed or Placed(model)
-        self.model, self._tokenizer, self.batch = model, tokenizer, batch
-        self.length = length or model.config.context_length
-        if self.length > model.config.context_length:
-            raise UserError(f"Windows of {length} tokens are more than the model's context of "
-                            f"{model.config.context_length}.")
-        self.share = (rank, world)
-        self.truncated = 0
-        self._device = next(model.parameters()).device
+        self.placed, self.model, self._tokenizer, self.batch = placed, placed.model, tokenizer, batch
+        context = self.model.config.context_length
+        self.length = length or context
+        if self.length > context:
+            raise UserError(f"Windows of {length} tokens are more than the model's context of {context}.")
+        self.ranks, self.truncated = ranks, 0
+        self._device = next(self.model.parameters()).device
 
     @property
     def eot_token_id(self) -> int:
@@ -204,11 +201,8 @@ class HarnessModel(TemplateLM):
 
     def _write(self, prompts: Sequence[tuple[list[int], Sampling]]) -> list[str]:
         """What the model writes after each of one batch of prompts."""
-        def token_bytes(token: int) -> bytes:  # published models have ids that their tokenizers do not
-            return self._tokenizer.token_bytes(token) if token < self._tokenizer.size else b""
-
         texts = [""] * len(prompts)
-        for piece in stream(self.model, token_bytes, [ids for ids, _ in prompts],
+        for piece in stream(self.model, readable_bytes(self._tokenizer), [ids for ids, _ in prompts],
                             [sampling for _, sampling in prompts]):
             assert isinstance(piece.key, int)
             texts[piece.key] += piece.text
@@ -217,7 +211,7 @@ class HarnessModel(TemplateLM):
     def _dealt(self, work: list[Given], function: Callable[[Given], Result]) -> list[Result]:
         """Results of `function` in the order of `work`, each made by one rank, on every rank. What fails on one fails
         on all, which would else wait for it."""
-        rank, world = self.share
+        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
         made: list[Result] = []
         problem: Exception | None = None
         try:
@@ -236,4 +230,4 @@ class HarnessModel(TemplateLM):
 
     def everywhere(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on every rank."""
-        return [value] if self.share[1] == 1 else gathered(value, self._device)
+        return [value] if self.ranks is None else self.ranks.gather(value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,14 @@ import numpy as np
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.chosen_documents import Chosen
+from drover.pipeline.data.chosen_documents import Chosen, choose
 from drover.pipeline.data.shard_table import Shards, ShardTable, open_by_source
 from drover.pipeline.data.stored.opening import opener_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
-from drover.pipeline.data.token_shards import TokenShard
+
+Wanted = dict[int, tuple[str, int, str]]
+"""Documents of one source whose text is to be read, by their number among the source's, in order: key, UTF-8 bytes, and
+what to call it in an error."""
 
 
 def byte_counts(text: bytes) -> np.ndarray:
@@ -31,35 +33,34 @@ def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
     return open_by_source(folder, table, "heldout", sources, opener_of(work.config, folder, table, work.say))
 
 
-@dataclass(frozen=True)
-class TextWanted:
-    """Documents of one source whose text is to be read, by their number among the source's, in order: key, UTF-8
-    bytes, and what to call it in an error."""
-
-    documents: dict[int, tuple[str, int, str]]
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return sum(size for _, size, _ in self.documents.values())
+def chosen_documents(work: Work) -> dict[str, Chosen]:
+    """By source, the held-out documents to measure on."""
+    shards = heldout_shards(work, [source.name for source in work.config.shard.sources])
+    found = {source: choose(of_source, work.config.evaluate.heldout_tokens) for source, of_source in shards.items()}
+    if not any(map(len, found.values())):
+        raise UserError("There is no held-out text to measure on. Raise shard.heldout_share "
+                        f"(now {work.config.shard.heldout_share}), or give more documents.")
+    return {source: chosen for source, chosen in found.items() if len(chosen)}
 
 
-def wanted_text(shard: tuple[Path, Manifest], encode: Path, shards: Sequence[TokenShard], source: str,
-                chosen: Chosen) -> TextWanted:
-    """What is to be read of a source's text; UserError if its token shards, in the folder `encode`, have more or fewer
-    documents than its text."""
-    texts = sum(record["docs"] for record in shard_records(shard[1], "heldout", source))
-    if texts != chosen.of_documents:
-        raise UserError(f"{encode} holds {'fewer' if texts > chosen.of_documents else 'more'} held-out documents of "
-                        f"{source} than {shard[0]}. Run the stage encode again with --force.")
-    starts = np.cumsum([0, *(each.documents for each in shards)])
-    return TextWanted({
-        int(starts[shard] + place): (shards[shard].document_key(int(place)), int(size),
-                                     f"Document {place} of {shards[shard].name}")
-        for shard, place, size in zip(chosen.shards, chosen.places, chosen.text_bytes, strict=True)})
+def wanted_texts(work: Work) -> dict[str, Wanted]:
+    """By source, what to read of the text of the documents that are measured; UserError if token shards have more or
+    fewer documents than their text."""
+    chosen, (folder, manifest), found = chosen_documents(work), work.input("shard"), {}
+    for source, shards in heldout_shards(work, chosen).items():
+        own, texts = chosen[source], sum(record["docs"] for record in shard_records(manifest, "heldout", source))
+        if texts != own.of_documents:
+            raise UserError(f"{work.input('encode')[0]} holds {'fewer' if texts > own.of_documents else 'more'} "
+                            f"held-out documents of {source} than {folder}. Run the stage encode again with --force.")
+        starts = np.cumsum([0, *(each.documents for each in shards)])
+        found[source] = {
+            int(starts[shard] + place): (shards[shard].document_key(int(place)), int(size),
+                                         f"Document {place} of {shards[shard].name}")
+            for shard, place, size in zip(own.shards, own.places, own.text_bytes, strict=True)}
+    return found
 
 
-def read_texts(folder: Path, manifest: Manifest, source: str, wanted: TextWanted) -> Iterator[bytes]:
+def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) -> Iterator[bytes]:
     """The text of each wanted document, one in memory at a time; what lies between them is passed over.
 
     Raises:
@@ -67,11 +68,11 @@ def read_texts(folder: Path, manifest: Manifest, source: str, wanted: TextWanted
     """
     first = 0
     for record in sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"])):
-        own = [number for number in range(first, first + record["docs"]) if number in wanted.documents]
+        own = [number for number in range(first, first + record["docs"]) if number in wanted]
         read = read_shard(folder, record, {number - first for number in own}) if own else ()
         first += record["docs"]
         for number, document in zip(own, read, strict=True):  # both in order
-            key, size, name = wanted.documents[number]
+            key, size, name = wanted[number]
             text = document.text.encode()
             if (document.key, len(text)) != (key, size):
                 raise UserError(f"{name} was made of another text ({key}) than the text shards have there "

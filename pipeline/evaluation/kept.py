@@ -9,18 +9,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drover.pipeline.config.section import identity
-from drover.pipeline.contract.run import code_hashes
-from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.tasks import UNITS, Ledger
+from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 LIBRARIES = ("torch", "lm_eval", "datasets")
 
 
-class KeptParts:
+class Kept:
     """Results in a folder, written as each is there: a kill, a task that fails or another list of tasks costs nothing
     of what was measured before.
 
@@ -37,7 +33,7 @@ class KeptParts:
     def __init__(self, folder: Path, made_by: Any, ranks: Ranks, say: Callable[[str], None]) -> None:
         self.ledger, self.ranks, self.say = Ledger(folder), ranks, say
         self.seconds: dict[str, float] = {}
-        self._used: list[tuple[str, str]] = []
+        self._keys: dict[str, str] = {}
         self._made_by = [made_by, {package: metadata.version(package) for package in LIBRARIES}]
 
     def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
@@ -46,16 +42,14 @@ class KeptParts:
         decides: all that the result depends on, as JSON, besides the code and the libraries that measure: another of
         those measures again, so that it is known what made each part.
         """
-        key, record = self._look(name, decides)
-        said = "measured before, kept"
+        record, said = self._look(name, decides), "measured before, kept"
         if record is None:
             began = time.monotonic()
             value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
             record = {"seconds": round(time.monotonic() - began, 3), "value": value}
             said = f"{record['seconds']:.1f} s"
             if self.ranks.leads:
-                self.ledger.add(name, key, record)
-        self._used.append((name, key))
+                self.ledger.add(name, self._keys[name], record)
         self.seconds[name] = record["seconds"]
         if self.ranks.leads:
             self.say(f"{name}: {said}")
@@ -63,28 +57,14 @@ class KeptParts:
 
     def has(self, name: str, decides: dict[str, Any]) -> bool:
         """Whether `get` would take the part from disk. Every rank asks."""
-        return self._look(name, decides)[1] is not None
+        return self._look(name, decides) is not None
 
-    def _look(self, name: str, decides: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
-        """A part's key, and its record if it was measured of the same."""
-        key = sha256_json([decides, self._made_by])
-        return key, self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
+    def _look(self, name: str, decides: dict[str, Any]) -> Any:
+        """A part's record, if it was measured of the same."""
+        self._keys[name] = key = sha256_json([decides, self._made_by])
+        return self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
 
     def forget(self) -> None:
         """Let no part count that this attempt took or measured: its inputs were not what their digests say."""
-        for name, key in self._used if self.ranks.leads else ():
-            self.ledger.add(name, key, None)
-
-
-class Kept(KeptParts):
-    """The stage's parts, under `units/measured/`. `--force` clears them with the folder."""
-
-    def __init__(self, work: Work, ranks: Ranks) -> None:
-        super().__init__(work.folder / UNITS / "measured", code_hashes(STAGES[work.name]), ranks, work.say)
-        self.work = work
-
-    def deciding(self, stages: str, settings: str = "") -> dict[str, Any]:
-        """What decides a part: digests of the stages that it is made of, and settings of the section evaluate."""
-        evaluate = self.work.config.evaluate
-        return {**{stage: self.work.fingerprint["inputs"][stage] for stage in stages.split()},
-                **{name: identity(getattr(evaluate, name)) for name in settings.split()}}
+        for name in self.seconds if self.ranks.leads else ():
+            self.ledger.add(name, self._keys[name], None)

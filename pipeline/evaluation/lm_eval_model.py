@@ -21,6 +21,7 @@ from drover.pipeline.core.command_line import find_model
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.open_model import deliverable, open_model, run_of
+from drover.pipeline.parallel.ranks import start_ranks
 from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ DTYPES = ("float32", "bfloat16")
 class DroverModel(HarnessModel):
     """A model of Drover's, or a Llama in Hugging Face's form, for the harness.
 
-    Started by torchrun, every rank holds the model and takes its share of each list of requests.
+    Started by torchrun, the ranks hold the model, each the whole where that fits, and share each list of requests.
 
     Args:
         run: name or folder of a run: what its stage convert exported, which is what its stage evaluate measures; before
@@ -64,11 +65,16 @@ class DroverModel(HarnessModel):
         if (chosen := dtype or settings.dtype) not in DTYPES:
             raise UserError(f"dtype={chosen} is none that models are measured in: {' or '.join(DTYPES)}.")
         weights = _weights(of_run, path, checkpoint)
-        where, rank, world = _place(device)
-        opened = open_model(weights, where, getattr(torch, chosen))
+        ranks = start_ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        if ranks is not None:
+            where = ranks.device
+        elif not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
+            where = torch.device("cpu")  # cuda:0 is what the harness's command line says where nobody did
+        else:
+            where = torch.device(device or "cuda")
+        opened = open_model(weights, where, getattr(torch, chosen), ranks=ranks)
         given = int(str(batch_size)) if str(batch_size).isdigit() else 1
-        super().__init__(opened.model, opened.tokenizer, rank=rank, world=world,
-                         length=max_length or settings.sequence_length,
+        super().__init__(opened.placed, opened.tokenizer, ranks=ranks, length=max_length or settings.sequence_length,
                          batch=batch or (given if given > 1 else settings.batch))
         self.path = opened.path
 
@@ -88,14 +94,3 @@ def _weights(run: Run | None, path: Path, checkpoint: str | int | None) -> Path:
     if not found.is_dir():
         raise UserError(f"The run {run.folder} has no checkpoint after step {checkpoint} ({found}).")
     return found
-
-
-def _place(device: str | None) -> tuple[torch.device, int, int]:
-    """Device, rank and number of ranks; joins the others that torchrun started."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from drover.pipeline.parallel.ranks import start_ranks
-        ranks = start_ranks()
-        return ranks.device, ranks.rank, ranks.world
-    if not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
-        return torch.device("cpu"), 0, 1  # cuda:0 is what the harness's command line says where nobody did
-    return torch.device(device or "cuda"), 0, 1

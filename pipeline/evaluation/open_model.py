@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import CHECKPOINTS
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drover.model.config import ModelConfig
     from drover.model.llama import Llama
     from drover.pipeline.contract.run import Run
+    from drover.pipeline.evaluation.placing import Placed
     from drover.pipeline.formats.base import Weights
     from drover.pipeline.tokenization.base import Tokenizer
 
@@ -24,43 +25,48 @@ class OpenedModel:
     """What text is measured with and made by.
 
     Attributes:
-        model: in evaluation mode, without gradients, on its device.
+        placed: the model on its device.
         tokenizer: its tokenizer; the model knows all its ids.
-        config: the network's shape, `vocab_size` known.
         path: the folder that the weights lie in: of a run, that of its newest complete checkpoint.
     """
 
-    model: Llama
+    placed: Placed
     tokenizer: Tokenizer
-    config: ModelConfig
     path: Path
 
+    @property
+    def model(self) -> Llama:
+        """The model itself."""
+        return self.placed.model
 
-def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedModel:
+    @property
+    def config(self) -> ModelConfig:
+        """The network's shape, `vocab_size` known."""
+        return self.model.config
+
+
+def open_model(path: Path, device: torch.device, dtype: torch.dtype, *, tokenizer: Tokenizer | None = None,
+               **where: Any) -> OpenedModel:
     """The model in a run's folder, in a training checkpoint inside of a run, or in a Hugging Face folder.
 
-    The tokenizer of a run and of its checkpoints is that of its tokenizer stage, which `reuse` may have taken from
-    another run; that of a Hugging Face folder is its tokenizer.json.
+    Args:
+        tokenizer: None: of a run and of its checkpoints that of its tokenizer stage, which `reuse` may have taken from
+            another run; of a Hugging Face folder its tokenizer.json.
+        where: the ranks that have it, and what else `placing.place` takes.
 
     Raises:
         UserError: there are no weights or no tokenizer there, or they are damaged or do not belong together.
     """
-    from drover.model.attention.backend import Where
-    from drover.model.attention.choosing import choose
-    from drover.pipeline.formats.weights import load_model, open_weights
+    from drover.pipeline.evaluation.placing import place
+    from drover.pipeline.formats.weights import open_weights
 
     with open_weights(path) as weights:
-        tokenizer = _tokenizer(path, weights)
-        assert weights.config.vocab_size is not None
-        if weights.config.vocab_size < tokenizer.used:
-            raise UserError(f"The model in {weights.path} knows {weights.config.vocab_size} ids, but its tokenizer has "
+        tokenizer, vocabulary = tokenizer or _tokenizer(path, weights), weights.config.vocab_size or 0
+        if vocabulary < tokenizer.used:
+            raise UserError(f"The model in {weights.path} knows {vocabulary} ids, but its tokenizer has "
                             f"{tokenizer.used}. They do not belong together: give the model the tokenizer that it was "
                             f"trained with.")
-        model = load_model(weights, device, dtype)
-    where = Where(device, dtype, compiled=False, head_dim=weights.config.head_width,
-                  windowed=weights.config.sliding_window is not None)
-    model.backend = choose("auto", where).backend
-    return OpenedModel(model, tokenizer, weights.config, weights.path)
+        return OpenedModel(place(weights, device, dtype, **where), tokenizer, weights.path)
 
 
 def run_of(path: Path) -> Run | None:

@@ -72,6 +72,11 @@ def score(items: Sequence[Item], form: Form = "ratio") -> tuple[float, float | N
     return value, _stderr(value, moves)
 
 
+def scored(items: Sequence[Item], form: Form = "ratio") -> dict[str, float | None]:
+    """The same as results have it: `value` and `stderr`."""
+    return dict(zip(("value", "stderr"), score(items, form), strict=True))
+
+
 def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "ratio") -> Difference:
     """What the module says, of the items of two models in the same order; ValueError where their weights differ, and
     the form has no weights that depend on the model."""

@@ -1,4 +1,4 @@
-"""The model that is measured, on this rank's device: whole where that fits, else over as few ranks as can hold it."""
+"""A model that is measured, on this rank's device: whole where that fits, else over as few ranks as can hold it."""
 
 from __future__ import annotations
 
@@ -46,38 +46,41 @@ class Placed:
         return bool(getattr(self.together, "broken", False))
 
 
-def place(weights: Weights, ranks: Ranks, dtype: torch.dtype, *, dp_shard: int | None = None,
-          memory_gb: float | None = None, say: Callable[[str], None] = lambda text: None) -> Placed:
-    """The model with these weights on every rank of a stage; all of them call this together.
+def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: Ranks | None = None,
+          dp_shard: int | None = None, memory_gb: float | None = None,
+          say: Callable[[str], None] = lambda text: None) -> Placed:
+    """The model with these weights.
 
     Args:
+        ranks: all of these have it, and call this and it together; None: this process alone.
         dp_shard: over how many neighbouring ranks it is spread, which divide all; None: as few as the memory allows.
         memory_gb: what weights may take on one rank; None: SHARE of what is free on the rank that has least.
         say: told how it lies; called on rank 0.
 
     Raises UserError where the weights cannot be read.
     """
-    config = weights.config
-    allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(ranks.device)))
-    shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
-    attention = choose("auto", Where(ranks.device, dtype, compiled=False, head_dim=config.head_width,
+    config, shards = weights.config, 1
+    attention = choose("auto", Where(device, dtype, compiled=False, head_dim=config.head_width,
                                      windowed=config.sliding_window is not None))
-    for line in (attention.fallback, *_words(config, dtype, allowed, shards)):
-        if ranks.leads and line:
-            say(line)
-    if shards == 1:
-        model = load_model(weights, ranks.device, dtype)
+    if ranks is not None:
+        allowed = min(ranks.gather(memory_gb * 1e9 if memory_gb is not None else SHARE * free_memory(device)))
+        shards = dp_shard or fewest(config, dtype, allowed, ranks.world)
+        for line in (attention.fallback, *_words(config, dtype, allowed, shards)):
+            if ranks.leads and line:
+                say(line)
+    if ranks is None or shards == 1:
+        model = load_model(weights, device, dtype)
         model.backend = attention.backend
         return Placed(model)
     from drover.pipeline.parallel.forward_only import InStep, sharded
     from drover.pipeline.parallel.grid import Grid
 
-    if ranks.device.type == "cpu":
+    if device.type == "cpu":
         return_freed_memory()
     grid = Grid(ranks, ParallelConfig(dp_shard=shards, dp_replicate=ranks.world // shards))
     model = sharded(config, lambda name, shape, offset, size: weights.read(name, offset, size), grid, dtype,
                     attention.backend)
-    return Placed(model, shards, InStep(model, grid.mesh["shard"].get_group(), ranks.device))
+    return Placed(model, shards, InStep(model, grid.mesh["shard"].get_group(), device))
 
 
 def needed(config: ModelConfig, dtype: torch.dtype, shards: int) -> int:
@@ -99,11 +102,12 @@ def fewest(config: ModelConfig, dtype: torch.dtype, allowed: float, world: int) 
 
 
 def _words(config: ModelConfig, dtype: torch.dtype, allowed: float, shards: int) -> Iterator[str]:
-    whole, here = (needed(config, dtype, count) / 1e9 for count in (1, shards))
-    if shards > 1:
-        yield (f"weights sharded over {shards} ranks (FSDP2, gathered block by block): {here:.3g} GB on each; whole "
-               f"they take {whole:.3g} of the {allowed / 1e9:.3g} GB that weights may take here. Every new token of a "
-               f"text gathers all of them once")
-    if shards > 1 and here > allowed / 1e9:
-        yield (f"that is more than the {allowed / 1e9:.3g} GB that weights may take on a rank: memory may run out; "
-               f"more ranks, or evaluate.dtype=bfloat16, would need less")
+    if shards == 1:
+        return
+    whole, here, most = (size / 1e9 for size in (needed(config, dtype, 1), needed(config, dtype, shards), allowed))
+    yield (f"weights sharded over {shards} ranks (FSDP2, gathered block by block): {here:.3g} GB on each; whole they "
+           f"take {whole:.3g} of the {most:.3g} GB that weights may take here. Every new token of a text gathers all "
+           f"of them once")
+    if here > most:
+        yield (f"that is more than the {most:.3g} GB that weights may take on a rank: memory may run out; more ranks, "
+               f"or evaluate.dtype=bfloat16, would need less")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record
 from drover.pipeline.evaluation.open_model import OpenedModel, run_of
 from drover.pipeline.records.generation_settings import read_settings, settings_file
+
+if TYPE_CHECKING:
+    from drover.pipeline.tokenization.base import Tokenizer
 
 END_OF_TURN = "<|eot_id|>"
 """What ends a turn of a conversation in Llama 3's tokenizers."""
@@ -20,10 +23,9 @@ def prompt_ids(opened: OpenedModel, text: str) -> list[int]:
     return [opened.tokenizer.bos_id, *opened.tokenizer.encode(text)]
 
 
-def readable_bytes(opened: OpenedModel) -> Callable[[int], bytes]:
-    """The UTF-8 bytes that an id stands for: b"" for special ids, and for those that the model knows and its tokenizer
+def readable_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """The UTF-8 bytes that an id stands for: b"" for special ids, and for those that a model knows and its tokenizer
     does not, which published models have to round their vocabulary up."""
-    tokenizer = opened.tokenizer
     return lambda token: tokenizer.token_bytes(token) if token < tokenizer.size else b""
 
 

@@ -1,19 +1,16 @@
-"""results.json and results.md: what was measured, and what each figure means."""
+"""results.json: what was measured, and what each figure means."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.evaluation.baselines import MEANING, OVERALL
 from drover.pipeline.evaluation.measurement import Measurement
-
-if TYPE_CHECKING:
-    from drover.pipeline.data.chosen_documents import Chosen
 
 FORMAT = 1
 DIGITS = 6
@@ -36,22 +33,11 @@ DEFINITIONS = {
 }
 
 
-AMOUNTS = ("documents", "tokens", "of_documents", "of_tokens")
-"""Of held-out text: what was measured, and what there is."""
-
-
-def heldout_counts(found: Measurement, chosen: Chosen) -> dict[str, Any]:
-    """What was measured of a source, as it is kept: exact, without baselines."""
-    return {"nats": found.nats, "targets": found.targets, "bytes": found.text_bytes, "documents": len(chosen),
-            "tokens": int(chosen.lengths.sum()), "of_documents": chosen.of_documents, "of_tokens": chosen.of_tokens}
-
-
 def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
-    """The section `heldout` of results.json. found: `sources`, by name what `heldout_counts` has; `baselines`, what
+    """The section `heldout` of results.json. found: `sources`, by name what was measured, exact; `baselines`, what
     `baselines.compare` gives; `without_heldout_text`, sources that have none."""
     sources, compared = found["sources"], found["baselines"]
-    everything = {key: sum(counts[key] for counts in sources.values())
-                  for key in ("nats", "targets", "bytes", *AMOUNTS)}
+    everything = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
     whole = compared[OVERALL] if len(sources) > 1 else next(iter(compared.values()))
     return {"sources": {name: _heldout_entry(counts, compared[name]) for name, counts in sources.items()},
             "overall": _heldout_entry(everything, whole), "without_heldout_text": found["without_heldout_text"]}
@@ -60,10 +46,11 @@ def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
 def _heldout_entry(counts: dict[str, Any], compared: dict[str, float]) -> dict[str, Any]:
     """One source, or all of them."""
     found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
-    return {**counts, "nats": rounded(found.nats), "bits_per_byte": rounded(found.bits_per_byte),
-            "loss": rounded(found.loss), "perplexity": rounded(found.perplexity),
-            "compressed_bytes": compared["compressed_bytes"],
-            "baselines": {name: rounded(compared[name]) for name in MEANING}, "entropy": rounded(compared["entropy"])}
+    entry: dict[str, Any] = rounded({
+        **counts, "bits_per_byte": found.bits_per_byte, "loss": found.loss, "perplexity": found.perplexity,
+        "compressed_bytes": compared["compressed_bytes"], "entropy": compared["entropy"],
+        "baselines": {name: compared[name] for name in MEANING}})
+    return entry
 
 
 def rounded(value: Any) -> Any:
@@ -97,8 +84,7 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
     """The story of the stage in a few lines."""
     total = results["heldout"]["overall"]
     others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
-    yield (f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} "
-           f"({total['bytes']:,} bytes); {others}")
+    yield f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); {others}"
     for name, entry in results["heldout"]["sources"].items():
         if entry["documents"] < entry["of_documents"]:
             yield f"{name}: measured on {_share(entry)}; evaluate.heldout_tokens=null takes all"
@@ -111,11 +97,17 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
         shown = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
         yield f"{name}: {shown}{chance} on {task['items']} items"
-        if task["items_without_right_choice"]:
-            yield (f"{name}: {task['items_without_right_choice']} items have a target that is none of their choices; "
-                   f"lm-evaluation-harness counts them as answered wrongly")
-        if task["contexts_truncated"]:
-            yield f"{name}: {task['contexts_truncated']} contexts were too long and lost their beginning"
+    yield from doubts(results["tasks"])
+
+
+def doubts(tasks: dict[str, Any]) -> Iterator[str]:
+    """What is to be known before scores of tasks are believed."""
+    for name, task in tasks.items():
+        if count := task.get("items_without_right_choice"):
+            yield (f"{name}: {count:,} items have a target that is none of their choices; lm-evaluation-harness counts "
+                   f"them as answered wrongly")
+        if count := task.get("contexts_truncated"):
+            yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
 
 
 def _share(entry: dict[str, Any]) -> str:
@@ -128,72 +120,5 @@ def _share(entry: dict[str, Any]) -> str:
 
 def metric_text(entry: dict[str, Any]) -> str:
     """0.425 ± 0.079, or only the value."""
-    value = _number(entry["value"], missing="n/a")
+    value = "n/a" if entry["value"] is None else f"{entry['value']:.3f}"
     return value if entry["stderr"] is None else f"{value} ± {entry['stderr']:.3f}"
-
-
-def as_markdown(results: dict[str, Any]) -> str:
-    """The tables of results.md."""
-    held, model, sampling = results["heldout"], results["model"], results["sampling"]
-    sources = held["sources"] | ({"**all**": held["overall"]} if len(held["sources"]) > 1 else {})
-    lines = ["# Evaluation", "",
-             f"{model['parameters']:,} parameters, vocabulary {model['vocab_size']:,}, measured in {model['dtype']} "
-             f"with windows of {held['window']} tokens.", "",
-             "## Held-out text", "", "Bits per byte, smaller is better.", "",
-             *_table(["source", "documents", "bytes", "tokens", "**model**", *MEANING, "perplexity per token"], [
-                 [name, *(f"{entry[key]:,}" for key in ("documents", "bytes", "targets")),
-                  f"**{entry['bits_per_byte']:.4f}**", *(f"{entry['baselines'][other]:.4f}" for other in MEANING),
-                  _number(entry["perplexity"], 2, "n/a")] for name, entry in sources.items()]),
-             f"Measured on {_share(held['overall'])}.", "",
-             *(f"- {name}: {meaning}." for name, meaning in MEANING.items()), ""]
-    if results["tasks"]:
-        lines += ["## Tasks", "", *_table(
-            ["task", "version", "items", "few-shot", "metric", "value ± standard error", "chance",
-             "bits per byte of the right answers"],
-            [[name, *(str(task[key]) for key in ("version", "items", "few_shot")), metric, metric_text(entry),
-              _number(task["chance"]), _number(task["answer_bits_per_byte"])]
-             for name, task in results["tasks"].items() for metric, entry in task["metrics"].items()])]
-    if rows := contamination_rows(results["tasks"]):
-        lines += ["### Contamination", "", "Dirty items stand in the training text: more than half of their n-grams of "
-                  "13 words (docs/evaluation.md).", "", *_table(CONTAMINATION, rows)]
-    lines += ["## Continuations", "", f"Temperature {sampling['temperature']}, top-p {sampling['top_p']}, seed "
-              f"{sampling['seed']}.", ""]
-    for entry in results["continuations"]:
-        lines += [fenced(entry["prompt"] + entry["text"]), ""]
-    return "\n".join(lines)
-
-
-def _number(value: float | None, digits: int = 3, missing: str = "") -> str:
-    return missing if value is None else f"{value:.{digits}f}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)] + [""]
-
-
-CONTAMINATION = ("task", "metric", "all items", "n", "clean", "n", "dirty", "n", "too short to say")
-"""What the columns of `contamination_rows` are."""
-
-
-def contamination_rows(tasks: Mapping[str, Any]) -> list[list[str]]:
-    """The scores of all, clean and dirty items of the tasks that were looked for in the training text, a row a task and
-    metric; a dash where there are no such items."""
-    rows = []
-    for name, task in tasks.items():
-        if not (parts := task.get("contamination")):
-            continue
-        clean, dirty = parts["clean"], parts["dirty"]
-        for metric in {**clean["metrics"], **dirty["metrics"]} or task["metrics"]:
-            whole = task["metrics"].get(metric, {"value": task.get(metric), "stderr": None})
-            cells = [cell for part in (clean, dirty) for cell in (
-                metric_text(part["metrics"][metric]) if metric in part["metrics"] else "–", f"{part['items']:,}")]
-            rows.append([name, metric, metric_text(whole), f"{task['items']:,}", *cells, f"{parts['too_short']:,}"])
-    return rows
-
-
-def fenced(text: str) -> str:
-    """`text` as a code block of Markdown that nothing in it can end."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}text\n{text}\n{fence}"

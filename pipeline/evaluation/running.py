@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.evaluation.items import answer_summary, answers, errors_of_texts, item_scores
+from drover.pipeline.evaluation.items import errors_of_texts, of_items
 from drover.pipeline.evaluation.tasks import TaskFile, go_offline, write_absolute
 
 if TYPE_CHECKING:
@@ -23,60 +23,54 @@ TALKATIVE = ("lm_eval", "datasets", "evaluate")
 """Libraries whose log goes to a file."""
 
 
-class TaskRunner:
-    """Measures tasks by the harness.
+def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int,
+                 log: Path) -> dict[str, Any]:
+    """Metrics with standard errors, the level of chance, items; `per_item`, see `of_items`: rank 0's, on every rank.
 
     Args:
         model: deals its requests out to the ranks; every rank measures the same tasks in the same order.
-        limit: items per task; None: all.
+        limit: items; None: all.
         bootstrap_iters: draws of bootstrapped standard errors, as the harness takes it.
-        log: file that what the harness prints and logs is appended to; None: it is dropped.
+        log: file that what the harness prints and logs on rank 0 is appended to.
+
+    Raises:
+        UserError: in a sentence, on every rank, why the task cannot be loaded or scored; the whole story is in the log.
     """
+    result, reason, leads = None, None, model.ranks is None or model.ranks.leads
+    try:
+        with _messages_in(log if leads else Path(os.devnull)):
+            # The harness draws in as many processes as the machine has cores: one rank does it for all.
+            result = _measured(model, task_file, limit, bootstrap_iters if leads else 0)
+    except Exception as error:  # whatever the harness or a task's own code make of the user's files
+        if model.placed.broken:
+            raise
+        reason = _reason(error)
+    outcomes = model.everywhere((result if leads else None, reason))
+    for _, reason in outcomes:
+        if reason is not None:
+            raise UserError(f"The task {task_file.name} ({task_file.path}) failed: {reason}")
+    first: dict[str, Any] = outcomes[0][0]
+    return first
 
-    def __init__(self, model: HarnessModel, limit: int | None, bootstrap_iters: int, log: Path | None = None) -> None:
-        self.model, self.limit, self.log = model, limit, log
-        # The harness draws in as many processes as the machine has cores: one rank does it for all.
-        self.bootstrap_iters = bootstrap_iters if model.share[0] == 0 else 0
 
-    def measure(self, task_file: TaskFile) -> dict[str, Any]:
-        """Metrics with standard errors, the level of chance, items; `per_item`, see `item_scores`. Every rank gets rank
-        0's.
+def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int) -> dict[str, Any]:
+    from lm_eval.evaluator import evaluate
 
-        Raises:
-            UserError: in a sentence, on every rank, why the task cannot be loaded or scored; the whole story is in the
-                log.
-        """
-        result, reason = None, None
+    name, truncated = task_file.name, model.truncated
+    with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder:
         try:
-            with _messages_in(self.log):
-                result = self._measure(task_file)
-        except Exception as error:  # whatever the harness or a task's own code make of the user's files
-            if self.model.placed.broken:
-                raise
-            reason = _reason(error)
-        outcomes = self.model.everywhere((None if self.model.share[0] else result, reason))
-        for _, reason in outcomes:
-            if reason is not None:
-                raise UserError(f"The task {task_file.name} ({task_file.path}) failed: {reason}")
-        first: dict[str, Any] = outcomes[0][0]
-        return first
-
-    def _measure(self, task_file: TaskFile) -> dict[str, Any]:
-        from lm_eval.evaluator import evaluate
-
-        name, truncated = task_file.name, self.model.truncated
-        with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder:
-            try:
-                task = _load(task_file, Path(folder))
-            except Exception as error:
-                raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
-            found = evaluate(self.model, {"tasks": {name: task}}, limit=self.limit, log_samples=True,
-                             bootstrap_iters=self.bootstrap_iters)
-            summary, per_item = _summary(name, task, found), item_scores(task, found["samples"][name])
-        if self.bootstrap_iters:
-            for metric, stderr in errors_of_texts(per_item).items():
-                summary["metrics"][metric]["stderr"] = stderr
-        return {**summary, "contexts_truncated": self.model.truncated - truncated, "per_item": per_item}
+            task = _load(task_file, Path(folder))
+        except Exception as error:
+            raise UserError(f"it cannot be loaded: {_reason(error)} Check its settings and data files.") from error
+        found = evaluate(model, {"tasks": {name: task}}, limit=limit, log_samples=True, bootstrap_iters=bootstrap_iters)
+        metrics, single = _metrics(found["results"][name]), of_items(task, found["samples"][name])
+    if bootstrap_iters:
+        for metric, stderr in errors_of_texts(single["per_item"]).items():
+            metrics[metric]["stderr"] = stderr
+    items = found["n-samples"][name]
+    return {"metrics": metrics, "items": items["effective"], "items_in_file": items["original"],
+            "few_shot": found["n-shot"][name], "kind": task.OUTPUT_TYPE, "version": str(found["versions"][name]),
+            "contexts_truncated": model.truncated - truncated, **single}
 
 
 def _load(task_file: TaskFile, folder: Path) -> Any:
@@ -96,9 +90,9 @@ def _load(task_file: TaskFile, folder: Path) -> Any:
 
 
 @contextmanager
-def _messages_in(log: Path | None) -> Iterator[None]:
+def _messages_in(log: Path) -> Iterator[None]:
     """Append what is printed and logged to a file, and the traceback of what goes wrong."""
-    with open(log or os.devnull, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+    with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         loggers = [logging.getLogger(name) for name in TALKATIVE]
@@ -125,15 +119,13 @@ def _reason(error: Exception) -> str:
     return f"{': '.join([type(error).__name__, *lines[:1]]).rstrip('.')}."
 
 
-def _summary(name: str, task: Any, found: Any) -> dict[str, Any]:
-    metrics: dict[str, dict[str, Any]] = {}
-    for key, value in found["results"][name].items():
+def _metrics(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each metric's value and standard error, from the harness's `metric,filter` and `metric_stderr,filter`."""
+    found = {}
+    for key, value in results.items():
         metric, comma, filter_name = key.partition(",")
-        if not comma or metric.endswith("_stderr"):
-            continue
-        error = found["results"][name].get(f"{metric}_stderr,{filter_name}")
-        metrics[metric if filter_name == "none" else f"{metric} ({filter_name})"] = {
-            "value": float(value), "stderr": float(error) if isinstance(error, (int, float)) else None}
-    return {"metrics": metrics, "items": found["n-samples"][name]["effective"],
-            "items_in_file": found["n-samples"][name]["original"], "few_shot": found["n-shot"][name],
-            "kind": task.OUTPUT_TYPE, "version": str(found["versions"][name]), **answer_summary(answers(task))}
+        if comma and not metric.endswith("_stderr"):
+            error = results.get(f"{metric}_stderr,{filter_name}")
+            found[metric if filter_name == "none" else f"{metric} ({filter_name})"] = {
+                "value": float(value), "stderr": float(error) if isinstance(error, (int, float)) else None}
+    return found

@@ -7,7 +7,6 @@ torch, because the launcher asks for them too.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from urllib.parse import quote
 import yaml
 
 from drover.pipeline.config.yaml_source import read_task
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, meant
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
@@ -94,24 +93,19 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
 
 def chosen_tasks(config: Config) -> list[TaskFile]:
     """The tasks of `evaluate.tasks`, in that order."""
-    return tasks_named(config.evaluate.tasks, folders(config), "evaluate.tasks")
+    folders = [REPOSITORY / folder for folder in config.evaluate.task_folders]
+    return tasks_named(config.evaluate.tasks, folders, "evaluate.tasks")
 
 
 def tasks_named(asked: list[str], places: list[Path], where: str) -> list[TaskFile]:
     """The tasks with these names under the folders, each once; UserError for an unknown one, which `where` named."""
     known = find_tasks(places) if asked else {}
     if unknown := [name for name in asked if name not in known]:
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        raise UserError(f"{where} names {', '.join(unknown)}, but "
-                        f"{' and '.join(map(str, places)) or 'evaluate.task_folders'} "
-                        f"{'have' if len(places) > 1 else 'has'} only {', '.join(sorted(known)) or 'no tasks'}"
-                        f"{f'; did you mean {close[0]}?' if close else '.'} (Groups and tags: list their tasks.)")
+        raise UserError(f"{where} names {', '.join(unknown)}, but the tasks in "
+                        f"{' and '.join(map(str, places)) or 'evaluate.task_folders'} are "
+                        f"{', '.join(sorted(known)) or 'none'}; "
+                        f"{meant(unknown[0], known, 'a group or tag is named by its tasks.')}")
     return [known[name] for name in dict.fromkeys(asked)]
-
-
-def folders(config: Config) -> list[Path]:
-    """The folders to look for tasks in."""
-    return [REPOSITORY / folder for folder in config.evaluate.task_folders]
 
 
 def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
@@ -187,8 +181,8 @@ def only_kept_differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
     both = tuple(f"{name}/" for name in tasks[0] & tasks[1])
 
     def rest(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        evaluate = {**fingerprint["config"]["evaluate"], "tasks": None, "contamination": None, "heldout_tokens": None,
-                    "compressed_mb": None}
-        return {**fingerprint, "config": {**fingerprint["config"], "evaluate": evaluate},
+        settings = {name: value for name, value in fingerprint["config"]["evaluate"].items()
+                    if name not in ("tasks", "contamination", "heldout_tokens", "compressed_mb")}
+        return {**fingerprint, "config": {**fingerprint["config"], "evaluate": settings},
                 "files": {name: digest for name, digest in fingerprint["files"].items() if name.startswith(both)}}
     return rest(old) == rest(new)

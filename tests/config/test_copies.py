@@ -7,32 +7,8 @@ import yaml
 
 from drover.launch.checks import refuse_unusable_stores
 from drover.launch.submit import main
-from drover.pipeline.config.checks import problems
 from drover.pipeline.config.tree import Config
 from tests.object_store import SECRET
-
-
-def told(checkpoints=None, export=None, tokens=None):
-    return problems(Config.model_validate({"train": {"checkpoint": {"copy_to": checkpoints}, "tokens_from": tokens},
-                                           "convert": {"copy_to": export}, "encode": {"copy_to": tokens}}))
-
-
-@pytest.mark.parametrize(("url", "expected"), [
-    ("runs/copies", "begins with s3://"), ("https://host/bucket", "begins with s3://"), ("s3://", "names no bucket"),
-    ("file://host/folder", "another machine"), ("s3://key:word@bucket/a", "name or password before @"),
-    ("s3://bucket/a?X-Amz-Signature=1", "question mark")])
-def test_what_is_no_address_to_copy_to_is_told(url, expected):
-    said = told(url, url, url)
-    for key in ("train.checkpoint.copy_to", "convert.copy_to", "encode.copy_to", "train.tokens_from"):
-        assert any(key in problem and expected in problem for problem in said), key
-    assert ":word@" not in str(said)
-
-
-def test_both_need_a_place_of_their_own():
-    assert "places of their own" in str(told("s3://bucket/a", "s3://bucket/a/"))
-    assert "convert.copy_to s3://bucket/a/export lies in train.checkpoint.copy_to s3://bucket/a" in \
-        str(told("s3://bucket/a/", "s3://bucket/a/export"))
-    assert not told("s3://bucket/a", "s3://bucket/ab") and not told("abfss://box@account/a", "gs://bucket/a")
 
 
 @pytest.mark.parametrize("of", ["moto_server", "google", "azurite"])

@@ -24,8 +24,13 @@ def test_what_is_no_time_limit_is_refused_with_its_place(tmp_path, time):
     assert "a.yaml:3: 'launch.train.time'" in said
 
 
-PROFILE = {"partition": "gpu", "time": "1-00:00:00", "environment": {"NCCL_DEBUG": "WARN", "A": "profile"},
-           "setup": ["module load cuda"], "train": {"nodes": 8, "partition": "big"}}
+PROFILE = """
+partition: gpu
+time: 1-00:00:00
+environment: {NCCL_DEBUG: WARN, A: profile}
+setup: [module load cuda]
+train: {nodes: 8, partition: big}
+"""
 
 
 def test_a_profile_is_laid_under_the_runs_own_settings(tmp_path):
@@ -62,12 +67,12 @@ def test_the_shipped_profiles_load(path):
 
 
 def test_a_stage_wishes_over_all(tmp_path):
-    path = write(tmp_path / "a.yaml", {"launch": {
-        "partition": "gpu", "mem": "0", "time": 240, "cpus": 12, "gpus_per_node": 8,
-        "extra": {"comment": "x", "a": "1"},
-        "encode": {"partition": "cpu", "mem": "64G", "extra": {"a": "2"}, "array": 3, "at_once": 2},
-        "evaluate": {"gpus_per_node": 1, "time": "2:00:00"}}})
-    launch = load_config(path).launch
+    launch = load_config(write(tmp_path / "a.yaml", """
+launch:
+  {partition: gpu, mem: "0", time: 240, cpus: 12, gpus_per_node: 8, extra: {comment: x, a: "1"},
+   encode: {partition: cpu, mem: 64G, extra: {a: "2"}, array: 3, at_once: 2},
+   evaluate: {gpus_per_node: 1, time: "2:00:00"}}
+""")).launch
     encode, train, evaluate = (asked_of(launch, stage) for stage in ("encode", "train", "evaluate"))
     assert (encode.partition, encode.mem, encode.cpus, encode.time, encode.at_once) == ("cpu", "64G", 12, 240, 2)
     assert encode.extra == {"comment": "x", "a": "2"} and train.extra == {"comment": "x", "a": "1"}

@@ -79,26 +79,37 @@ def test_without_phases_nothing_is_new():
 
 
 def test_all_problems_of_all_phases_come_at_once(tmp_path):
-    path = written(tmp_path, {**SHORT, "batch_tokens": 1024, "max_epochs": {"wob": 1, "web": 0}, "phases": [
-        {"until": "10k", "mixture": {"web": 0, "code": 0}},
-        {"until": "9k", "sequence_length": 512, "batch_tokens": 1000},
-        {"until": "90k", "sequence_length": 96, "batch_tokens": 960, "mixture": {"web": 1, "books": 2},
-         "schedule": "constant", "lr_end": 0},
-        {"until": "100k", "warmup_steps": 500, "mixture": {"web": 1, "code": 1e-7}}]}, parallel={"tp": 64})
-    said = refusal(path, "train.packing=best_fit", "train.grain_tokens=512")
-    for expected in (
-            "train.grain_tokens is set, but train.packing 'best_fit' cuts no running text",
-            "train.phases[0]: train.mixture needs shares of 0 or more with a sum above 0",
-            "train.phases[1].until 9k is not after 10.24k",
-            "train.phases[1]: train.sequence_length 512 is longer than model.context_length 256",
-            "train.phases[1]: train.batch_tokens 1000 is not a multiple of train.sequence_length 512",
-            "train.phases[2]: train.sequence_length 96 is not divisible by parallel.tp 64",
-            "train.phases[2]: train.mixture names books, but shard.sources are web, code",
-            "train.phases[2]: train.mixture says nothing of code",
-            "train.phases[2] has an lr_end, but its schedule is constant",
-            "train.phases[3].warmup_steps 500 is more than its 9 steps",
-            "train.phases[3]: train.mixture gives the source code 1e-07",
-            "train.max_epochs is 0 for web; a limit is above 0", "train.max_epochs names wob"):
+    said = refusal(write(tmp_path / "c.yaml", """
+shard: {sources: [{kind: files, name: web, paths: [x.txt]}, {kind: files, name: code, paths: [x.txt]}]}
+model: {context_length: 256}
+parallel: {tp: 64}
+train:
+  sequence_length: 64
+  warmup_steps: 0
+  batch_tokens: 1024
+  packing: best_fit
+  grain_tokens: 512
+  max_epochs: {wob: 1, web: 0}
+  phases:
+    - {until: 10k, mixture: {web: 0, code: 0}}
+    - {until: 9k, sequence_length: 512, batch_tokens: 1000}
+    - {until: 90k, sequence_length: 96, batch_tokens: 960, mixture: {web: 1, books: 2}, schedule: constant, lr_end: 0}
+    - {until: 100k, warmup_steps: 500, mixture: {web: 1, code: 1e-7}}
+"""))
+    for expected in """
+train.grain_tokens is set, but train.packing 'best_fit' cuts no running text
+train.phases[0]: train.mixture needs shares of 0 or more with a sum above 0
+train.phases[1].until 9k is not after 10.24k
+train.phases[1]: train.sequence_length 512 is longer than model.context_length 256
+train.phases[1]: train.batch_tokens 1000 is not a multiple of train.sequence_length 512
+train.phases[2]: train.sequence_length 96 is not divisible by parallel.tp 64
+train.phases[2]: train.mixture names books, but shard.sources are web, code
+train.phases[2]: train.mixture says nothing of code
+train.phases[2] has an lr_end, but its schedule is constant
+train.phases[3].warmup_steps 500 is more than its 9 steps
+train.phases[3]: train.mixture gives the source code 1e-07
+train.max_epochs is 0 for web; a limit is above 0
+train.max_epochs names wob""".splitlines():
         assert expected in said, said
     assert said.count("model.heads") == 1, "what phases share is said once"
 

@@ -75,7 +75,7 @@ def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_first_key(tmp_path):
 def test_a_missing_file_is_told_with_the_folder_and_with_who_named_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refusal("configs/mine.yaml")
-    assert f"looked in {tmp_path}/configs" in said and "--config" in said
+    assert f"looked in {tmp_path}/configs" in said and "Give an existing file with --config." in said
     said = refusal(write(tmp_path / "c.yaml", "name: x\nbase: other.yaml\n"))
     assert f"{tmp_path}/other.yaml cannot be read" in said and f"Correct `base:` in {tmp_path}/c.yaml:2" in said
     for base in ("[1, other.yaml]", "{a: 1}", "2"):

@@ -4,14 +4,10 @@ import math
 import random
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.core.files import output_record
 from drover.pipeline.data.comparable_words import comparable_words
 from drover.pipeline.data.documents import Document, digest, document_key, to_json
-from drover.pipeline.data.filters.item_index import ItemIndex
 from drover.pipeline.data.text_shards import write_members
 from drover.pipeline.evaluation.contamination import (
     DIRTY,
@@ -79,25 +75,6 @@ def test_punctuation_case_and_forms_of_letters_do_not_hide_a_copy(tmp_path):
     said = "To be, or not to be: that is the question; whether 'tis nobler in the mind."
     copied = "TO BE OR NOT TO BE -- THAT IS THE\nQUESTION: WHETHER ’TIS NOBLER IN THE MIND"
     assert shares(tmp_path, [[copied]], [said.split()]) == [1.0]
-
-
-def test_the_index_agrees_with_a_plain_search_of_sets():
-    """Random texts over three words, where n-grams repeat and nearly match, n small."""
-    chance = random.Random(5)
-    for n in (2, 3, 5):
-        draw = lambda count: [chance.choice("abc") for _ in range(count)]  # noqa: E731
-        items = [draw(chance.randint(n, 12)) for _ in range(30)]
-        documents = [[*draw(chance.randint(0, 25)), "d", *draw(chance.randint(0, 9))] for _ in range(6)]
-        index = ItemIndex([" ".join(item) for item in items], n, n)
-        met = np.zeros(index.places, bool)
-        for document in documents:
-            met[index.places_in(" ".join(document))] = True
-        size = {id(item): min(n, len(item)) for item in items}
-        for item, found in zip(items, index.shares(met), strict=True):
-            known = {tuple(document[at:at + size[id(item)]]) for document in documents
-                     for at in range(len(document) - size[id(item)] + 1)}
-            grams = [tuple(item[at:at + size[id(item)]]) for at in range(len(item) - size[id(item)] + 1)]
-            assert found == pytest.approx(np.mean([gram in known for gram in grams]))
 
 
 def test_ranks_share_the_shards_and_agree(tmp_path):

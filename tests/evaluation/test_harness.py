@@ -7,6 +7,7 @@ import torch
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama, initialise
 from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.tokenization.simple import ByteTokenizer
 
 VOCABULARY = ByteTokenizer()
@@ -57,7 +58,7 @@ def direct(model, context, continuation):
 def test_loglikelihood_is_the_sum_of_log_softmax(batch):
     model = small_model()
     pairs = [("def f(", "x):"), ("", "import os"), ("a b ", "c"), ("for i in ", "range(10):\n    pass"), ("x", "y")]
-    found = HarnessModel(model, VOCABULARY, batch=batch).loglikelihood(requests(*pairs))
+    found = HarnessModel(Placed(model), VOCABULARY, batch=batch).loglikelihood(requests(*pairs))
     for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
         expected, expected_greedy = direct(model, context, continuation)
         assert value == pytest.approx(expected, abs=1e-4)
@@ -65,13 +66,13 @@ def test_loglikelihood_is_the_sum_of_log_softmax(batch):
     ids = [VOCABULARY.bos_id, *VOCABULARY.encode("x = ")]
     with torch.no_grad():
         best = int(model(torch.tensor([ids]))[0, -1].argmax())
-    answers = HarnessModel(model, VOCABULARY, batch=batch)._loglikelihood_tokens(
+    answers = HarnessModel(Placed(model), VOCABULARY, batch=batch)._loglikelihood_tokens(
         [(("", ""), ids, [token]) for token in (best, (best + 1) % 256)])
     assert [greedy for _, greedy in answers] == [True, False]
 
 
 def test_rolling_is_exact_for_a_uniform_byte_model():
-    harness = HarnessModel(Uniform(), VOCABULARY, batch=4)
+    harness = HarnessModel(Placed(Uniform()), VOCABULARY, batch=4)
     texts = ["", "a", "x" * 32, "y" * 33, "größer" * 40]
     for text, value in zip(texts, harness.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
         assert value == pytest.approx(-math.log(2) * 8 * len(text.encode()), rel=1e-12)
@@ -79,7 +80,7 @@ def test_rolling_is_exact_for_a_uniform_byte_model():
 
 def test_long_contexts_lose_their_beginning_but_not_bos():
     model = small_model(context=16)
-    harness = HarnessModel(model, VOCABULARY, batch=2)
+    harness = HarnessModel(Placed(model), VOCABULARY, batch=2)
     (value, _), (short, _) = harness.loglikelihood(requests(("0123456789" * 5, "abc"), ("x", "abc")))
     assert harness.truncated == 1
     assert value == pytest.approx(direct(model, ("0123456789" * 5)[-13:], "abc")[0], abs=1e-4)
@@ -94,7 +95,7 @@ class Merging(ByteTokenizer):
 
 
 def test_a_token_across_the_cut_leaves_no_empty_answer():
-    context, continuation = HarnessModel(small_model(), Merging(), batch=1)._encode_pair("xa", "b")
+    context, continuation = HarnessModel(Placed(small_model()), Merging(), batch=1)._encode_pair("xa", "b")
     assert context == [VOCABULARY.bos_id, *b"xa"] and continuation == [*b"b"]
-    context, continuation = HarnessModel(small_model(), Merging(), batch=1)._encode_pair("x ", "ab")
+    context, continuation = HarnessModel(Placed(small_model()), Merging(), batch=1)._encode_pair("x ", "ab")
     assert context == [VOCABULARY.bos_id, *b"x"] and continuation == [*b" ", 7]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,8 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
 from drover.pipeline.evaluation.items import right_choices
 from drover.pipeline.evaluation.paired import score
-from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.evaluation.placing import Placed
+from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, small_model
@@ -127,10 +129,10 @@ class Simplest(LM):
         raise NotImplementedError
 
 
-def ours(model, folder, *names, log=None, **settings):
+def ours(model, folder, *names, log=os.devnull):
     tasks = chosen_tasks(Config(evaluate=EvaluateConfig(tasks=list(names), task_folders=[str(folder)])))
-    runner = TaskRunner(HarnessModel(model, VOCABULARY, batch=3), None, ITERS, log)
-    return {task.name: runner.measure(task) for task in tasks}
+    harness = HarnessModel(Placed(model), VOCABULARY, batch=3)
+    return {task.name: measure_task(harness, task, None, ITERS, log) for task in tasks}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -2,13 +2,15 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
 
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.evaluation.harness import HarnessModel
-from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.evaluation.placing import Placed
+from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import tasks_named
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, direct, requests, small_model
@@ -26,7 +28,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def harness(model):
-    return HarnessModel(model, VOCABULARY, batch=2)
+    return HarnessModel(Placed(model), VOCABULARY, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +46,10 @@ def pack(tmp_path_factory, harness):
 
 @pytest.fixture(scope="module")
 def results(pack, harness):
-    runner = TaskRunner(harness, None, 20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISABLE_MULTIPROC", "1")  # the harness's bootstrap; the same draws
-        return {task.name: runner.measure(task) for task in tasks_named(NAMES, [pack], "the test")}
+        return {task.name: measure_task(harness, task, None, 20, os.devnull)
+                for task in tasks_named(NAMES, [pack], "the test")}
 
 
 def lines(path):

@@ -9,7 +9,8 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.evaluation.harness import HarnessModel
-from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.evaluation.placing import Placed
+from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import chosen_tasks, find_tasks, input_files
 from tests.data.source_files import write_jsonl
 from tests.evaluation.test_harness import VOCABULARY, Uniform
@@ -47,7 +48,7 @@ def config(folder, *tasks, **more):
 def run(folder, name, limit=None):
     """What a model without an opinion has; tests/evaluation/test_running.py compares figures."""
     task, = chosen_tasks(config(folder, name))
-    return TaskRunner(HarnessModel(Uniform(), VOCABULARY, batch=4), limit, bootstrap_iters=100).measure(task)
+    return measure_task(HarnessModel(Placed(Uniform()), VOCABULARY, batch=4), task, limit, 100, os.devnull)
 
 
 @pytest.mark.parametrize("place", ["one", "one/deep"])
@@ -70,7 +71,7 @@ def test_included_files_are_inputs_too(tmp_path):
 
 
 @pytest.mark.parametrize(("texts", "task", "message"), [
-    ([], "plantd", r"plantd.*has only planted; did you mean planted\?"),
+    ([], "plantd", r"plantd.* are planted; did you mean .planted.\?"),
     (["task: hub\ndataset_path: someone/dataset\n"], "hub", r"someone/dataset.*offline"),
     (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "written twice"),
     (["task: glob\ndataset_kwargs: {data_files: {test: 'no*.jsonl'}}\n"], "glob", "no file matches")])

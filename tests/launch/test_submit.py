@@ -131,6 +131,22 @@ def test_no_configuration(launcher, monkeypatch):
     assert result.returncode == 0 and result.stdout.startswith("config    configs/demo.yaml, since no --config is")
 
 
+def test_only_the_stage_is_required_of_a_question_about_it(capsys):
+    with pytest.raises(SystemExit):
+        submit.why([])
+    assert capsys.readouterr().err == "error: the following arguments are required: STAGE\n"
+
+
+def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher):
+    def explain(*arguments):
+        return launcher.call("--explain", *arguments).stdout
+    assert "config    " in (said := explain("train.lr")) and "default: 0.003   now: 0.01" in said
+    assert "default: 0.003   now: 0.5" in explain("train.lr", "--config", "config.yaml", "train.lr=0.5")
+    assert "default: 0.003   now: 0.5" in explain("train.lr=0.5", "--config", "config.yaml")
+    assert "default: 0.003   now: 0.5" in explain("train.lr=0.5")
+    assert explain("train").count("type:") < explain().count("type:")
+
+
 def test_why(launcher, monkeypatch):
     launcher.done("shard", "tokenizer")
     assert launcher.accepted("--why", "tokenizer", "tokenizer.algorithm=unigram") == \

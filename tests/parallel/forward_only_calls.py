@@ -21,7 +21,7 @@ def calls(ranks, folder, dp_shard, dtype):
         original = weights.read
         weights.read = lambda name, offset=None, shape=None: reads.append(
             original(name, offset, shape).numel()) or original(name, offset, shape)
-        placed = place(weights, ranks, dtype, dp_shard=dp_shard)
+        placed = place(weights, ranks.device, dtype, ranks=ranks, dp_shard=dp_shard)
     whole.backend = placed.model.backend
     draw = torch.Generator().manual_seed(ranks.rank)
     inputs = [torch.randint(0, 160, (1 + ranks.rank, 10 + 7 * number), generator=draw)
@@ -46,7 +46,7 @@ def calls(ranks, folder, dp_shard, dtype):
 def one_fails(ranks, folder):
     """One rank has an error of its own between two calls; the other makes all of its calls."""
     with open_weights(Path(folder)) as weights:
-        placed = place(weights, ranks, torch.float32, dp_shard=2)
+        placed = place(weights, ranks.device, torch.float32, ranks=ranks, dp_shard=2)
     made, told = 0, None
     try:
         with placed.together:

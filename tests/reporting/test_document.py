@@ -5,30 +5,54 @@ from drover.pipeline.reporting.document import Bars, Table, filled, flat, pairs,
 RECORD = {"steps": 1200, "text": {"train": 11_828_804, "gzip -9": 2.05}, "part": 3, "whole": 8, "nothing": 0,
           "kind": "bpe", "seconds": 172.4, "sha": "ab" * 32, "yes": True,
           "years": {"2024": 5, "of": [{"n": 7}, None]}, "list": [1, "a"], "deep": {"a_b": {"c": 0.5}}}
+FILLED = """
+{steps:,} steps -> 1,200 steps
+{text[train]:B} -> 11.8 MB
+{text[gzip -9]:.3f} -> 2.050
+{part / whole:.1%} -> 37.5%
+{part / nothing:.1%} -> –
+{absent / whole:n} -> –
+{absent} -> –
+{text[absent]:,} -> –
+{absent[more]} -> –
+{kind:,} -> bpe
+{seconds:s} -> 2 m 52 s
+{steps:k} -> 1,200
+{sha} -> abababababababab…
+{yes} -> yes
+{list} -> 1, a
+{deep} -> a b c 0.5
+{whole / part:n} -> 2.667
+{years[2024]:,} -> 5
+{years[of][0][n]:,} -> 7
+{years[of][1][n]:,} -> –
+"""
+NUMBERS = """
+12345 -> 12,345 -> 12.3k
+9321.2 -> 9,321 -> 9,321
+12345.6 -> 12,346 -> 12.3k
+0 -> 0 -> 0
+0.0 -> 0 -> 0
+0.0321 -> 0.0321 -> 0.0321
+1.62e-05 -> 1.62e-05 -> 1.62e-05
+950 -> 950 -> 950
+3210000 -> 3,210,000 -> 3.21M
+8.03e9 -> 8,030,000,000 -> 8.03B
+1.5e13 -> 15,000,000,000,000 -> 15T
+"""
 
 
-@pytest.mark.parametrize(("template", "text"), [
-    ("{steps:,} steps", "1,200 steps"), ("{text[train]:B}", "11.8 MB"), ("{text[gzip -9]:.3f}", "2.050"),
-    ("{part / whole:.1%}", "37.5%"), ("{part / nothing:.1%}", "–"), ("{absent / whole:n}", "–"), ("{absent}", "–"),
-    ("{text[absent]:,}", "–"), ("{absent[more]}", "–"), ("{kind:,}", "bpe"), ("{seconds:s}", "2 m 52 s"),
-    ("{steps:k}", "1,200"), ("{sha}", "abababababababab…"), ("{yes}", "yes"), ("{list}", "1, a"),
-    ("{deep}", "a b c 0.5"), ("{whole / part:n}", "2.667"), ("{years[2024]:,}", "5"),
-    ("{years[of][0][n]:,}", "7"), ("{years[of][1][n]:,}", "–")])
-def test_what_a_format_string_makes_of_a_record(template, text):
+@pytest.mark.parametrize("case", FILLED.split("\n")[1:-1])
+def test_what_a_format_string_makes_of_a_record(case):
+    template, text = case.split(" -> ")
     assert filled(template, RECORD) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(12_345, "12,345"), (9321.2, "9,321"), (12345.6, "12,346"), (0.0, "0"),
-                                             (0.0321, "0.0321"), (1.62e-05, "1.62e-05"), (None, "–")])
-def test_numbers_are_short(value, text):
-    assert written(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [
-    (0, "0"), (0.0031, "0.0031"), (950, "950"), (1250, "1,250"), (12500, "12.5k"), (3_210_000, "3.21M"),
-    (8.03e9, "8.03B"), (1.5e13, "15T")])
-def test_large_numbers_take_few_letters(value, text):
-    assert written(value, "k") == text
+@pytest.mark.parametrize("case", NUMBERS.split("\n")[1:-1])
+def test_numbers_are_short_and_take_few_letters(case):
+    value, text, compact = case.split(" -> ")
+    number = float(value) if set(value) & set(".e") else int(value)
+    assert (written(number), written(number, "k")) == (text, compact)
 
 
 def test_a_table_stresses_sums_and_pairs_leave_out_what_is_absent():

@@ -111,7 +111,7 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards, capsys):
 
 @pytest.mark.parametrize(("override", "message"), [
     (f"evaluate.prompts=['{'x' * 70}']", "leaves no room in the model's context of 64"),
-    ("evaluate.tasks=[word]", "did you mean words"),
+    ("evaluate.tasks=[word]", "did you mean 'words'"),
 ])
 def test_what_cannot_be_measured_is_said(copied, override, message, capsys):
     assert stage_main("evaluate", evaluate, [*copied, override]) == 2
@@ -202,15 +202,15 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
                                                                                          monkeypatch):
     """What is renewed in silence is the list of tasks; what a finished one was made of is not. And were results of
     other code kept, the manifest would name code that did not make them."""
-    from drover.pipeline.evaluation.running import TaskRunner
-    original = TaskRunner.measure
+    from drover.pipeline.evaluation import running
+    original = running.measure_task
 
-    def measure(self, task_file):
+    def measure(model, task_file, *how):
         if task_file.name == "two":
             raise KeyboardInterrupt
-        return original(self, task_file)
+        return original(model, task_file, *how)
     with monkeypatch.context() as patch:
-        patch.setattr(TaskRunner, "measure", measure)
+        patch.setattr(running, "measure_task", measure)
         assert tasks("one", "two") == INTERRUPTED
     parts = ("held-out text", "task one", "task two")
     capsys.readouterr()
@@ -218,7 +218,7 @@ def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_i
     told = capsys.readouterr().out
     assert [told_of(told, part) for part in parts] == ["kept", "kept", "measured"]
     with monkeypatch.context() as patch:
-        patch.setattr("drover.pipeline.evaluation.kept.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
+        patch.setattr("drover.pipeline.contract.run.code_hashes", lambda stage: {"pipeline/evaluate.py": "another"})
         assert tasks("two", "one") == 0
     told = capsys.readouterr().out
     assert {told_of(told, part) for part in parts} == {"measured"}

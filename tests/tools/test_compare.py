@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drover.pipeline.core.files import Ledger
-from drover.pipeline.evaluation.running import TaskRunner
+from drover.pipeline.evaluation import running
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.compare import main
 from tests.evaluation.test_contamination import corpus, text_of
@@ -104,18 +104,18 @@ def test_a_plot_of_each_score_over_tokens(over_time):
 @pytest.mark.slow
 def test_again_nothing_is_measured_and_a_kill_costs_one_part(over_time, home, monkeypatch):
     to, results = over_time
-    measured, original = [], TaskRunner.measure
+    measured, original = [], running.measure_task
 
-    def measure(self, task_file):
+    def measure(model, task_file, *how):
         measured.append(task_file.name)
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return original(self, task_file)
+        return original(model, task_file, *how)
 
     def again(*more, expect=0):
         return compared(home, to, "--checkpoints", str(home / "run"), "--tasks", "capitals", "pages", "--heldout",
                         str(home / "run"), *more, expect=expect)
-    monkeypatch.setattr(TaskRunner, "measure", measure)
+    monkeypatch.setattr(running, "measure_task", measure)
     assert again() == results and not measured
     ledger = Ledger(to / "items")
     for name, key, _ in [*ledger.lines()]:
@@ -149,7 +149,7 @@ def test_models_of_any_form_in_one_table(home, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--models", "{home}/hf", "{home}/hf", "--tasks", "capitals"], "twice"),
     (["--models", "{home}/hf"], "nothing to measure"),
-    (["--models", "{home}/hf", "--tasks", "capital"], "did you mean capitals"),
+    (["--models", "{home}/hf", "--tasks", "capital"], "did you mean 'capitals'"),
     (["--models", "{home}/tasks", "--tasks", "capitals"], "holds no weights"),
     (["--models", "{home}/hf", "--tasks", "capitals", "--limit", "0"], "--limit must be above 0"),
     (["--models", "{home}/hf", "--tasks", "capitals", "--length", "129"], "{home}/hf: Windows of 129 tokens are more"),

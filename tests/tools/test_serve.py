@@ -50,7 +50,7 @@ def served(path, key=None):
 
     from drover.tools.serving.app import Server
     opened = open_model(path, torch.device("cpu"), torch.float32)
-    worker = Worker(opened.model, readable_bytes(opened), batch=BATCH, queue=QUEUE)
+    worker = Worker(opened.model, readable_bytes(opened.tokenizer), batch=BATCH, queue=QUEUE)
     reader = Reader(opened, path.name, ending_ids(opened), chat_template(opened))
     app = Server(reader, worker, frozenset(["localhost", "our.example"]), key).app
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))

@@ -206,7 +206,7 @@ class Reader:
                                                           for ids, text in choices])
 
     def _text(self, ids: list[int]) -> str:
-        return b"".join(map(readable_bytes(self.opened), ids)).decode("utf-8", errors="replace")
+        return b"".join(map(readable_bytes(self.opened.tokenizer), ids)).decode("utf-8", errors="replace")
 
 
 class Telling:
@@ -219,7 +219,7 @@ class Telling:
 
     def __init__(self, opened: OpenedModel, prompt: list[int], shown: str) -> None:
         self._special = {token: name for name, token in opened.tokenizer.special_tokens.items()}
-        self._content, self._prompt, self._shown = readable_bytes(opened), prompt, shown
+        self._content, self._prompt, self._shown = readable_bytes(opened.tokenizer), prompt, shown
 
     def of(self, piece: Piece) -> Lists:
         """The lists for a piece."""

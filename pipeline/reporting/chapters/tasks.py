@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drover.pipeline.evaluation.results import contamination_rows
-from drover.pipeline.reporting.document import Block, Table, filled
+from drover.pipeline.evaluation.results import doubts, metric_text
+from drover.pipeline.reporting.document import NONE, Block, Record, Table, filled
 from drover.pipeline.reporting.facts import Facts
-
-CONTAMINATION = ("task", "metric", "all items", "n", "clean", "n clean", "contaminated", "n contaminated",
-                 "too short to tell")
-"""What `contamination_rows` has."""
 
 
 def tasks(facts: Facts) -> Iterator[Block]:
@@ -34,12 +30,22 @@ def tasks(facts: Facts) -> Iterator[Block]:
         filled("Metrics are those of lm_eval {versions[lm_eval]}. Bold: above chance by more than two standard errors. "
                "Answer bits per byte: what the right answers cost given the question, smoother than accuracy.",
                facts.results))
-    yield Table("Contamination", {title: f"{{{title}{':n' if number > 1 else ''}}}"
-                                  for number, title in enumerate(CONTAMINATION)},
-                [dict(zip(CONTAMINATION, row, strict=True)) for row in contamination_rows(found)],
-                filled("Scores ± standard error; {definitions[contamination]}.", facts.results))
-    for key, told in (("items_without_right_choice", "Items whose target is none of their choices, which count as "
-                                                     "answered wrongly"),
-                      ("contexts_truncated", "Contexts that exceeded the context length and lost their beginning")):
-        if counts := {name: task[key] for name, task in found.items() if task.get(key)}:
-            yield f"{told}: {', '.join(f'{count:,} of {name}' for name, count in counts.items())}."
+    yield Table("Contamination", {
+        "task": "{name}", "metric": "{metric}", "all items": "{whole:n}", "n": "{items:,}", "clean": "{clean score:n}",
+        "n clean": "{clean[items]:,}", "contaminated": "{dirty score:n}", "n contaminated": "{dirty[items]:,}",
+        "too short to tell": "{too_short:,}"},
+        [row for name, task in found.items() for row in _contamination(name, task)],
+        filled("Scores ± standard error; {definitions[contamination]}.", facts.results))
+    yield from (f"{doubt}." for doubt in doubts(found))
+
+
+def _contamination(name: str, task: Record) -> Iterator[Record]:
+    """The scores of all, clean and contaminated items of a task that was looked for in the training text, by metric."""
+    if not (parts := task.get("contamination")):
+        return
+    measured = [parts[part]["metrics"] for part in ("clean", "dirty")]
+    for metric in dict.fromkeys(metric for scores in measured for metric in scores) or task["metrics"]:
+        clean, dirty = (metric_text(scores[metric]) if metric in scores else NONE for scores in measured)
+        whole = task["metrics"].get(metric, {"value": task.get(metric), "stderr": None})
+        yield {"name": name, "metric": metric, "whole": metric_text(whole), "items": task["items"],
+               "clean score": clean, "dirty score": dirty, **parts}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drover.launch.forecast import optimizer_bytes, state_bytes_per_rank
-from drover.pipeline.config.optimizers import OPTIMIZERS, OptimizerKind, register
+from drover.pipeline.config.optimizers import OPTIMIZERS
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
@@ -118,12 +118,5 @@ def test_what_is_no_optimizer_is_refused():
         built(model_of(), optimizer=f"{OUTSIDE}:IMPOSTOR")
 
 
-def test_an_own_optimizer_is_taken_as_it_is_and_may_be_registered_by_name(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "sign", None)  # so that it goes again
-    del OPTIMIZERS["sign"]
-    register("sign", outside.SIGN)
-    register("sign", outside.SIGN)
-    for name in ("sign", f"{OUTSIDE}:SIGN"):
-        assert isinstance(built(model_of(), optimizer=name), outside.Sign)
-    with pytest.raises(UserError, match="There is an optimizer 'sign' already"):
-        register("sign", OptimizerKind("elsewhere:Sign", 0, 0))
+def test_an_own_optimizer_is_taken_as_it_is():
+    assert isinstance(built(model_of(), optimizer=f"{OUTSIDE}:SIGN"), outside.Sign)

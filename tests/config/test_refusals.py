@@ -1,0 +1,188 @@
+"""What a configuration is refused for, and in which words: a line each."""
+
+import pytest
+
+from drover.model.attention import BACKENDS
+from drover.pipeline.config.checks import rank_problems
+from drover.pipeline.config.loading import load_config
+from tests.config.files import refusal, write
+
+BASE = """
+model: {dim: 64, layers: 4, heads: 4, kv_heads: 2, context_length: 256}
+tokenizer: {kind: byte}
+"""
+REFUSED = """
+trian.steps=4 -> the command line (trian.steps=4): unknown key 'trian'; did you mean 'train'?
+trian.lr=1 -> did you mean 'train'
+train.steps=many -> 'train.steps' is 'many' (str)
+train.steps=1.5 -> 'train.steps' is 1.5 (float)
+train.steps=1e-3 -> 'train.steps' is 0.001 (float)
+train.steps=1e999 -> 'train.steps' is inf (float)
+train.steps=true -> 'train.steps' is True (bool)
+train.steps=0 -> greater than 0
+train.schedule=linear -> 'cosine' or 'wsd'
+name=a/b -> name
+train.lr=nan -> train.lr
+train.lr=1e999 -> finite
+train -> is not an override
+train.lr=[ -> not valid YAML
+shard.sources=[{kind: web, name: x}] -> shard.sources.0
+shard.sources=[{kind: files, name: x, paths: [y], formatt: txt}] -> did you mean 'format'
+shard.sources=[] -> shard.sources
+shard.sources.1={} -> 'shard.sources' is a mapping: input should be a valid list
+train.prompts=[a]; train.prompts.1=b -> the list train.prompts has 1 items, counted from 0
+
+train.learning_rate=1 -> unknown key 'train.learning_rate'; did you mean 'lr'?
+train.lrr=1 -> unknown key 'train.lrr'; did you mean 'lr'?
+train.batch_size=1 -> did you mean 'batch_tokens' (counted in tokens
+train.wd=1 -> did you mean 'weight_decay'?
+train.weightdecay=1 -> did you mean 'weight_decay'?
+train.seq_len=1 -> did you mean 'sequence_length'?
+model.seq_len=1 -> did you mean 'context_length'?
+train.grad_clip=1 -> did you mean 'clip_norm'?
+train.max_steps=1 -> did you mean 'steps' (optimizer steps
+train.warmup=1 -> did you mean 'warmup_steps'
+train.gradient_accumulation_steps=1 -> did you mean 'micro_batch' (the most sequences of a rank at once
+train.optim=1 -> did you mean 'optimizer'?
+train.checkpoint.save_total_limit=1 -> did you mean 'keep'?
+train.xyzzy=1 -> known here: steps, sequence_length
+train.tp=1 -> did you mean 'parallel.tp'?
+train.save_every=1 -> here that is 'train.checkpoint.every_steps'.
+launch.nodes=1 -> here that is 'launch.train.nodes'.
+learning_rate=1 -> here that is 'train.lr'.
+lr=1 -> did you mean 'train.lr'?
+model.hidden_size=1 -> did you mean 'dim'?
+model.n-layers=1 -> did you mean 'layers'?
+output_dir=1 -> did you mean 'runs_dir'?
+model.presets=llama3_8b -> did you mean 'preset'
+model.rope_scaling={kind: yarn, factr: 4, factor: 4, original_context_length: 8192} -> unknown key \
+'model.rope_scaling.factr'; did you mean 'factor'
+model.rope_scaling={kind: yarn, factor: 4, original_length: 8192} -> did you mean 'original_context_length'
+model.rope_scaling={factr: 4} -> unknown key 'model.rope_scaling.factr'; did you mean 'factor'
+model.rope_scaling={kind: linear, factor: 4} -> model.rope_scaling
+
+parallel.tp=4 -> model.kv_heads 2 is not divisible by parallel.tp 4
+parallel.tp=2; model.vocab_size=513 -> model or tokenizer, 513, is
+parallel.tp=2; model.context_length=257 -> model.context_length 257 is not
+parallel.tp=2; train.sequence_length=127; train.batch_tokens=1016 -> train.sequence_length 127 is not
+parallel.dp_shard=0 -> parallel.dp_shard 0; give
+parallel.dp_replicate=0 -> parallel.dp_replicate 0; give
+parallel.dp_replicate=-1 -> parallel.dp_replicate and parallel.dp_shard are both -1
+parallel.offload=optimizer -> parallel.offload 'optimizer' is for parallel.engine 'deepspeed'
+parallel.engine=deepspeed; parallel.tp=2 -> spreads one copy over all ranks
+parallel.engine=deepspeed; parallel.offload=params -> needs stage 3, not parallel.zero_stage 2
+parallel.engine=deepspeed; parallel.reshard=never -> parallel.reshard 'never' is for parallel.engine 'fsdp2'
+parallel.engine=deepspeed; parallel.reduce=last -> parallel.reduce 'last' is for parallel.engine 'fsdp2'
+parallel.engine=deepspeed; parallel.pp=2 -> parallel.pp 2 is for parallel.engine 'fsdp2', not 'deepspeed'
+parallel.engine=deepspeed; parallel.cp=2 -> parallel.cp 2 is for parallel.engine 'fsdp2', not 'deepspeed'
+parallel.engine=deepspeed; train.precision=fp64 -> 'fp64' needs parallel.engine 'fsdp2'
+parallel.engine=deepspeed; train.precision=fp8 -> 'fp8' needs parallel.engine 'fsdp2'
+parallel.engine=deepspeed; parallel.zero_stage=3; train.compile=true -> train.compile true does not work
+train.precision=fp8; train.sequence_length=200; train.batch_tokens=1600 -> 200 is not a multiple of 16
+parallel.cp=2; train.precision=fp8; train.sequence_length=176; train.batch_tokens=1408 -> 176 is not a multiple of 16 \
+x parallel.cp 2, which train.precision 'fp8'
+parallel.cp=3 -> is not divisible by 3 (parallel.cp 3 x parallel.tp 1)
+parallel.pp=5 -> 5 pipeline stages (parallel.pp 5, parallel.pp_schedule '1f1b') are more than model.layers 4
+parallel.pp=2; parallel.pp_schedule=interleaved; parallel.pp_stages=3 -> 6 pipeline stages
+parallel.pp=2; parallel.pp_schedule=zbv; model.tied_embeddings=true -> does not take model.tied_embeddings
+parallel.pp=2; parallel.pp_schedule=zbv -> which torch cannot do with compiled blocks
+parallel.pp=2; parallel.pp_schedule=zbv -> 'zbv' needs parallel.reshard never
+parallel.pp=2; parallel.pp_schedule=zbv; train.activation_checkpointing=selective -> selective checkpointing kept
+parallel.async_tp=true -> parallel.async_tp true has nothing to cut where parallel.tp is 1
+parallel.async_tp=true; parallel.tp=2; train.compile=false -> done by the compiler, but train.compile false
+parallel.timeout_minutes=30 -> timeout_minutes 30.0 is not longer than 3 x train.guards.hang_minutes 10.0
+train.recomputed_blocks=5 -> train.recomputed_blocks 5 is more than model.layers 4
+train.activation_checkpointing=selective; train.kept_activations=[] -> train.kept_activations is empty
+train.attention=flash -> train.attention 'flash' is not known; there are auto, sdpa, by_document
+convert.average=[4, 2] -> [4, 2]: name each step once, in order, and none above train.steps 1000.
+convert.average=[2, 2000] -> [2, 2000]: name each step once, in order, and none above train.steps 1000.
+
+train.optimizer=lion -> train.optimizer 'lion' is not known. There are adamw, muon; one of your own is
+train.optimizer=nowhere.lion:LION -> LION, which cannot be imported (ModuleNotFoundError: No module
+train.optimizer=tests.training.optimizers.outside:LION -> LION, which cannot be imported (AttributeError
+train.optimizer=tests.training.optimizers.outside:sgd -> names a function, not an OptimizerKind: name one that
+train.optimizer=muon; parallel.engine=deepspeed -> train.optimizer 'muon' works under parallel.engine fsdp2, not \
+'deepspeed', which lays weights out flat. Take parallel.engine=fsdp2, or train.optimizer=adamw.
+train.optimizer=tests.training.optimizers.outside:SGD; parallel.engine=deepspeed -> not 'deepspeed', which lays
+train.optimizer=muon; train.optimizer_settings.beta=0.9 -> has 'beta', which train.optimizer 'muon' does not know; it \
+knows momentum, nesterov, iterations.
+train.optimizer_settings.momentum=0.9 -> has 'momentum', which train.optimizer 'adamw' does not know; it
+train.optimizer=muon; train.optimizer_settings.iterations=2.5 -> train.optimizer_settings.iterations is 2.5; like its \
+default 5 of train.optimizer 'muon' it is to be of type int.
+train.optimizer=muon; train.optimizer_settings.momentum=true -> momentum is True; like its default 0.95
+train.lr_factors={output.*: -1} -> train.lr_factors has -1.0 for 'output.*'; a factor is 0 or more.
+train.lr_factors={output.*: fast} -> 'train.lr_factors.output.*' is 'fast'
+
+runs_dir=s3://bucket/runs -> runs_dir: s3://bucket/runs is an address (s3://), but files are read and written by path \
+on this machine, mounted file systems included. Give a path here, or mount
+reuse=gs://bucket/runs/demo -> reuse: gs://bucket/runs/demo is an address (gs://)
+tokenizer.path=s3://b/t.model -> Copy it here first (aws s3 sync ...) or mount it
+tokenizer.path=https://x.org/t.model -> tokenizer.path: https://x.org/t.model is an address
+tokenizer.path=file:///data/t.model -> without file://
+shard.sources=[{kind: files, name: a, paths: ['hf://datasets/owner/set/a.parquet']}] -> dataset: owner/set}
+shard.sources=[{kind: files, name: a, paths: ['ftp://x/a.txt']}] -> Sources are also read from s3://, gs://
+shard.sources=[{kind: files, name: a, paths: ['memory://x/a.txt']}] -> Sources are also read from s3://, gs://
+shard.sources=[{kind: files, name: a, paths: ['s3:///a.txt']}] -> names no bucket
+shard.sources=[{kind: files, name: a/b, paths: [a]}] -> must be letters, digits, '_' or '-'
+shard.sources=[{kind: files, name: a, paths: ['s3://key:secret@b/a']}] -> source a: an address holds a name or password
+shard.sources=[{kind: hf, name: a, dataset: 's3://b/c'}] -> source a: s3://b/c is an address
+shard.filters=[{kind: language, path: 's3://b/lid.bin', languages: [en]}] -> filter language: s3://b/lid.bin is an addr
+shard.filters=[{kind: decontamination, files: [{path: 's3://b/a.jsonl', fields: [q]}]}] -> the filter decontamination: \
+s3://b/a.jsonl is an address
+evaluate.task_folders=['s3://b/tasks'] -> evaluate.task_folders: s3://b/tasks
+
+convert.copy_to=runs/copies -> begins with s3://
+encode.copy_to=https://host/bucket -> begins with s3://
+train.tokens_from=s3:// -> train.tokens_from: s3:// names no bucket
+convert.copy_to=file://host/folder -> another machine
+train.checkpoint.copy_to=s3://key:word@bucket/a -> train.checkpoint.copy_to: an address holds a name or password
+encode.copy_to=s3://bucket/a?X-Amz-Signature=1 -> encode.copy_to holds a question mark
+train.checkpoint.copy_to=s3://b/a; convert.copy_to=s3://b/a/ -> places of their own
+train.checkpoint.copy_to=s3://b/a/; convert.copy_to=s3://b/a/x -> convert.copy_to s3://b/a/x lies in \
+train.checkpoint.copy_to s3://b/a
+convert.copy_to=s3://b/a; encode.copy_to=s3://b/a/x -> encode.copy_to s3://b/a/x lies in convert.copy_to s3://b/a
+"""
+CASES = [line.split(" -> ") for line in REFUSED.splitlines() if line]
+
+
+@pytest.mark.parametrize(("overrides", "words"), CASES)
+def test_what_cannot_be_is_refused_in_words(tmp_path, overrides, words):
+    assert words in refusal(write(tmp_path / "c.yaml", BASE), *overrides.split("; "))
+
+
+@pytest.mark.parametrize("overrides", [
+    *(f"train.attention={name}" for name in ("auto", *BACKENDS, "my_package.my_module:MyBackend")),
+    "parallel.async_tp=true; parallel.tp=2", "parallel.timeout_minutes=1; train.guards.hang_minutes=null",
+    "parallel.tp=2; model.vocab_size=514", "parallel.engine=deepspeed", "train.lr_factors={output.*: 0.5}",
+    "train.optimizer=muon; train.optimizer_settings={momentum: 0, nesterov: false}",
+    "train.optimizer=tests.training.optimizers.outside:SGD; train.optimizer_settings={momentum: 0.5}",
+    "runs_dir=/a/b:c/d; reuse=../s3/x", "train.checkpoint.copy_to=s3://b/a; convert.copy_to=s3://b/ab",
+    "train.checkpoint.copy_to=abfss://box@account/a; convert.copy_to=gs://b/a"])
+def test_what_can_be_is_not(tmp_path, overrides):
+    load_config(write(tmp_path / "c.yaml", BASE), overrides.split("; "))
+
+
+@pytest.mark.parametrize(("overrides", "ranks", "words"), [
+    ("dp_replicate=-1 dp_shard=4 tp=2", 12, "12 ranks are not divisible by 8 (parallel: dp_shard 4 x tp 2, "
+                                            "dp_replicate -1 for the rest)"),
+    ("tp=2", 3, "3 ranks are not divisible by 2 (parallel: dp_replicate 1 x tp 2, dp_shard -1 for the rest)"),
+    ("dp_replicate=2 dp_shard=2 tp=2", 4, "dp_replicate 2 x dp_shard 2 x tp 2 is 8, but there are 4 ranks"),
+    ("", 3, "8 sequences"),
+    ("pp=2 cp=2", 6, "6 ranks are not divisible by 4 (parallel: pp 2 x dp_replicate 1 x cp 2 x tp 1, dp_shard"),
+    ("pp=2", 16, "at least parallel.pp (2) micro-batches in a step; each of 8 data-parallel groups has 1 of 8 "
+                 "sequences (train.batch_tokens 2048"),
+    ("pp=2 pp_schedule=interleaved", 16, "interleaved a multiple of it; each of 8"),
+    ("", 128, "the global batch of 8 sequences (train.batch_tokens 2048 / train.sequence_length 256) is not divisible "
+              "by 128 data-parallel ranks, even one sequence at a time. Take fewer nodes (at most 8 data-parallel "
+              "ranks), a multiple of 32768 as train.batch_tokens, or larger parallel.tp, parallel.cp or parallel.pp, "
+              "whose ranks share sequences.")])
+def test_ranks_that_cannot_be_laid_out(tmp_path, overrides, ranks, words):
+    given = ["train.sequence_length=256", "train.batch_tokens=2048", *(f"parallel.{one}" for one in overrides.split())]
+    [said] = rank_problems(load_config(write(tmp_path / "c.yaml", BASE), given), ranks)
+    assert words in said
+
+
+def test_profiled_ranks_are_there(tmp_path):
+    config = load_config(write(tmp_path / "c.yaml", BASE), ["train.profile={start: 5, ranks: [0, 2]}"])
+    assert rank_problems(config, 4) == []
+    assert rank_problems(config, 2) == ["train.profile.ranks names 2, but there are 2 ranks, from 0 on."]
