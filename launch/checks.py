@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -81,6 +82,8 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     """
     found = credential_problems(run.config, environment)  # the configuration is written into the run folder
     running = [job for job in jobs if job.to_run]
+    if run.config.launch.device == "mps" and (options.cluster == "slurm" or sys.platform != "darwin"):
+        found.append("launch.device=mps is Apple's GPU, and the stages would not run on a Mac: take auto.")
     if options.cluster == "slurm":
         found += cluster_problems(run.config, running, environment, [] if showing else Scheduler().node_kinds())
     if run.config.launch.check_fit:

@@ -64,8 +64,13 @@ class LocalHost(Host):
             tell(sys.stderr, text)
 
 
-def find_machine() -> Machine:
-    """Cores that this process may use, GPUs that it can see, and memory, without importing torch."""
+def find_machine(device: str = "auto") -> Machine:
+    """Cores that this process may use, GPUs that it can see, and memory, without importing torch.
+
+    device: launch.device; without CUDA no GPU counts.
+    """
+    if device not in ("auto", "cuda"):
+        return Machine(usable_cores(), 0, free_on_host())
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()

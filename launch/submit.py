@@ -111,7 +111,7 @@ def _launch(options: argparse.Namespace) -> int:
     from drover.pipeline.contract.state import STOP
 
     cluster, where = _cluster(options)
-    here, showing, machine = cluster == "local", options.dry_run, find_machine()
+    here, showing, machine = cluster == "local", options.dry_run, find_machine(config.launch.device)
     request = Options("local" if here else "slurm", options.config, tuple(_overrides(options)), options.force,
                       options.accept_drift, machine)
     refuse_unusable_places(config, options.config)

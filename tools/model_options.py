@@ -24,7 +24,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, type=find_model, metavar="PATH",
                         help="a run's name or folder (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     add_plugin_option(parser)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    parser.add_argument("--device", 
+                        help="cpu, cuda, cuda:1 ..., mps (Apple's GPU); default: a GPU of CUDA if there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of the arithmetic; default: bfloat16 on a GPU, else float32")
 
 
@@ -33,12 +34,12 @@ def opened_model(options: argparse.Namespace) -> OpenedModel:
     weights_folder(options.model)  # refuses what is not there, before torch is imported
     import torch
 
-    gpu = torch.cuda.is_available()
+    from drover.model.devices import automatic, find_device
+
     try:
-        device = torch.device(options.device or ("cuda" if gpu else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
-        raise UserError(f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}") from None
+        device = find_device(options.device or automatic())
+    except ValueError as error:
+        raise UserError(f"--device: {error}") from None
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     return open_model(options.model, device, getattr(torch, dtype))
 

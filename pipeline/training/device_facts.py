@@ -45,7 +45,8 @@ def memory_mb(device: torch.device) -> float:
     """Peak memory so far in MB: the device's on a GPU, the process's resident set elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 def allocator_facts(device: torch.device) -> dict[str, float]:

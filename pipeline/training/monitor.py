@@ -66,7 +66,7 @@ class Monitor(Hook):
         """Begin to measure norms, if `train.norms_every` wants it. In the first step of a start too."""
         every = self.train.norms_every
         due = every is not None and (self._first or self.due(loop.progress.step + 1, every))
-        self._norms = StepNorms(loop.engine, loop.ranks.device) if due else None
+        self._norms = StepNorms(loop.engine, loop.ranks.exact) if due else None
 
     def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
         """Norms by layer as fields of the step's line, and of every parameter in events.jsonl."""

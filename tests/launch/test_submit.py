@@ -189,6 +189,16 @@ def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launch
         assert "-m drover.pipeline.train" in launcher.accepted(*large, "launch.check_fit=false")
 
 
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher, cluster):
+    told = launcher.refused("--stage", "train", "--cluster", cluster, "--dry-run", "launch.device=mps")
+    assert "launch.device=mps is Apple's GPU, and the stages would not run on a Mac" in told
+    told = launcher.refused("--stage", "train", "--cluster", cluster, "--dry-run", "launch.device=mps",
+                            "train.precision=bf16", "parallel.engine=deepspeed")
+    assert all(f"{part} is not for launch.device 'mps'" in told
+               for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
+
+
 @pytest.mark.parametrize(("machine", "ranks", "fits"), [
     (Machine(2, 0, 0), 2, True), (Machine(2, 0, 900_000), 1, True), (Machine(2, 0, 900_000), 2, False),
     (Machine(2, 2, 900_000), 2, True), (Machine(2, 2, 400_000), 2, False)])

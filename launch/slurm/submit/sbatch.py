@@ -112,7 +112,8 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         if not queued:
             why = str(error).strip() or f"sbatch did not answer within {SBATCH_S} s"
             why += "" if mine is not None else "; nor does squeue, so it may be queued: --cancel would find it"
-            raise UserError(f"Slurm did not take the job {job.name}: {why}.") from None
+            raise UserError(f"Slurm did not take the job {job.name}: {why}. `--cluster local` runs the stages "
+                            f"on this machine, without Slurm.") from None
         number = queued[0]  # its answer was lost
     log = run / LOGS / f"{number}{'_%a' if job.elements else ''}.log"
     entry = ChainJob(job.name, job.stage, job.kind, number, job.elements or None,
