@@ -106,7 +106,7 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
     else:
         memory = here.memory if here.gpus else here.memory / train.ranks
         has = f"{'a GPU here has' if here.gpus else 'of the free memory here it gets'} {readable(memory)}"
-        advice = "take a smaller model (python -m drover.tools.presets lists shapes), or a machine with more"
+        advice = "take a smaller model (`drover presets` lists shapes), or a machine with more"
     if memory and state > memory:
         yield (f"weights, gradients and moments alone take {readable(state)} a rank, but {has}: {advice}; "
                f"launch.check_fit=false starts it all the same.")

@@ -118,7 +118,7 @@ def _launch(options: argparse.Namespace) -> int:
     run = Run(config)
     if here and options.rehearse:
         raise UserError("--rehearse is for jobs on Slurm, but this runs here. Leave it out, or look at a layout with "
-                        "python -m drover.tools.rehearse (--cpu for ranks without GPUs).")
+                        "drover rehearse (--cpu for ranks without GPUs).")
     if here:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
     else:

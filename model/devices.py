@@ -33,5 +33,5 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
-        raise ValueError(f"the device {name} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{name} cannot be used here: {str(error).splitlines()[0]}") from None
     return device

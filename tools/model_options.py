@@ -24,7 +24,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, type=find_model, metavar="PATH",
                         help="a run's name or folder (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     add_plugin_option(parser)
-    parser.add_argument("--device", 
+    parser.add_argument("--device",
                         help="cpu, cuda, cuda:1 ..., mps (Apple's GPU); default: a GPU of CUDA if there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="of the arithmetic; default: bfloat16 on a GPU, else float32")
 
@@ -39,7 +39,7 @@ def opened_model(options: argparse.Namespace) -> OpenedModel:
     try:
         device = find_device(options.device or automatic())
     except ValueError as error:
-        raise UserError(f"--device: {error}") from None
+        raise UserError(f"--device {error}") from None
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     return open_model(options.model, device, getattr(torch, dtype))
 

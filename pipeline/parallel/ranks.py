@@ -172,7 +172,7 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None,
         try:
             own = find_device(kind)
         except ValueError as error:
-            raise UserError(f"launch.device: {error}") from None
+            raise UserError(f"launch.device {error}") from None
         keep_freed_memory()
     if store is not None:
         meeting = dist.PrefixStore("default_pg", store)

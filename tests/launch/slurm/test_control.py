@@ -83,7 +83,7 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
     assert cancel(run.folder, slurm.scheduler()) == 1
     assert slurm.calls("scancel")[9:] == ["scancel 19"]
     said = capsys.readouterr().err
-    assert "demo-report was not cancelled" in said and f"--cancel {run.folder}" in said
+    assert "demo-report was not cancelled" in said and f"drover cancel {run.folder}" in said
 
 
 @pytest.mark.parametrize("status, line, written, said", [
@@ -107,7 +107,7 @@ def test_stop_when_slurm_is_silent(run, slurm, capsys):
     run.state("train", "running", job="16")
     slurm.say("squeue", error=NO_CONTROLLER, status=1)
     assert stop(run.folder, slurm.scheduler()) == 0
-    assert (run.folder / STOP).read_text() == "submit.py --stop\n"
+    assert (run.folder / STOP).read_text() == "drover stop\n"
     assert "not sure that training runs" in capsys.readouterr().err
 
 

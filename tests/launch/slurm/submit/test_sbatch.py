@@ -145,7 +145,7 @@ def test_submission_chains_what_is_not_done(slurm):
         ("convert", "job", "105", None, ("104",)), ("evaluate", "job", "106", None, ("105",)),
         ("report", "job", "107", None, ("106",))]
     assert option((slurm.queue / "104").read_text(), "dependency") == "afterok:103,singleton"
-    assert "encode    job 102 (array encode) after 101" in shown and "launch/status.py" in shown
+    assert "encode    job 102 (array encode) after 101" in shown and "`drover status " in shown
     assert chain.command[-4:] == ("--stage", "all", "launch.encode.array=2", "train.steps=40")
     assert not list(slurm.run.rglob("*.pkl")), "nothing is unpickled"
     _, array, _, spec, *_ = [JobSpec.load(Path(job.spec)) for job in chain.jobs]
@@ -228,7 +228,7 @@ def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
 def test_a_refused_submission_says_what_is_queued(slurm):
     said = slurm.refused("--stage", "all", REFUSED="103")
     assert "trial-encode" in said and "invalid partition" in said
-    assert f"--cancel {slurm.run}" in said and "(101 102)" in said
+    assert f"drover cancel {slurm.run}" in said and "(101 102)" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
     assert "Nothing else is queued" in slurm.refused("--stage", "all", "name=other", REFUSED="103")
 
