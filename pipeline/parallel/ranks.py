@@ -101,6 +101,16 @@ class Ranks:
             raise told
         return told if share else value
 
+    def by_all(self, function: Callable[[], object]) -> None:
+        """Call `function` on every rank. Raises UserError, on every rank, where it does on one."""
+        problem = None
+        try:
+            function()
+        except UserError as error:
+            problem = error
+        if found := next(filter(None, self.gather(problem)), None):
+            raise found
+
 
 def gathered(value: Any, device: torch.device, group: Any = None, *, everywhere: bool = True) -> list[Any]:
     """A value of every rank of a group (None: of all), in rank order; without `everywhere` on rank 0, nothing

@@ -44,6 +44,11 @@ def test_ranks_on_gpus_let_segments_grow_before_they_touch_one(monkeypatch):
     assert seen == ["expandable_segments:True", timedelta(minutes=7)] and found.patience == timedelta(minutes=7)
 
 
+def test_what_one_rank_refuses_ends_all_in_its_words():
+    assert run_case(2, "refusal", {"body": "tests.parallel.train_steps:one_refuses"}) == [
+        "tensor x has values that are NaN"] * 2
+
+
 def test_torch_reads_it_after_its_import():
     if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         pytest.skip("this torch does not tell its settings")
