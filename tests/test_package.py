@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,18 +14,25 @@ import pytest
 
 from tests.conftest import REPOSITORY, environment
 
-PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE",
+         "MANIFEST.in", "constraints.txt")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder on Python's path into which the wheel was unpacked."""
+    """A folder on Python's path into which a wheel was unpacked that was made of the source archive."""
     folder = tmp_path_factory.mktemp("package")
     for part in PARTS:
         copy = shutil.copytree if (REPOSITORY / part).is_dir() else shutil.copy
         copy(REPOSITORY / part, folder / "source" / part, **({"symlinks": True} if copy is shutil.copytree else {}))
+    subprocess.run([sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')"],
+                   cwd=folder / "source", check=True, capture_output=True)
+    archive, = folder.glob("drover-*.tar.gz")
+    with tarfile.open(archive) as file:
+        held = {name.split("/")[1] for name in file.getnames() if "/" in name}
+    assert {"drover", "constraints.txt", "LICENSE"} <= held and "tests" not in held
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", str(folder), str(folder / "source")], check=True)
+                    "--wheel-dir", str(folder), str(archive)], check=True)
     wheel, = folder.glob("drover-*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
