@@ -48,8 +48,6 @@ BYTES = 512
 may need more text than there is."""
 FEW_DOCUMENTS = 500
 """Below, held-out text is the end of each source: too few documents could be drawn."""
-MOST_RANKS = 8
-"""On CPUs. A batch has at least so many sequences."""
 MUON_WIDTH = 512
 """Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
 
@@ -119,8 +117,7 @@ def work(options: argparse.Namespace) -> None:
     corpus, machine = look(options.data), find_machine()
     rate = machine.gpus * GPU_FLOPS or CPU_SHARE * matrix_rate(machine.cores)
     proposal = propose(corpus, rate, options.minutes, options.params)
-    processes = None if machine.gpus else 2 ** int(math.log2(min(machine.cores, MOST_RANKS)))
-    write_text(target, as_yaml(corpus, proposal, _name(options.data), processes))
+    write_text(target, as_yaml(corpus, proposal, _name(options.data)))
     load_config(target)
     print(f"{corpus.files:,} files, {corpus.text_bytes / 1e6:,.1f} MB of text, about "
           f"{tokens_text(proposal.corpus_tokens)} tokens\n"
@@ -185,8 +182,8 @@ def _shape(depth: int, vocabulary: int, length: int) -> ModelConfig:
                        context_length=length, vocab_size=vocabulary, tied_embeddings=True)
 
 
-def as_yaml(corpus: Corpus, proposal: Proposal, name: str, processes: int | None) -> str:
-    """The configuration, each choice with its reason. processes: None: one a GPU."""
+def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
+    """The configuration, each choice with its reason."""
     shape, steps = proposal.shape, proposal.steps
     muon = shape.dim <= MUON_WIDTH
     lr = 0.01 if muon else 0.003239 - 0.0001395 * math.log(shape.non_embedding_parameter_count)
@@ -198,10 +195,6 @@ def as_yaml(corpus: Corpus, proposal: Proposal, name: str, processes: int | None
     prompts = corpus.prompts or ["The "]
     vocabulary = ("kind: byte   # too little text for a vocabulary of its own" if shape.vocab_size == BYTES else
                   f"vocab_size: {shape.vocab_size}   # about the square root of the text's bytes")
-    launch = f"""
-launch:
-  processes: {processes}   # one thread each, as far as they go: in small models the threads of a process wait a lot
-""" if processes else ""
     return f"""\
 # Proposed for {corpus.files:,} files with {corpus.text_bytes / 1e6:,.1f} MB of text. Change what you know better.
 name: {_quoted(name)}
@@ -240,7 +233,7 @@ train:   # {tokens_text(proposal.tokens)} tokens, {proposal.limit}; beyond {EPOC
 
 evaluate:
   prompts: {_flow(prompts)}
-{launch}"""
+"""
 
 
 def _flow(texts: list[str]) -> str:
