@@ -17,6 +17,7 @@ setup-dev: .venv/installed-dev
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Drover needs Python 3.11 or newer; $(PYTHON) is older. Use: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
+	@echo "Installing some 100 packages into .venv (2 GB). This takes a minute or a few, without further output."
 	$(INSTALL) '.[eval,hub,slurm,tensorboard]'
 	@touch $@
 

@@ -11,23 +11,23 @@ from drover.pipeline.core.errors import UserError, meant
 
 COMMANDS = {
     "init": ("tools.init:main", "write a configuration for a folder of your text"),
-    "run": ("launch.submit:run", "do the stages of a run, on this machine or through Slurm"),
+    "run": ("launch.submit:run", "run the stages, on this machine or through Slurm"),
     "plan": ("launch.submit:show_plan", "show what `run` would do, and start nothing"),
-    "status": ("launch.status:main", "show how runs stand"),
-    "logs": ("launch.submit:show_logs", "show what a stage printed"),
-    "stop": ("launch.submit:stop", "let training save its state and leave"),
+    "status": ("launch.status:main", "show the progress of all runs, or of one"),
+    "logs": ("launch.submit:show_logs", "show the output of a stage"),
+    "stop": ("launch.submit:stop", "let training save a checkpoint and end"),
     "cancel": ("launch.submit:cancel", "remove a run's jobs from Slurm"),
-    "why": ("launch.submit:why", "say why a stage is up to date, or is not"),
-    "explain": ("launch.submit:explain", "say what a setting means, its type, default and value"),
-    "chat": ("tools.chat:main", "continue texts, or hold a conversation, with a model"),
-    "serve": ("tools.serve:main", "serve a model over HTTP, as OpenAI's are served"),
+    "why": ("launch.submit:why", "show why a stage is up to date or out of date"),
+    "explain": ("launch.submit:explain", "show what a setting means, its type, default and value"),
+    "chat": ("tools.chat:main", "generate text with a model: continue prompts, or chat"),
+    "serve": ("tools.serve:main", "serve a model over HTTP, with an OpenAI-compatible API"),
     "compare": ("tools.compare:main", "compare models on the same items"),
     "weights": ("tools.weights:main", "convert weights between Drover's, Hugging Face's and Meta's form"),
-    "trace": ("tools.where.__main__:main", "show which documents a step read, and which steps read a document"),
-    "verify": ("tools.verify.__main__:main", "compare every file of a run with what was recorded of it"),
-    "audit": ("tools.audit:main", "prove that every training sample was used once"),
-    "rehearse": ("tools.rehearse:main", "take a training step of any number of ranks without their GPUs"),
-    "presets": ("tools.presets:main", "list model sizes, what they cost and what they hold"),
+    "trace": ("tools.where.__main__:main", "find the documents of a training step, or the steps that saw a document"),
+    "verify": ("tools.verify.__main__:main", "check every file of a run against its recorded hash"),
+    "audit": ("tools.audit:main", "check that every training sample was used exactly once"),
+    "rehearse": ("tools.rehearse:main", "compute the memory and traffic of a training step, without GPUs"),
+    "presets": ("tools.presets:main", "list model shapes: parameters, memory, cost of training"),
     "doctor": ("launch.doctor:main", "ask a Slurm site what Drover needs to know, and write a profile"),
     "lab": ("tools.slurm_lab:main", "start a real Slurm cluster on this machine"),
 }
@@ -39,8 +39,8 @@ usage: drover COMMAND ...
 Raw text to a pretrained, evaluated Llama 3 decoder, in one restartable chain.
 
   drover init notes/                     write notes.yaml for your own text
-  drover run --config notes.yaml         make the model; the same command continues
-  drover status                          how runs stand
+  drover run --config notes.yaml         train and evaluate; the same command continues
+  drover status                          show the progress
 
 commands:
 {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -81,6 +82,8 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     """
     found = credential_problems(run.config, environment)  # the configuration is written into the run folder
     running = [job for job in jobs if job.to_run]
+    if run.config.launch.device == "mps" and (options.cluster == "slurm" or sys.platform != "darwin"):
+        found.append("launch.device=mps is Apple's GPU, and the stages would not run on a Mac: take auto.")
     if options.cluster == "slurm":
         found += cluster_problems(run.config, running, environment, [] if showing else Scheduler().node_kinds())
     if run.config.launch.check_fit:
@@ -103,7 +106,7 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
     else:
         memory = here.memory if here.gpus else here.memory / train.ranks
         has = f"{'a GPU here has' if here.gpus else 'of the free memory here it gets'} {readable(memory)}"
-        advice = "take a smaller model (python -m drover.tools.presets lists shapes), or a machine with more"
+        advice = "take a smaller model (`drover presets` lists shapes), or a machine with more"
     if memory and state > memory:
         yield (f"weights, gradients and moments alone take {readable(state)} a rank, but {has}: {advice}; "
                f"launch.check_fit=false starts it all the same.")

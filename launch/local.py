@@ -63,8 +63,13 @@ class LocalHost(Host):
             tell(sys.stderr, text)
 
 
-def find_machine() -> Machine:
-    """Cores that this process may use, GPUs that it can see, and memory, without importing torch."""
+def find_machine(device: str = "auto") -> Machine:
+    """Cores that this process may use, GPUs that it can see, and memory, without importing torch.
+
+    device: launch.device; without CUDA no GPU counts.
+    """
+    if device not in ("auto", "cuda"):
+        return Machine(usable_cores(), 0, free_on_host())
     rows = smi("--query-gpu=memory.total")
     sizes = [int(mib) << 20 if mib.isdigit() else 0 for mib, *_ in rows or ()]  # 0: not known
     gpus = visible_gpus({}) if rows is None else len(rows)

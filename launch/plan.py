@@ -118,8 +118,9 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
-    """Ranks of train and evaluate on this box: one per GPU, or `launch.processes` of them where there is none."""
-    wanted = config.launch.processes
+    """Ranks of train and evaluate on this box: one per GPU, or `launch.processes` of them where there is none; one on
+    Apple's GPU."""
+    wanted = 1 if config.launch.device == "mps" else config.launch.processes
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1
 
 

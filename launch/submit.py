@@ -1,4 +1,4 @@
-"""Start stages of a run, on this box or through Slurm; stop them, cancel them, show their logs.
+"""Start stages of a run, on this machine or through Slurm; stop them, cancel them, show their logs.
 
     python launch/submit.py --stage all --config configs/demo.yaml --cluster local
     python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
@@ -47,26 +47,26 @@ def add_options(parser: Parser) -> None:
     parser.set_defaults(json=None)
     what = parser.add_argument_group("what")
     what.add_argument("--stage", metavar="STAGES", help="shard, tokenizer, encode, train, convert, evaluate, report, "
-                                                        "a comma list, or all")
+                                                        "several with commas, or all")
     _add_config(parser)
     how = parser.add_argument_group("how")
-    how.add_argument("--dry-run", action="store_true", help="print the plan and the commands or sbatch scripts only")
+    how.add_argument("--dry-run", action="store_true", help="only print the plan and the commands or sbatch scripts")
     how.add_argument("--force", action="store_true",
-                     help="rebuild every stage asked for (training output is set aside, never deleted)")
+                     help="rebuild every stage asked for (old checkpoints are renamed, never deleted)")
     how.add_argument("--accept-drift", action="store_true",
-                     help="go on although inputs or settings changed; recorded in every later manifest")
+                     help="continue although inputs or settings have changed; every later manifest records it")
     how.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=None,
-                     help="for Slurm: take a step of a few ranks, without GPUs, before the job queues, and refuse "
-                          "what does not fit (default: for several nodes with GPUs; seconds to a minute)")
+                     help="for Slurm: compute the memory of a training step before the job is submitted, and refuse "
+                          "what does not fit (default: for several nodes with GPUs; takes up to a minute)")
 
 
 def _add_config(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help=f"YAML file of the run ({USUAL})")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value",
-                        help="settings laid over the file")
+                        help="overrides a setting of the file")
     where = parser.add_argument_group("where")
     where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
-                       help="auto: Slurm where sbatch is on PATH, else this box (default); a profile is Slurm with the "
+                       help="auto (default): Slurm if sbatch is on PATH, else this machine; PROFILE: Slurm with the "
                             "settings of configs/clusters/PROFILE.yaml, or of a file")
     where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.train.nodes)")
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
@@ -112,14 +112,14 @@ def _launch(options: argparse.Namespace) -> int:
     from drover.pipeline.contract.state import STOP
 
     cluster, where = _cluster(options)
-    here, showing, machine = cluster == "local", options.dry_run, find_machine()
+    here, showing, machine = cluster == "local", options.dry_run, find_machine(config.launch.device)
     request = Options("local" if here else "slurm", options.config, tuple(_overrides(options)), options.force,
                       options.accept_drift, machine)
     refuse_unusable_places(config, options.config)
     run = Run(config)
     if here and options.rehearse:
         raise UserError("--rehearse is for jobs on Slurm, but this runs here. Leave it out, or look at a layout with "
-                        "python -m drover.tools.rehearse (--cpu for ranks without GPUs).")
+                        "drover rehearse (--cpu for ranks without GPUs).")
     if here:
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
     else:
@@ -229,9 +229,9 @@ def _asking(parser: Parser, name: str, **about: Any) -> None:
 
 def _log_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", action=FoundRun, help="a run's name (demo) or folder (runs/demo)")
-    parser.add_argument("stage", metavar="STAGE")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank (0)")
-    parser.add_argument("--follow", action="store_true", help="go on as it grows, over restarts")
+    parser.add_argument("stage", metavar="STAGE", help="such as train")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank whose output is shown (default 0)")
+    parser.add_argument("--follow", action="store_true", help="keep printing as the output grows, also after restarts")
 
 
 def _run_options(parser: Parser) -> None:
@@ -252,7 +252,7 @@ def _plan_options(parser: Parser) -> None:
     parser.set_defaults(dry_run=True)
 
 
-RUN = """Do the stages of a run, on this machine or through Slurm; what is done is left as it is.
+RUN = """Run the stages, on this machine or through Slurm. Stages that are done are skipped.
 
     drover run --config configs/demo.yaml
     drover run --config configs/demo.yaml train.steps=50
@@ -262,15 +262,17 @@ RUN = """Do the stages of a run, on this machine or through Slurm; what is done 
 INTERRUPTED = "stopped before anything was started"
 script = Program("python launch/submit.py", __doc__, add_options, _launch, mixed=True, interrupted=INTERRUPTED)
 run = Program("drover run", RUN, _run_options, _launch, mixed=True, interrupted=INTERRUPTED)
-show_plan = Program("drover plan", "Show what `drover run` would do with these options, and start nothing.",
+show_plan = Program("drover plan", "Show what `drover run` would do with these options. Nothing is started.",
                     _plan_options, _plan, mixed=True)
-show_logs = Program("drover logs", "Show what a stage's newest start printed.", _log_options, _logs, mixed=True)
-stop = Program("drover stop", "Let training save its state and leave; it does not go on by itself.", add_run, _stop)
-cancel = Program("drover cancel", "Remove a run's jobs from Slurm, last ones first.", add_run, _cancel)
-why = Program("drover why", "Say why a stage is up to date, or is not.",
+show_logs = Program("drover logs", "Show the output of a stage's newest start.", _log_options, _logs, mixed=True)
+stop = Program("drover stop", "Let training save a checkpoint and end. The command that started it continues it.",
+               add_run, _stop)
+cancel = Program("drover cancel", "Cancel a run's jobs in Slurm.", add_run, _cancel)
+why = Program("drover why", "Show why a stage is up to date or out of date.",
               partial(_asking, name="why", metavar="STAGE"), _why, mixed=True)
-explain = Program("drover explain", "Say what a setting or section means, its type, default and value.",
-                  partial(_asking, name="explain", nargs="?", default="", metavar="KEY", help="without: all"),
+explain = Program("drover explain", "Show what a setting or section means, its type, default and value.",
+                  partial(_asking, name="explain", nargs="?", default="", metavar="KEY",
+                          help="such as train.lr or train (default: all settings)"),
                   _explain, mixed=True)
 INSTEAD = {"--why": why, "--explain": explain, "--logs": show_logs, "--stop": stop, "--cancel": cancel}
 """Options of the script that stand for another command, whose arguments come after them."""

@@ -41,7 +41,7 @@ def evaluate(work: Work) -> None:
     from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
     from drover.pipeline.training.rank_agreement import RankAgreement
 
-    ranks = start_ranks(store=work.store)
+    ranks = start_ranks(store=work.store, device=work.config.launch.device)
     try:
         RankAgreement.gather(ranks, work)  # refuses ranks that do not run the same thing
         inputs = work.check(_read_here(work, ranks))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tomllib
 
+import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
@@ -21,8 +23,8 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_the_image_is_made_of_what_is_there():
-    """No builder is at hand, so each line is read: files that are copied are those of the repository, what is used was
-    copied before, arguments are declared, extras exist."""
+    """Each line is read, where there is no builder: files that are copied are those of the repository, what is used
+    was copied before, arguments are declared, extras exist."""
     copied, declared = set(), set()
     for name, rest in instructions():
         assert name in ("ARG", "FROM", "RUN", "WORKDIR", "COPY")
@@ -42,6 +44,15 @@ def test_the_image_is_made_of_what_is_there():
             assert {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]} <= copied
     links = {path.name for path in (REPOSITORY / "drover").iterdir() if path.is_symlink()}
     assert {"drover", *links} <= copied
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("docker") is None, reason="no docker, which builds the image")
+def test_the_image_is_built_and_has_the_command():
+    subprocess.run(["docker", "build", "--quiet", "--tag", "drover:test", "."], cwd=REPOSITORY, check=True)
+    said = subprocess.run(["docker", "run", "--rm", "drover:test", "drover", "presets", "llama3_8b"], check=True,
+                          capture_output=True, text=True).stdout
+    assert "llama3_8b" in said
 
 
 def test_the_images_python_is_one_that_is_tested():

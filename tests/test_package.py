@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,18 +14,25 @@ import pytest
 
 from tests.conftest import REPOSITORY, environment
 
-PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("drover", "model", "pipeline", "launch", "tools", "configs", "pyproject.toml", "README.md", "LICENSE",
+         "MANIFEST.in", "constraints.txt")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder on Python's path into which the wheel was unpacked."""
+    """A folder on Python's path into which a wheel was unpacked that was made of the source archive."""
     folder = tmp_path_factory.mktemp("package")
     for part in PARTS:
         copy = shutil.copytree if (REPOSITORY / part).is_dir() else shutil.copy
         copy(REPOSITORY / part, folder / "source" / part, **({"symlinks": True} if copy is shutil.copytree else {}))
+    subprocess.run([sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')"],
+                   cwd=folder / "source", check=True, capture_output=True)
+    archive, = folder.glob("drover-*.tar.gz")
+    with tarfile.open(archive) as file:
+        held = {name.split("/")[1] for name in file.getnames() if "/" in name}
+    assert {"drover", "constraints.txt", "LICENSE"} <= held and "tests" not in held
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", str(folder), str(folder / "source")], check=True)
+                    "--wheel-dir", str(folder), str(archive)], check=True)
     wheel, = folder.glob("drover-*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert {name.split("/")[0].split("-")[0] for name in file.namelist()} == {"drover"}
@@ -44,9 +52,9 @@ def test_an_installed_package_makes_a_run_beside_files_with_the_names_of_its_par
     for name in ("model.py", "pipeline.py", "launch.py", "tools/__init__.py", "tools/chat.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
-    made = start(site, tmp_path, "drover", "run", "--stage", "shard,tokenizer", "--config",
-                 str(site / "drover/configs/demo.yaml"), "--cluster", "local", "tokenizer.kind=byte")
+    made = start(site, tmp_path, "drover", "run", "--cluster", "local", "tokenizer.kind=byte", "train.steps=2",
+                 "train.warmup_steps=1", "evaluate.heldout_tokens=2000", "evaluate.tasks=[]")
     assert made.returncode == 0, made.stderr
-    assert "all done in" in made.stdout and (tmp_path / "runs/demo/tokenizer/manifest.json").is_file()
+    assert "all done in" in made.stdout and "runs/demo/report.html" in made.stdout
     assert "llama3_8b" in start(site, tmp_path, "drover", "presets", "llama3_8b").stdout
     assert "trace" in start(site, tmp_path, "drover", "completion", "bash").stdout

@@ -2,9 +2,9 @@
 
     drover audit runs/demo
 
-Read are metrics.jsonl (the sample range of every step, repeated steps included), events.jsonl (starts, damaged token
-shards), rollbacks.json (what was left out on purpose), the markers of the checkpoints and the manifest. The order
-itself is computed again, and each sample is followed to the sequence that it stands for.
+It reads metrics.jsonl (the sample range of every step, repeated steps included), events.jsonl (starts, damaged token
+shards), rollbacks.json (samples left out on purpose), the checkpoints' markers and the manifest. It computes the order
+of samples again, and follows each sample to its sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write text with a model: continue prompts, or talk to one that was trained on conversations.
+"""Generate text with a model: continue prompts, or chat with one that was trained on conversations.
 
     drover chat --model runs/demo "def main():" "import "
     drover chat --model runs/demo --interactive

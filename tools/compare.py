@@ -1,13 +1,12 @@
-"""Models on the same items: one table, paired differences with their significance, a plot over the tokens of a run.
+"""Compare models on the same items: a table of scores, paired differences with their significance, and plots.
 
     drover compare --models runs/demo runs/trial/convert/hf --tasks python_line --to compared
     drover compare --checkpoints runs/demo --tasks python_line --heldout runs/demo --to over_time
 
-A model is a run's folder (its export, before that its newest checkpoint), a training checkpoint inside of a run, or a
-Llama in Hugging Face's form. --to gets comparison.json, comparison.md, with --checkpoints an SVG for each score, and
-every item's result: an interrupted command goes on, another list of tasks measures only what is new. Of the models of
---models every pair is compared, of checkpoints each with the one before it. torchrun shares the work over several
-ranks.
+A model is a run (its export or, before that is made, its newest checkpoint), a training checkpoint inside a run, or a
+Llama in Hugging Face form. --to receives comparison.json, comparison.md, the result of every item and, with
+--checkpoints, an SVG for each score. An interrupted command continues, and a further task is measured alone. --models
+compares every pair, --checkpoints each checkpoint with the one before it. torchrun shares the work over several ranks.
 """
 
 from __future__ import annotations
@@ -74,17 +73,18 @@ def add_options(parser: Parser) -> None:
                        help="runs, checkpoints, Hugging Face folders")
     which.add_argument("--checkpoints", type=find_run, metavar="RUN", help="all complete checkpoints of a run")
     add_plugin_option(parser)
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the results and items")
-    parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="by name")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where the results go")
+    parser.add_argument("--tasks", nargs="*", default=[], metavar="TASK", help="names of tasks")
     parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
                         metavar="FOLDER", help="where they are looked for (default: configs/tasks)")
     parser.add_argument("--heldout", type=find_run, metavar="RUN",
                         help="also bits per byte of this run's held-out text")
-    parser.add_argument("--heldout-documents", type=int, metavar="N", help="of each source, the first (default: all)")
-    parser.add_argument("--limit", type=int, metavar="N", help="items per task, the first (default: all)")
+    parser.add_argument("--heldout-documents", type=int, metavar="N",
+                        help="only the first N documents of each source (default: all)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N items of each task (default: all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     parser.add_argument("--batch", type=int, default=16, help="sequences per forward pass (default 16)")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="per window (default: each model's context)")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens of a window (default: the context)")
     parser.add_argument("--bootstrap-iters", type=int, default=100_000, metavar="N",
                         help="draws for standard errors that have no formula (default 100000)")
 

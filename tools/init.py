@@ -124,7 +124,7 @@ def work(options: argparse.Namespace) -> None:
           f"{tokens_text(proposal.shape.parameter_count)} parameters, {tokens_text(proposal.tokens)} tokens "
           f"({proposal.limit}), {proposal.steps:,} steps: about {duration(proposal.seconds)} of training here\n"
           f"{target} is written. Read it, then:\n"
-          f"  drover run --config {shlex.quote(str(target))}")
+          f"  drover run --config {shlex.quote(str(target))} --cluster local")
 
 
 def look(folder: Path) -> Corpus:

@@ -24,8 +24,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, type=find_model, metavar="PATH",
                         help="a run's name or folder (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     add_plugin_option(parser)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the arithmetic; default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--device",
+                        help="cpu, cuda, cuda:1 ..., mps (Apple's GPU); default: a GPU of CUDA if there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="precision; default: bfloat16 on a GPU, else float32")
 
 
 def opened_model(options: argparse.Namespace) -> OpenedModel:
@@ -33,12 +34,12 @@ def opened_model(options: argparse.Namespace) -> OpenedModel:
     weights_folder(options.model)  # refuses what is not there, before torch is imported
     import torch
 
-    gpu = torch.cuda.is_available()
+    from drover.model.devices import automatic, find_device
+
     try:
-        device = torch.device(options.device or ("cuda" if gpu else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
-        raise UserError(f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}") from None
+        device = find_device(options.device or automatic())
+    except ValueError as error:
+        raise UserError(f"--device {error}") from None
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     return open_model(options.model, device, getattr(torch, dtype))
 
@@ -46,16 +47,16 @@ def opened_model(options: argparse.Namespace) -> OpenedModel:
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The fields of `Sampling`, for `asked_sampling`."""
     for name, kind, default, metavar, text in (
-            ("max-tokens", int, 256, "N", "most new tokens of a text (default 256)"),
-            ("temperature", float, 0.8, "T", "scores are divided by it; 0 takes the likeliest token (default 0.8)"),
-            ("top-k", int, None, "K", "draw from the K likeliest tokens (default: all)"),
-            ("top-p", float, 0.95, "P", "draw from the fewest tokens that are likely by P together (default 0.95)"),
-            ("min-p", float, 0.0, "P", "only tokens at least P times as likely as the likeliest (default 0)"),
-            ("repetition-penalty", float, 1.0, "X", "above 1, tokens that were there become less likely (default 1)"),
-            ("seed", int, 0, "N", "of the first text; the next has N + 1 (default 0)")):
+            ("max-tokens", int, 256, "N", "the most tokens to generate (default 256)"),
+            ("temperature", float, 0.8, "T", "sampling temperature; 0: the most likely token, always (default 0.8)"),
+            ("top-k", int, None, "K", "sample from the K most likely tokens (default: all)"),
+            ("top-p", float, 0.95, "P", "sample from the most likely tokens, of probability P together (default 0.95)"),
+            ("min-p", float, 0.0, "P", "sample tokens at least P times as likely as the most likely one (default 0)"),
+            ("repetition-penalty", float, 1.0, "X", "above 1, tokens that occurred become less likely (default 1)"),
+            ("seed", int, 0, "N", "random seed of the first text; the next takes N + 1 (default 0)")):
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                        help="end before this text; may be given several times")
+                        help="stop before this text; may be given several times")
 
 
 def asked_sampling(options: argparse.Namespace, ending_ids: frozenset[int]) -> Sampling:

@@ -1,16 +1,15 @@
-"""One training step of any number of ranks, without their machines: what a rank tells others, holds and waits for.
+"""Compute what one training step needs on any number of ranks, without their GPUs: memory, traffic, waits.
 
     drover rehearse --config configs/llama3_8b.yaml --ranks 128
     drover rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
     drover rehearse --config configs/llama3_8b.yaml --ranks 128 train.sequence_length=32768 --memory 80
     drover rehearse --config configs/llama3_8b.yaml --ranks 128 --memory 80 --spend
 
-The real engine is built and takes one step on tensors without contents, in a process group that moves nothing. Of a
-pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; any by --rank. Each takes seconds to a
-minute, some 1 GB of memory, and no GPU. With --memory GB, what does not fit is said, with settings that do, the fastest
-first: these were rehearsed too. With --spend, settings are searched that take the memory that would stay free and save
-time; each is rehearsed (minutes). Exit status: 0, 1 where it does not fit, 2 for what cannot be rehearsed.
-docs/training.md tells more.
+The real engine takes one step on tensors without contents, in a process group that sends nothing. It does so for rank
+0, or for the first, a middle and the last rank of a pipeline, or for those of --rank. Each rank takes seconds to a
+minute and about 1 GB of memory. --memory GB says whether the step fits and, if not, which settings do, the fastest
+first. --spend searches for settings that use the free memory to save time (minutes). Exit status: 0; 1 it does not fit;
+2 it cannot be rehearsed. More is in docs/training.md.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from drover.pipeline.core.errors import UserError
 def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many there are")
-    parser.add_argument("--rank", type=int, action="append", metavar="R", help="rehearse this one; may be repeated")
-    parser.add_argument("--memory", type=float, metavar="GB", help="of a GPU: say whether it fits, or what would")
-    parser.add_argument("--spend", action="store_true", help="with --memory: search what saves time and fits")
-    parser.add_argument("--cpu", action="store_true", help="as on CPU ranks, with their kernels and precision")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks")
+    parser.add_argument("--rank", type=int, action="append", metavar="R", help="rehearse this rank; may be repeated")
+    parser.add_argument("--memory", type=float, metavar="GB",
+                        help="memory of a GPU: say whether the step fits, or which settings do")
+    parser.add_argument("--spend", action="store_true", help="with --memory: search for faster settings that fit")
+    parser.add_argument("--cpu", action="store_true", help="ranks on CPUs, with their kernels and precision")
     add_json(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides a setting of the file")
 
 
 def work(options: argparse.Namespace) -> int:

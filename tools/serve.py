@@ -37,10 +37,10 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--api-key", type=Path, metavar="FILE", help="a file with the key that requests must bring; "
                         f"without it, {KEY_VARIABLE} of the environment, if it is set")
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
-                        help="another name that clients call this server by; addresses and this machine's names may be")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="texts written at once (default 8)")
+                        help="another host name of this server that clients may use, beside addresses and its own name")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="texts generated at once (default 8)")
     parser.add_argument("--queue", type=int, default=32, metavar="N",
-                        help="texts that may wait; beyond, requests are answered with status 429 (default 32)")
+                        help="texts that may wait; further requests get status 429 (default 32)")
     parser.add_argument("--name", help="what clients call the model; default: its run's name, or its folder's")
 
 

@@ -1,11 +1,11 @@
-"""A real Slurm cluster on this one machine, to try the chain on: as many nodes as you like, and faults at will.
+"""Start a real Slurm cluster on this machine, to try runs on: any number of nodes, and faults on request.
 
     eval "$(drover lab up 4)"     start four nodes; sbatch, squeue ... then speak to them
     drover lab kill-node n2       n2 loses power; start-node n2 brings it back
     drover lab down               stop all of it and remove its folder
 
-Everything is inside one folder (--folder), so several labs live beside each other. Root is not needed; an ordinary
-user gets a cluster that runs jobs of that user.
+Everything is inside one folder (--folder), so there may be several labs. Root is not needed: without it, the cluster
+runs jobs of the user who started it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Carry the weights of a Llama from one form into another.
+"""Convert the weights of a Llama from one format to another.
 
     drover weights --from Llama-3.2-1B --to 1b --format drover
     drover weights --from runs/demo --to demo-meta --format meta --parts 2 --dtype bf16
 
-What is at --from is found out: a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, a folder of
-Meta's, or weights alone as `--format drover` makes them. An interrupted conversion continues when its command is given
-again; until it is finished there is nothing at --to, only <to>.partial.
+--from is a run (its newest checkpoint), a training checkpoint, a Hugging Face folder, a folder in Meta's format, or
+weights alone as `--format drover` writes them; which one is detected. Output is written to <to>.partial, which is
+renamed when it is complete. An interrupted conversion continues with the same command.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--from", dest="source", required=True, type=find_model, metavar="PATH",
                         help="a folder of weights, or a run's name")
     add_plugin_option(parser)
-    parser.add_argument("--to", dest="target", required=True, type=Path, metavar="PATH", help="a folder to be made")
+    parser.add_argument("--to", dest="target", required=True, type=Path, metavar="PATH", help="the folder to write")
     parser.add_argument("--format", required=True, choices=FORMS, help="Hugging Face's, Meta's, or Drover's: weights "
                         "alone, to start a training from")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the source")

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
@@ -166,13 +167,13 @@ def _alive(own: Path) -> bool | None:
     match = re.match(r"process (\d+) on (\S+?),? ", text)
     if not match or match[2] != platform.node():
         return None if match else False
-    command = _quietly(lambda: Path(f"/proc/{match[1]}/cmdline").read_bytes(), b"")
-    return own.name.encode() in command  # else the number is another process's by now
+    command = _quietly(lambda: psutil.Process(int(match[1])).cmdline(), list[str]())
+    return any(own.name in word for word in command)  # else the number is another process's by now
 
 
 def _quietly(read: Callable[[], Value], otherwise: Value) -> Value:
     """What cannot be read now counts as not there."""
     try:
         return read()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, psutil.Error):
         return otherwise

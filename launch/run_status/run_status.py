@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from drover.launch.run_status.run_files import RunFiles, when
@@ -93,10 +94,11 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
 
 def go_on(run: RunFiles) -> str:
     """The command that continues the run: that of the submission, which must not force again what it has forced."""
-    if run.chain:
-        return shlex.join(["python", *(word for word in run.chain.command if word != "--force")])
-    return (f"python launch/submit.py --stage all --config {shlex.quote(str(run.folder / 'config.yaml'))} "
-            f"--cluster local")
+    if run.chain and run.chain.jobs:
+        program, *words = run.chain.command
+        began = ["drover"] if Path(program).name == "drover" else ["python", program]
+        return shlex.join([*began, *(word for word in words if word != "--force")])
+    return f"drover run --config {shlex.quote(str(run.folder / 'config.yaml'))} --cluster local"
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:
@@ -176,7 +178,7 @@ class _Stage:
             text = meaning(info.reason, info.id, several=name == "train" and self.run.train_nodes > 1)
             text = f"{name} (job {info.id}) {text} ({info.reason})"
             if is_stuck(info.reason):
-                return "failed", f"{text}; it has to go first: python launch/submit.py --cancel {self.run.folder}"
+                return "failed", f"{text}; it has to go first: drover cancel {self.run.folder}"
             return "waiting", "" if info.reason in EXPECTED else text
         if files.manifest is not None:
             return "reused" if files.reused else "done", ""

@@ -41,7 +41,7 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
                 continue
             if problem := scheduler.cancel(job.id):
                 print(f"{job.name} was not cancelled: {problem}\nWhat comes before it in the chain was left alone; try "
-                      f"again: python launch/submit.py --cancel {run_folder}", file=sys.stderr, flush=True)
+                      f"again: drover cancel {run_folder}", file=sys.stderr, flush=True)
                 return 1
             print(f"cancelled {job.id} ({job.name})", flush=True)
             cancelled += 1
@@ -59,9 +59,9 @@ def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     if row.state not in ("running", "waiting") or (waits and (said is None or said.job != row.job)):
         print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
         if waits:
-            print(f"python launch/submit.py --cancel {run_folder} takes it out of the queue")
+            print(f"`drover cancel {run_folder}` takes it out of the queue")
         return 0
-    write_text(run_folder / STOP, "submit.py --stop\n")
+    write_text(run_folder / STOP, "drover stop\n")
     if silent:
         print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
     print(f"training{f' (job {row.job})' if row.job else ''} will stop "

@@ -141,7 +141,7 @@ def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
     from drover.launch.local import find_machine
 
     return [([sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(path)], ranks) for stage, ranks in
-            (("convert", 0), ("evaluate", local_ranks(config, find_machine())))]
+            (("convert", 0), ("evaluate", local_ranks(config, find_machine(config.launch.device))))]
 
 
 # ---- beside training

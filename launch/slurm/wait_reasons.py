@@ -18,7 +18,7 @@ REASONS = (
     ("JobHeldUser", "is held; `scontrol release {job}` lets it go"),
     ("JobHeldAdmin", "is held by the administrators; ask them, only they can release it"),
     (r"JobHoldMaxRequeue|MaxRequeue", "was queued again as often as the site allows (MaxBatchRequeue) and is held; "
-                                      "`scontrol release {job}`, or --cancel and the same command, goes on"),
+                                      "`scontrol release {job}`, or `drover cancel` and the same command, goes on"),
     ("launch failed requeued held", "could not be started and is held; `scontrol release {job}` lets it try again"),
     ("PartitionNodeLimit", "will never run: it asks for more nodes than the partition allows; the same command with "
                            "fewer --nodes, or another launch.partition, after --cancel"),

@@ -176,6 +176,9 @@ def _rules(config: Config) -> Rules:
     yield (deepspeed and parallel.zero_stage == 3 and train.compile,
            "<train.compile> does not work with <parallel.zero_stage>, whose hooks break every graph; set compile to "
            "null or false, or take stage 2 or fsdp2.")
+    mps = config.launch.device == "mps"
+    yield mps and train.precision not in ("auto", "fp32"), "<train.precision> is not for <launch.device>; take fp32."
+    yield mps and deepspeed, "<parallel.engine> is not for <launch.device>; take 'fsdp2'."
     yield (deepspeed and train.precision in ("fp64", "fp8"),
            "<train.precision> needs parallel.engine 'fsdp2': DeepSpeed computes in fp32 or bf16.")
 

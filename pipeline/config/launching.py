@@ -127,6 +127,9 @@ class LaunchConfig(Resources):
     processes: PositiveInt | None = None
     """Processes on one box: ranks of train and evaluate (never more than GPUs, where there are any), workers of
     shard, tokenizer and encode. null: one rank per GPU (1 without), a worker per core."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """What train and evaluate compute on. auto: CUDA's GPUs where there are any, else the CPU. mps: Apple's GPU, in
+    one process and fp32; auto does not take it, since it has not been tried on a Mac."""
     cluster: str | None = None
     """Profile of a Slurm cluster: `lab` for configs/clusters/lab.yaml, or a file. It is laid under this section, and
     what is saved of a run holds its settings in place of its name."""

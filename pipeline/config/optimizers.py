@@ -15,8 +15,6 @@ from drover.pipeline.config.training import Setting, TrainConfig
 from drover.pipeline.core.errors import UserError
 
 
-
-
 def optimizer_kind(name: str) -> OptimizerKind:
     """The optimizer that train.optimizer names: one of OPTIMIZERS, or "module:NAME" of an OptimizerKind.
 

@@ -311,7 +311,7 @@ class Run:
         """Why a stale stage is not served, and the ways on."""
         shown = [str(difference) for difference in state.differences[:12]]
         if len(state.differences) > 12:
-            shown.append(f"... and {len(state.differences) - 12} more (--why {stage})")
+            shown.append(f"... and {len(state.differences) - 12} more (drover why {stage})")
         was = "was begun" if state.begun_only else "was made"
         where = self.stage_folder(stage)
         accepting = "" if state.begun_only and not STAGES[stage].checkpoints else \

@@ -14,6 +14,8 @@ from drover.pipeline.core.errors import UserError, is_full_disk, meant, printabl
 
 RUNS = "runs"
 """Where a run is looked for by its name."""
+OF_WEIGHTS = ("config.json", "index.json", "params.json")
+"""One of these is in a folder of weights: of Hugging Face's form, ours, Meta's."""
 INTERRUPTED = 130
 
 
@@ -116,9 +118,10 @@ def find_run(text: str, runs: str = RUNS) -> Path:
 
 
 def find_model(text: str) -> Path:
-    """The path of weights, or of a run by its name."""
-    named = Path(RUNS) / text
-    return named if is_run(named) and not Path(text).exists() else Path(text)
+    """The path of weights, or of a run by its name; a folder of text with a run's name is not meant."""
+    path, named = Path(text), Path(RUNS) / text
+    weights = is_run(path) or any((path / name).is_file() for name in OF_WEIGHTS)
+    return named if is_run(named) and not weights else path
 
 
 def runs_in(folder: Path) -> list[Path]:

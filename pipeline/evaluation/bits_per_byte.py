@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drover.model.devices import exact
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit
 from drover.pipeline.evaluation.measurement import Measurement
 
@@ -168,13 +169,14 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
     together: within what the batches are measured, and nothing else: it may keep ranks in step by collectives.
     """
     sources = batches.sources
-    sums = torch.zeros(len(sources), dtype=torch.float64, device=device)
+    device = torch.device(device)
+    sums = torch.zeros(len(sources), dtype=torch.float64, device=exact(device))
     with together or nullcontext():
         for batch in batches:
             parts = (tensor.to(device) for tensor in (batch.tokens, batch.labels, batch.documents, batch.positions))
-            nats = forward(*parts).sum(dim=1, dtype=torch.float64)
+            nats = forward(*parts).to(sums.device).sum(dim=1, dtype=torch.float64)
             if len(batch.windows):
-                sums[torch.from_numpy(batch.windows).to(device)] = nats
+                sums[torch.from_numpy(batch.windows).to(sums.device)] = nats
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)  # every window is zero on all ranks but the copies: the sum is exact
         sums /= copies

@@ -15,6 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from drover.model.devices import exact
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.writer import stream
 from drover.pipeline.core.errors import UserError
@@ -162,11 +163,12 @@ class HarnessModel(TemplateLM):
         for number, row in enumerate(rows):
             tokens[number, :len(row)] = torch.tensor(row)
         logits: Tensor = self.model(tokens[:, :-1].to(self.device))  # (batch, length - 1, vocabulary)
+        logits = logits.to(exact(self.device))
         results = []
         for number, (context, continuation) in enumerate(batch):
             first = len(context) - 1
             scores = logits[number, first:first + len(continuation)].double().log_softmax(dim=-1)
-            wanted = torch.tensor(continuation, device=self.device)
+            wanted = torch.tensor(continuation, device=logits.device)
             value = scores.gather(-1, wanted.unsqueeze(-1)).sum()
             results.append((float(value), bool((scores.argmax(dim=-1) == wanted).all())))
         return results

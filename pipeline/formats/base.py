@@ -68,7 +68,7 @@ class Weights(ABC):
         found = self.read(name, offset, shape)
         if not bool(found.isfinite().all()):
             count = int((~found.isfinite()).sum())
-            raise UserError(f"{self.stored_name(name)} in {self.path} has {count:,} values that are NaN or infinite. "
+            raise UserError(f"{self.stored_name(name)} in {self.path} has NaN or infinite values ({count:,}). "
                             f"Fetch or make these weights again, or take others.")
         return found
 

@@ -116,7 +116,7 @@ def placed(model: Llama, initial: InitialValues | None, grid: Grid) -> Llama:
     with grid.ranks.memory():
         model.to_empty(device=grid.ranks.device)
     if initial is not None:
-        fill(model, initial, grid)
+        grid.ranks.by_all(lambda: fill(model, initial, grid))
     return model
 
 

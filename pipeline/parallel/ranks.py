@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drover.model.devices import automatic, exact, find_device, is_mps
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.host_memory import keep_freed_memory
 from drover.pipeline.parallel.messages import decode, encode
@@ -21,6 +22,8 @@ PATIENCE = timedelta(minutes=30)
 """The slowest lawful wait: one rank hashing a checkpoint."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Under which names torch reads how it is to deal with the memory of GPUs."""
+MOST_OPEN_FILES_ON_MACOS = 10_240
+"""Where macOS gives infinity as the hard limit, it takes no more (OPEN_MAX)."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +48,29 @@ class Ranks:
     @property
     def device_name(self) -> str | None:
         """The GPU as its vendor calls it; None on a CPU."""
+        if is_mps(self.device):
+            return "Apple GPU (mps)"
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def exact(self) -> torch.device:
+        """Where collectives' tensors lie and float64 is computed with."""
+        return exact(self.device)
 
     def sum(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = torch.tensor(values, dtype=torch.float64, device=self.exact)
         dist.all_reduce(total)
         sums: list[float] = total.tolist()
         return sums
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on every rank. What values may be: `messages`."""
-        return gathered(value, self.device)
+        return gathered(value, self.exact)
 
     def collect(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on rank 0; nothing elsewhere."""
-        return gathered(value, self.device, everywhere=False)
+        return gathered(value, self.exact, everywhere=False)
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -69,9 +79,9 @@ class Ranks:
     def same(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         mine = encode(value) if self.leads else b""
-        length = torch.tensor([len(mine)], device=self.device)
+        length = torch.tensor([len(mine)], device=self.exact)
         dist.broadcast(length, src=0)
-        told = _tensor(mine, self.device) if self.leads else length.new_empty(int(length), dtype=torch.uint8)
+        told = _tensor(mine, self.exact) if self.leads else length.new_empty(int(length), dtype=torch.uint8)
         dist.broadcast(told, src=0)
         return value if self.leads else decode(_bytes(told), "rank 0")
 
@@ -90,6 +100,16 @@ class Ranks:
         if isinstance(told, Exception):
             raise told
         return told if share else value
+
+    def by_all(self, function: Callable[[], object]) -> None:
+        """Call `function` on every rank. Raises UserError, on every rank, where it does on one."""
+        problem = None
+        try:
+            function()
+        except UserError as error:
+            problem = error
+        if found := next(filter(None, self.gather(problem)), None):
+            raise found
 
 
 def gathered(value: Any, device: torch.device, group: Any = None, *, everywhere: bool = True) -> list[Any]:
@@ -120,8 +140,9 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to the hard one: a thousand token shards stay open, if they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = MOST_OPEN_FILES_ON_MACOS if hard == resource.RLIM_INFINITY else hard
+    if soft not in (wanted, resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def extend_segments() -> None:
@@ -134,35 +155,46 @@ def extend_segments() -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None) -> Ranks:
+def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None, device: str = "auto") -> Ranks:
     """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one.
 
     patience: see `Ranks`. store: where the ranks have met already; None: they meet where the environment says.
+    device: launch.device.
+
+    Raises:
+        UserError: there is no such device for this rank.
     """
     allow_open_files()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.is_available():
+    kind, backend, group_device = automatic() if device == "auto" else device, "gloo", None
+    if kind == "cuda":
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             raise UserError(f"This node has {torch.cuda.device_count()} GPUs, but rank {rank} is local rank {local}. "
                             f"Start at most one rank per GPU.")
-        device, backend = torch.device("cuda", local), "nccl"
+        own = group_device = torch.device("cuda", local)
+        backend = "nccl"
         extend_segments()
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(own)
     else:
+        if kind == "mps" and world > 1:
+            raise UserError(f"launch.device=mps computes in one process, but there are {world} ranks. Start one.")
+        try:
+            own = find_device(kind)
+        except ValueError as error:
+            raise UserError(f"launch.device {error}") from None
         keep_freed_memory()
-        device, backend = torch.device("cpu"), "gloo"
-    own = device if device.type == "cuda" else None
     if store is not None:
         meeting = dist.PrefixStore("default_pg", store)
         meeting.set_timeout(patience)
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
-                                device_id=own)
+                                device_id=group_device)
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=patience, device_id=own)
+        dist.init_process_group(backend, timeout=patience, device_id=group_device)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience, device_id=own)
-    return Ranks(rank, world, device, patience=patience)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience,
+                                device_id=group_device)
+    return Ranks(rank, world, own, patience=patience)
 
 
 def stop_ranks() -> None:

@@ -110,7 +110,7 @@ class AsyncSaver:
                 place = self._host.get((name, number))
                 if place is None:
                     place = self._host[(name, number)] = self._room(part.tensor)
-                place.copy_(part.tensor, non_blocking=True)
+                place.copy_(part.tensor, non_blocking=self.on_gpu)
                 copied.setdefault(name, []).append(TensorShard(place, part.offset, part.shape))
         if self.on_gpu:
             torch.cuda.synchronize()

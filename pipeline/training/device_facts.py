@@ -45,7 +45,8 @@ def memory_mb(device: torch.device) -> float:
     """Peak memory so far in MB: the device's on a GPU, the process's resident set elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 def allocator_facts(device: torch.device) -> dict[str, float]:
@@ -78,7 +79,7 @@ def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[st
 def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int, run: str) -> str:
     """What this rank's memory held, and how to find settings that need less.
 
-    engine: None while it was built. step: that was not finished. run: arguments of drover.tools.rehearse that tell of
+    engine: None while it was built. step: that was not finished. run: arguments of `drover rehearse` that tell of
     the run.
     """
     has, gpu, tensors = "", "<GB of a GPU>", None
@@ -99,8 +100,7 @@ def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: 
     reason = (str(error).splitlines() or ["out of memory"])[0]
     when = f"in step {step}" if engine else "for weights and the optimizer's states, before the first step"
     return (f"The memory of rank {ranks.rank}'s device did not suffice {when} ({reason}).{has}{holds} For memory by "
-            f"kind and settings that fit, the fastest first: python -m drover.tools.rehearse {run} --ranks "
-            f"{ranks.world} "
+            f"kind and settings that fit, the fastest first: drover rehearse {run} --ranks {ranks.world} "
             f"--memory {gpu}")
 
 

@@ -173,7 +173,7 @@ class Guards:
             return replace(verdict, event="skip", text=text)
         mend = ("To take a higher level for normal, set train.guards.spike=log. To go on past bad data, raise "
                 "train.guards.max_skipped." if verdict.finite else
-                "Look at the text (python -m drover.tools.where --run RUN --step N --text). If it is sound, lower "
+                "Look at the text (drover trace RUN --step N --text). If it is sound, lower "
                 f"train.lr or "
                 f"lengthen train.warmup_steps, and go on with --accept-drift{PHASED}, or start again with --force.")
         raise UserError(

@@ -44,7 +44,7 @@ def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool)
 
     Raises:
         UserError: the weights of `train.init_from` are not there, damaged, or of another shape or tokenizer; the same
-            on every rank. Later, on ranks that read them, for NaN and infinite values.
+            on every rank. Later, when they are read, for NaN and infinite values.
     """
     if begun:
         yield None

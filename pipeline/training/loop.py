@@ -94,7 +94,7 @@ class Loop:
         """Find the other ranks, and see that all run the same thing."""
         if self.config.train.deterministic:
             make_deterministic()
-        self.ranks = start_ranks(longest_wait(self.config), self.work.store)
+        self.ranks = start_ranks(longest_wait(self.config), self.work.store, self.config.launch.device)
         self.paused = partial(self.watchdog.paused, self.ranks.barrier)
         agreement = RankAgreement.gather(self.ranks, self.work)
         self.nodes = agreement.nodes

@@ -51,7 +51,7 @@ class Norms(Hook):
     def before_update(self, loop: Loop) -> None:
         """Begin to measure, if this step is one of those."""
         if not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1):
-            self._norms = StepNorms(loop.engine, loop.ranks.device)
+            self._norms = StepNorms(loop.engine, loop.ranks.exact)
 
     def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
         """See Hook."""

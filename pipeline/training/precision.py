@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from drover.model.devices import is_mps
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64,
           "fp8": torch.bfloat16}
 """What a precision computes in; `fp8` is bfloat16 but for the products that drover.pipeline.parallel.fp8 converts."""
@@ -21,6 +23,8 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16", "bf16: this GPU has it"
         return "fp32", "fp32: this GPU has no bf16"
+    if is_mps(device):
+        return "fp32", "fp32: all that is taken on mps"
     # The names of these queries are private to torch; where one is gone, fp32 is the safe answer.
     fast = any(getattr(torch.cpu, query, lambda: False)() for query in
                ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))

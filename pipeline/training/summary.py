@@ -21,9 +21,10 @@ def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: Training
     """The model and how it is spread, and the batch; precision: which was chosen and why."""
     train, ranks, plan = config.train, grid.ranks, PhasePlan.of(config.train)
     batch = BatchPlan.of(plan.phases[0].train, config.parallel, ranks.world)
+    threads = torch.get_num_threads()
     samples = plan.sequences_between(0, plan.steps)
-    return [f"{model.parameter_count:,} parameters; {precision}; {ranks.world} ranks on {ranks.device.type}, "
-            f"{torch.get_num_threads()} threads each; {_layout(config, grid)}",
+    return [f"{model.parameter_count:,} parameters; {precision}; "
+            f"{threads} thread{'s' * (threads > 1)} a rank; {_layout(config, grid)}",
             f"{'first ' if plan.declared else ''}batch {batch}; {train.steps:,} steps = {plan.tokens:,} tokens, "
             f"{max(data.order.epochs(samples).values()):.2f} epochs",
             *map(str, data.packings)]

@@ -86,3 +86,7 @@ def test_a_run_is_given_by_name_or_folder(arguments, tmp_path, monkeypatch, caps
     Path("runs/demo/config.yaml").touch()
     assert found(arguments) == 0 and capsys.readouterr().out == "runs/demo\n"
     assert find_model("demo") == Path("runs/demo") and find_model("hf/demo") == Path("hf/demo")
+    Path("demo").mkdir()  # the text that the run was made of
+    assert find_model("demo") == Path("runs/demo")
+    Path("demo/config.json").touch()
+    assert find_model("demo") == Path("demo")

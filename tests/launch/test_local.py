@@ -136,10 +136,11 @@ def test_a_closed_output_does_not_end_the_run(house):
     assert (house.run / "tokenizer" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(("processes", "gpus", "ranks"), [
-    (None, 0, 1), (3, 0, 3), (None, 4, 4), (2, 4, 2), (2, 1, 1)])
-def test_ranks_on_this_box(processes, gpus, ranks):
-    config = Config.model_validate({"launch": {"processes": processes}})
+@pytest.mark.parametrize(("processes", "gpus", "device", "ranks"), [
+    (None, 0, "auto", 1), (3, 0, "cpu", 3), (None, 4, "cuda", 4), (2, 4, "auto", 2), (2, 1, "auto", 1),
+    (3, 0, "mps", 1)])
+def test_ranks_on_this_box(processes, gpus, device, ranks):
+    config = Config.model_validate({"launch": {"processes": processes, "device": device}})
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 

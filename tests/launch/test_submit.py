@@ -8,10 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from drover.launch import checks, submit
+from drover.launch.plan import Machine, Options
+from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 
@@ -174,6 +177,26 @@ def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launch
     assert "launch.check_fit=false starts it all the same" in told and not launcher.run.exists()
     if more:
         assert "-m drover.pipeline.train" in launcher.accepted(*large, "launch.check_fit=false")
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher, cluster):
+    told = launcher.refused("--stage", "train", "--cluster", cluster, "--dry-run", "launch.device=mps")
+    assert "launch.device=mps is Apple's GPU, and the stages would not run on a Mac" in told
+    told = launcher.refused("--stage", "train", "--cluster", cluster, "--dry-run", "launch.device=mps",
+                            "train.precision=bf16", "parallel.engine=deepspeed")
+    assert all(f"{part} is not for launch.device 'mps'" in told
+               for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
+
+
+@pytest.mark.parametrize(("machine", "ranks", "fits"), [
+    (Machine(2, 0, 0), 2, True), (Machine(2, 0, 900_000), 1, True), (Machine(2, 0, 900_000), 2, False),
+    (Machine(2, 2, 900_000), 2, True), (Machine(2, 2, 400_000), 2, False)])
+def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(launcher, monkeypatch, machine, ranks, fits):
+    monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)
+    jobs = [SimpleNamespace(key="train", ranks=ranks)]
+    found = list(checks.memory_problems(Config(), jobs, Options("local", "c.yaml", machine=machine)))
+    assert (found == []) == fits
 
 
 def test_where_it_runs(launcher, monkeypatch):

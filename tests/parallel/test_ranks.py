@@ -11,11 +11,13 @@ import torch.distributed as dist
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import ranks
-from drover.pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments
+from drover.pipeline.parallel.ranks import ALLOCATOR, PATIENCE, allow_open_files, extend_segments, start_ranks
 from drover.pipeline.training.watchdog import longest_wait
 from tests.conftest import run_python
 from tests.parallel.groups import run_case
+from tests.refusal import refused
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,11 @@ def test_ranks_on_gpus_let_segments_grow_before_they_touch_one(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.append(options["timeout"]))
     found = ranks.start_ranks(timedelta(minutes=7))
     assert seen == ["expandable_segments:True", timedelta(minutes=7)] and found.patience == timedelta(minutes=7)
+
+
+def test_what_one_rank_refuses_ends_all_in_its_words():
+    assert run_case(2, "refusal", {"body": "tests.parallel.train_steps:one_refuses"}) == [
+        "tensor x has values that are NaN"] * 2
 
 
 def test_torch_reads_it_after_its_import():
@@ -74,3 +81,17 @@ def test_as_many_files_may_be_open_as_the_hard_limit_allows():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_where_the_hard_limit_is_none_as_on_macos_as_many_as_it_takes(monkeypatch):
+    set_to, none = [], resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
+    for soft in (256, none):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, none))
+        allow_open_files()
+    assert set_to == [(10_240, none)]
+
+
+def test_apples_gpu_is_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(UserError, "launch.device=mps computes in one process, but there are 2 ranks", start_ranks, device="mps")

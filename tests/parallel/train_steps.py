@@ -20,6 +20,7 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel import compiling, reducing_stage
 from drover.pipeline.parallel.compiling import CALLS
@@ -336,3 +337,15 @@ def whole(ranks, mine):
 def digest(tensors):
     """Hash of all values as float32."""
     return hashlib.sha256(b"".join(value.astype(np.float32).tobytes() for value in tensors.values())).hexdigest()
+
+
+def one_refuses(ranks):
+    """Returns, on rank 0, the error of every rank where the last one cannot do its part."""
+    def part():
+        if ranks.rank == ranks.world - 1:
+            raise UserError("tensor x has values that are NaN")
+    try:
+        found = ranks.by_all(part)
+    except UserError as error:
+        found = str(error)
+    return ranks.collect(found)

@@ -58,7 +58,7 @@ def test_a_gpu_without_memory_is_explained_with_its_numbers(monkeypatch):
                  "Of 80 GB, tensors took 70 GB, gaps between them 6 GB, and all else 3 GB.",
                  "This rank holds 2 GB of weights, 4 GB of optimizer's states, 15 B of gradients; 64 GB are gradients",
                  "layers.*.feed_forward 6 GB (2 GB of weights, 4 GB of optimizer's states); m5 5 B (5 B of ",
-                 "; m2 2 B (2 B of gradients). For", "drover.tools.rehearse --config c.yaml --ranks 16 --memory 80"):
+                 "; m2 2 B (2 B of gradients). For", "drover rehearse --config c.yaml --ranks 16 --memory 80"):
         assert told in said
     assert "m1 " not in said and "output" not in said
 

@@ -1,14 +1,14 @@
-"""Is every byte of a run still what it was when it was made? Each file is compared with what was recorded of it.
+"""Check every file of a run against the hash that was recorded when it was written.
 
     drover verify runs/demo [--sample 1%] [--processes N] [--json]
 
-Over every stage, reused ones too: outputs are hashed and compared with the manifest; text shards are read document by
-document, token shards checked for their layout, offsets, BOS and EOS, ids and counts, and one against the other, key by
-key; checkpoints are compared with their markers, manifests, markers and small records with their own seals,
-TensorBoard's files with their checksums, and the files from outside with the hashes that were made when they were read,
-whatever their times say. Files that are missing, or that nothing names, are told; so is what nothing records.
+All stages are checked, reused ones too. Outputs are compared with their manifest and checkpoints with their markers;
+manifests, markers and small records carry checksums of their own, as do TensorBoard's files. Text shards are read
+document by document; token shards are checked for layout, offsets, BOS and EOS, ids and counts, and against the text
+shards, key by key. Input files are compared with the hashes made when they were read. The output also lists files that
+are missing, files that no stage knows, and files that nothing records.
 
-Exit status: 0 nothing is wrong; 1 something is, and each file is named with what to do; 2 there is no such run.
+Exit status: 0 all is well; 1 something is wrong, and each file is named with what to do; 2 there is no such run.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@
     drover trace runs/demo --document 1f3a9c04
     drover trace runs/demo --id pages.jsonl:17
 
-The order is a pure function of the sample number, and has an inverse, so nothing was stored for this: it is computed
-again.
+Nothing was stored for this: the order of samples is a function of the sample number, and is computed again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def add_options(parser: Parser) -> None:
     asked.add_argument("--step", type=int, help="optimizer step, counted from 1 as in metrics.jsonl")
     asked.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
                        help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
-    asked.add_argument("--find", metavar="TEXT", help="documents whose text holds this, exactly")
+    asked.add_argument("--find", metavar="TEXT", help="documents whose text contains this")
     asked.add_argument("--document", metavar="KEY", help="the document with this key, or the first digits of it")
     asked.add_argument("--id", help="documents of this id, also those that were dropped: their own one, or file:record "
                                     "or file@offset")
@@ -36,9 +35,9 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
     add_json(parser)
     parser.add_argument("--source", help="look only in this source (--find, --document, --id)")
-    parser.add_argument("--ignore-case", action="store_true", help="take upper and lower case as one (--find)")
-    parser.add_argument("--limit", type=int, default=20, help="documents that are shown at most (20)")
-    parser.add_argument("--processes", type=int, help="processes that search (one a core, at most eight)")
+    parser.add_argument("--ignore-case", action="store_true", help="ignore case (--find)")
+    parser.add_argument("--limit", type=int, default=20, help="show at most so many documents (default 20)")
+    parser.add_argument("--processes", type=int, help="processes that search (default: one a core, at most eight)")
 
 
 def work(options: argparse.Namespace) -> None:

@@ -74,7 +74,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     _refuse_untrusted(run)
     if foreign := of_another_job(os.environ):
         say("note", f"not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for stands "
-                    f"in the section `launch` (python launch/submit.py --explain launch)")
+                    f"in the section `launch` (`drover explain launch`)")
     make_folder(run.folder)
     # From here until all is recorded, or this process ends, nobody else submits this run.
     held = lock(run.folder, "submission", f"the submission of {run.folder}")
@@ -93,7 +93,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
         kind = "" if entry.kind == "job" else f" ({' '.join(filter(None, [entry.kind, entry.phase]))})"
         print(f"{entry.stage:<9} job {entry.id}{kind}{after}")
     print(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
-          f"`python launch/status.py --run {run.folder} --watch` shows it; the same command"
+          f"`drover status {run.folder} --watch` shows it; the same command"
           f"{' without --force' * options.force} submits what is left")
     return 0
 
@@ -128,9 +128,9 @@ def _refuse_queued(run: Run, jobs: list[Job]) -> None:
         return
     if queued:
         listing = ", ".join(f"{job.id} ({job.name})" for job in queued)
-        raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `python "
-                        f"launch/status.py --run {run.folder}`, remove them with `python launch/submit.py --cancel "
-                        f"{run.folder}`, or use name=<another> for a run of its own.")
+        raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `drover "
+                        f"status {run.folder}`, remove them with `drover cancel {run.folder}`, or use "
+                        f"name=<another> for a run of its own.")
     names = {job.name for job in jobs}
     if namesakes := ", ".join(f"{job.id} ({job.name})" for job in mine if job.name in names):
         print(f"other jobs of the same names are in the queue: {namesakes}; training waits for its namesake, whose "

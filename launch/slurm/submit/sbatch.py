@@ -59,7 +59,7 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
             queued = " ".join(entry.id for entry in submitted.values())
             why = "Interrupted." if isinstance(error, KeyboardInterrupt) else str(error)
             raise UserError(f"{why} " + (
-                f"The jobs before it are queued; `python launch/submit.py --cancel {run}` removes them "
+                f"The jobs before it are queued; `drover cancel {run}` removes them "
                 f"({queued})." if queued else "Nothing else is queued.")) from None
     return [*submitted.values()]
 
@@ -111,8 +111,10 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         queued = [found.id for found in mine or () if found.comment.split(" ")[0] == token(job.chain, job.key)]
         if not queued:
             why = str(error).strip() or f"sbatch did not answer within {SBATCH_S} s"
-            why += "" if mine is not None else "; nor does squeue, so it may be queued: --cancel would find it"
-            raise UserError(f"Slurm did not take the job {job.name}: {why}.") from None
+            if mine is None:
+                why += f"; nor does squeue, so it may be queued: `drover cancel {config.folder}` would find it"
+            raise UserError(f"Slurm did not take the job {job.name}: {why}. Without Slurm, on this machine, the stages "
+                            f"run with --cluster local.") from None
         number = queued[0]  # its answer was lost
     log = run / LOGS / f"{number}{'_%a' if job.elements else ''}.log"
     entry = ChainJob(job.name, job.stage, job.kind, number, job.elements or None,

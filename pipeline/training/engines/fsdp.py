@@ -41,7 +41,6 @@ class FsdpEngine(Engine):
              limits: StepLimits) -> StepResult:
         """See Engine."""
         self.model.train()
-        device = self.grid.ranks.device
         total = self.accumulate(micro_batches, count, targets)
         sums = self._sum(torch.stack([total / targets, self._squared_norm()]))
         loss, norm = sums[0], sums[1].sqrt()
@@ -49,7 +48,7 @@ class FsdpEngine(Engine):
         # nothing here waits for it, and the optimizer leaves the update out by itself.
         applied = (loss <= limits.loss) & (norm <= limits.grad_norm)
         if not self.proven:
-            self.prove_gradients(float(loss), device)
+            self.prove_gradients(float(loss), self.grid.ranks.exact)
         self.before_update()
         self.optimizer.step(lr, (norm / self.clip_norm).clamp(min=1.0), applied)
         self.model.zero_grad(set_to_none=True)
@@ -59,9 +58,9 @@ class FsdpEngine(Engine):
         return result
 
     def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
-        """Forward and backward over all micro-batches; this rank's sum of nats, float64 on its device."""
-        device = self.grid.ranks.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        """Forward and backward over all micro-batches; this rank's sum of nats, float64."""
+        device, exact = self.grid.ranks.device, self.grid.ranks.exact
+        total = torch.zeros((), dtype=torch.float64, device=exact)
         for index, batch in enumerate(micro_batches):
             last = index == count - 1
             if self.sharded:
@@ -71,15 +70,15 @@ class FsdpEngine(Engine):
                 self.model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
             loss = self.loss(self.model, batch.to(device))
             (loss / targets).backward()
-            total += loss.detach()
+            total += loss.detach().to(exact)
         return total
 
     def _squared_norm(self) -> Tensor:
         """This rank's addend to the squared norm of the whole gradient; what several ranks hold, one of them adds."""
         gradients = [gradient for name, gradient in self._gradients() if self.parts[name].copy == 0]
         if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.grid.ranks.device)
-        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            return torch.zeros((), dtype=torch.float64, device=self.grid.ranks.exact)
+        return torch.stack(torch._foreach_norm(gradients)).to(self.grid.ranks.exact).double().square().sum()
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights.items():

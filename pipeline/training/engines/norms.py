@@ -54,7 +54,7 @@ class StepNorms:
         if pieces:
             places, tensors = zip(*pieces, strict=True)
             self._sums[KINDS.index(kind)].index_add_(0, torch.tensor(places, device=self.device),
-                                                     torch.stack(torch._foreach_norm(tensors)).double().square())
+                                                     torch.stack(torch._foreach_norm(tensors)).to(self.device).double().square())
 
 
 def layer_norms(norms: Norms) -> dict[str, dict[str, float | str]]:

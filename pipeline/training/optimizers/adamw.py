@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drover.model.devices import is_mps
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.training.optimizers.base import ElementwiseOptimizer, Weight, gradients, parameter_groups
@@ -16,7 +17,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(ElementwiseOptimizer):
-    """Clips and leaves out inside the kernel: neither costs a pass over the weights, and nothing waits for the host."""
+    """Clips and leaves out inside the kernel: neither costs a pass over the weights, and nothing waits for the host.
+
+    NOTE: torch's kernel for mps (2.13) heeds neither, so there the plain steps are taken.
+    """
 
     names = MOMENTS
 
@@ -25,7 +29,8 @@ class AdamW(ElementwiseOptimizer):
         self.weights = {weight.name: weight for weight in weights}
         self.wide = any(weight.parameter.dtype == torch.float64 for weight in weights)
         # The fused kernel is not for flat masters that lie on the host while gradients are on a GPU.
-        self.fused = config.parallel.offload == "none"
+        self.plain = any(is_mps(weight.parameter.device) for weight in weights)
+        self.fused = config.parallel.offload == "none" and not self.plain
         self.torch = torch.optim.AdamW(parameter_groups(weights), lr=train.lr, betas=(train.beta1, train.beta2),
                                        eps=train.eps, fused=self.fused)
 
@@ -41,6 +46,11 @@ class AdamW(ElementwiseOptimizer):
         """See Optimizer."""
         self.set_lr(lr)
         kernel = self.torch
+        if self.plain:
+            if applied:
+                torch._foreach_div_([own(gradient) for gradient in gradients([*self.weights.values()])], float(clip))
+                kernel.step()
+            return
         if self.wide:  # the kernel takes its divisor in float32
             torch._foreach_div_([own(gradient) for gradient in gradients([*self.weights.values()])], clip)
         else:  # it divides gradients by `grad_scale` while it reads them: clipping costs no pass of its own

@@ -52,7 +52,7 @@ class Muon(Optimizer):
         self.others = AdamW([weight for weight in weights if not weight.is_block_matrix], config)
         self.momentum = {weight.name: torch.zeros_like(own(weight.parameter.detach())) for weight in self.matrices}
         self.whole = WholeMatrices({weight.name: weight.parameter for weight in self.matrices}, grid)
-        self.dtype = torch.float64 if self.others.wide else COMPUTED_IN[grid.ranks.device.type]
+        self.dtype = torch.float64 if self.others.wide else COMPUTED_IN.get(grid.ranks.device.type, torch.float32)
 
     def state_names(self, name: str) -> tuple[str, ...]:
         """See Optimizer."""

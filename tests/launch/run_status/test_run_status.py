@@ -25,7 +25,7 @@ from tests.launch.run_status.conftest import DEPENDENTS, Seen
     ("running", "PENDING launch failed requeued held", "waiting", "`scontrol release 16`"),
     ("", "PENDING Dependency", "waiting", ""), ("", "PENDING QOSMaxJobsPerUserLimit", "waiting", "your jobs use all"),
     ("", "PENDING Resources", "waiting", r"train \(job 16\) waits for free nodes \(Resources\)"),
-    ("", "PENDING DependencyNeverSatisfied", "failed", "will never run.* go first: .* --cancel runs/demo"),
+    ("", "PENDING DependencyNeverSatisfied", "failed", "will never run.* go first: drover cancel runs/demo"),
     ("preempted", "unknown", "stopped", "train stopped after step 300: why"),
     ("failed", "CANCELLED", "failed", "train failed after step 300: why.*to go on: python launch/submit.py"),
     ("running", "unknown", "failed", "train failed: job 16 is not known to Slurm any more: it crashed, or was"),

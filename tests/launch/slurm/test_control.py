@@ -80,7 +80,7 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
     slurm.say("scancel", error=NO_CONTROLLER, status=1)
     assert cancel(run.folder, slurm.scheduler()) == 1 and slurm.calls("scancel")[9:] == ["scancel 19"]
     said = capsys.readouterr().err
-    assert "Slurm does not say what is in the queue" in said and f"--cancel {run.folder}" in said
+    assert "Slurm does not say what is in the queue" in said and f"drover cancel {run.folder}" in said
 
 
 @pytest.mark.parametrize("status, line, written, said", [
@@ -102,7 +102,7 @@ def test_stop_when_slurm_is_silent(run, slurm, capsys):
     run.state("train", "running", job="16")
     slurm.say("squeue", error=NO_CONTROLLER, status=1)
     assert stop(run.folder, slurm.scheduler()) == 0
-    assert (run.folder / STOP).read_text() == "submit.py --stop\n"
+    assert (run.folder / STOP).read_text() == "drover stop\n"
     assert "not sure that training runs" in capsys.readouterr().err
 
 

@@ -129,12 +129,14 @@ def test_links_arrays_and_sites_without_requeue(launcher):
 def test_submission_chains_what_is_not_done(slurm):
     slurm.done("shard")
     assert "nothing to submit" in slurm.accepted("--stage", "shard") and not list(slurm.queue.iterdir())
-    slurm.accepted("--stage", "all", "launch.encode.array=2", "train.steps=40")
+    shown = slurm.accepted("--stage", "all", "launch.encode.array=2", "train.steps=40")
     chain = slurm.chain
     assert [(job.stage, job.kind, job.id, job.elements, job.dependencies) for job in chain.jobs][:4] == [
         ("tokenizer", "job", "101", None, ()), ("encode", "array", "102", (0, 1), ("101",)),
         ("encode", "finalise", "103", None, ("102",)), ("train", "job", "104", None, ("103",))]
     assert option((slurm.queue / "104").read_text(), "dependency") == "afterok:103,singleton"
+    assert "encode    job 102 (array encode) after 101" in shown and "`drover status " in shown
+    assert chain.command[-4:] == ("--stage", "all", "launch.encode.array=2", "train.steps=40")
     assert not list(slurm.run.rglob("*.pkl")), "nothing is unpickled"
     spec = JobSpec.load(Path(chain.jobs[3].spec))
     assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(slurm.run))
@@ -208,7 +210,7 @@ def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
 def test_a_refused_submission_says_what_is_queued(slurm):
     said = slurm.refused("--stage", "all", REFUSED="103")
     assert "trial-encode" in said and "invalid partition" in said
-    assert f"--cancel {slurm.run}" in said and "(101 102)" in said
+    assert f"drover cancel {slurm.run}" in said and "(101 102)" in said
     assert [job.id for job in slurm.chain.jobs] == ["101", "102"], "what is queued can be cancelled"
     assert "Nothing else is queued" in slurm.refused("--stage", "all", "name=other", REFUSED="103")
 

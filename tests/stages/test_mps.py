@@ -1,0 +1,93 @@
+"""Training and evaluation on Apple's GPU, of which there is none here. The CPU stands in for it: all that is done
+otherwise on `mps` is done, and float64, complex numbers and collectives are refused where that GPU would compute."""
+
+import json
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drover.model import devices, rope
+from drover.model.attention.backend import Where
+from drover.model.attention.choosing import choose
+from drover.model.config import ModelConfig
+from drover.model.llama import Llama
+from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.convert import convert
+from drover.pipeline.evaluate import evaluate
+from drover.pipeline.parallel import ranks
+from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.train import train
+from drover.pipeline.training.engines.fsdp import FsdpEngine
+from drover.pipeline.training.optimizers import adamw
+
+CANNOT = {torch.float64, torch.complex64, torch.complex128}
+
+
+class AsOnMps(TorchDispatchMode):
+    """Refuses what that GPU cannot do, but of single numbers, which may lie on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        assert func.namespace != "c10d", func
+        for tensor in tree_leaves(made):
+            assert not (isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.dtype in CANNOT), func
+        return made
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The CPU is `mps`, and computes as that has to from the second step on (tables are made in the first)."""
+    for module in (devices, rope, ranks, adamw):
+        monkeypatch.setattr(module, "is_mps", lambda device: True)
+    monkeypatch.setattr(ranks, "find_device", {"mps": torch.device("cpu")}.get)
+    accumulate, watched = FsdpEngine.accumulate, []
+
+    def watch(engine, *arguments):
+        if not engine.proven:
+            return accumulate(engine, *arguments)
+        watched.append(engine)
+        with AsOnMps():
+            return accumulate(engine, *arguments)
+    monkeypatch.setattr(FsdpEngine, "accumulate", watch)
+    return watched
+
+
+def test_a_model_trained_and_measured_as_on_mps_is_the_one_of_the_cpu(fresh, stand_in, monkeypatch):
+    def chain(name, device):
+        settings = [f"name={name}", f"launch.device={device}", "train.precision=fp32"]
+        for stage, body in (("train", train), ("convert", convert), ("evaluate", evaluate)):
+            assert stage_main(stage, body, ["--config", str(fresh), *settings]) == 0
+        folder = fresh.parent / "runs" / name
+        events = (folder / "train/events.jsonl").read_text()
+        return ([(step["loss"], step["grad_norm"]) for step in read_metrics(folder / "train/metrics.jsonl")], events,
+                json.loads((folder / "evaluate/results.json").read_text()))
+
+    steps, events, results = chain("apple", "mps")
+    assert len(stand_in) == len(steps) - 1 and '"device": "Apple GPU (mps)"' in events
+    monkeypatch.undo()
+    expected, _, other = chain("plain", "cpu")
+    assert [number for pair in steps for number in pair] == pytest.approx(
+        [number for pair in expected for number in pair], rel=1e-4)
+    assert [values["bits_per_byte"] for values in results["heldout"]["sources"].values()] == pytest.approx(
+        [values["bits_per_byte"] for values in other["heldout"]["sources"].values()], rel=1e-4)
+
+
+def test_all_tensors_of_a_pass_lie_on_the_device(monkeypatch):
+    """Here tensors without contents stand in: torch mixes them with those of a CPU no more than those of a GPU."""
+    for module in (devices, rope):
+        monkeypatch.setattr(module, "is_mps", lambda device: device.type == "meta")
+    device, shape = torch.device("meta"), ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, vocab_size=64,
+                                                      context_length=16)
+    with device:
+        model = Llama(shape)
+    model.backend = choose("auto", Where(torch.device("mps"), torch.float32, compiled=False, head_dim=16)).backend
+    tokens = torch.zeros(2, 16, dtype=torch.int64, device=device)
+    where = {"documents": tokens, "positions": tokens, "document_lengths": [16, 16]}
+    model(tokens, tokens, **where)
+    with AsOnMps():
+        model(tokens, tokens, **where).backward()
+    assert {weight.grad.device for weight in model.parameters()} == {device}
+    with pytest.raises(RuntimeError, match="device"):
+        model(tokens, torch.zeros(2, 16, dtype=torch.int64), **where)
