@@ -12,7 +12,7 @@ from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import NotRehearsedError, UserError
 from drover.pipeline.rehearsal.apart import rehearse_apart
 from drover.pipeline.rehearsal.fitting import TIGHT, changed, named, possible
-from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost
+from drover.pipeline.rehearsal.lost_time import GAIN, Lost, before_exchanges, lost
 from drover.pipeline.rehearsal.report import ends_and_middle, fullest
 
 KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
@@ -35,8 +35,9 @@ def spend(config: Config, ranks: int, memory: float,
           tell: Callable[[str], None] = lambda _: None) -> list[Layout]:
     """The configuration's layout, then each layout that the search moved to.
 
-    The search rehearses every single change (`changes`) that takes memory and may save time. It moves to the one that
-    saves most and fits, of equal ones to the smallest. It ends where none saves time.
+    The search rehearses every single change (`changes`) that takes memory and may save time: those that wait and
+    recompute less, or exchange less, than now. It moves to the one that saves most and fits, of equal ones to the
+    smallest. It ends where none saves time.
 
     Args:
         memory: bytes of a GPU, of which TIGHT may be used.
@@ -65,9 +66,11 @@ def spend(config: Config, ranks: int, memory: float,
     path = [rehearsed({})]
     while True:
         before = path[-1]
+        enough = before.lost.time - GAIN
         candidates = [{**before.settings, **change} for change in changes(changed(config, before.settings), ranks)]
-        better = [layout for settings in candidates if possible(config, settings, ranks) for layout in tried(settings)
-                  if layout.peak <= TIGHT * memory and layout.lost.time < before.lost.time - GAIN]
+        better = [layout for settings in candidates if possible(config, settings, ranks)
+                  and before_exchanges(changed(config, settings), ranks).time < enough for layout in tried(settings)
+                  if layout.peak <= TIGHT * memory and layout.lost.time < enough]
         if not better:
             return path
         path.append(min(better, key=lambda layout: (round(layout.lost.time / GAIN), layout.peak)))
