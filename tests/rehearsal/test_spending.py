@@ -13,7 +13,7 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import KEPT_ACTIVATIONS, TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import NotRehearsedError
-from drover.pipeline.rehearsal import spending
+from drover.pipeline.rehearsal import fitting
 from drover.pipeline.rehearsal.fitting import TIGHT
 from drover.pipeline.rehearsal.lost_time import FLOPS, NETWORK_BYTES, NODE_BYTES, lost, recomputed_flops
 from drover.pipeline.rehearsal.report import Rehearsal
@@ -81,14 +81,14 @@ def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
     config, told = config_of(gpus_per_node=1, activation_checkpointing="full"), []
     a_step = 2 * NETWORK_BYTES * 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS  # bytes, among two
 
-    def rehearsed(changed, ranks, numbers):
+    def rehearsed(changed, ranks, numbers, gpu):
         train = changed.train
         if changed.parallel.reduce == "last":
             raise NotRehearsedError("no memory here")
         peak = 10 * train.micro_batch + {"full": 0, "selective": 30, "none": 70}[train.activation_checkpointing]
         return [rehearsal(peak + 5 * (changed.parallel.reshard == "never"), ranks,
                           **{"shard_all-gather": 4 * a_step / train.micro_batch})]
-    monkeypatch.setattr(spending, "rehearse_apart", rehearsed)
+    monkeypatch.setattr(fitting, "rehearse_apart", rehearsed)
     path = spend(config, 16, 100, told.append)
     assert path[0].settings == {} and [layout.peak for layout in path] == sorted(layout.peak for layout in path)
     assert path[-1].settings == {"train.micro_batch": 4, "train.activation_checkpointing": "selective",
@@ -98,7 +98,7 @@ def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):
     assert "parallel.reduce=last: not rehearsed: no memory here" in told
     assert all(after.lost.time < before.lost.time for before, after in pairwise(path))
     told.clear()  # where nothing is lost, nothing else is rehearsed
-    monkeypatch.setattr(spending, "rehearse_apart", lambda *given: [rehearsal()])
+    monkeypatch.setattr(fitting, "rehearse_apart", lambda *given, **options: [rehearsal()])
     assert len(spend(config_of(), 16, 100, told.append)) == len(told) == 1
 
 
