@@ -41,8 +41,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
         return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """What w2 multiplies, of what w1 and w3 have made: (..., hidden) each."""
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):

@@ -86,29 +86,30 @@ def into_gradient(logits: Tensor, normaliser: Tensor, factors: Tensor, columns: 
 class Losses:
     """What a decoder's last hidden states lose against labels, through its output matrix.
 
-    The decoder calls these two and knows no more; tensor parallelism puts another object in its place.
+    The decoder calls `total` and `each` and knows no more; tensor parallelism puts another object in its place.
 
     Attributes:
         z_loss: see `cross_entropy_sum`; of `total` only, as `each` is for measuring.
-        passes: what goes over logits in `total`, where that is compiled.
+        passes: what goes over logits in `total`, where that is compiled (`Passes.used`).
     """
 
     z_loss: float = 0.0
     passes: Passes | None = None
 
-    @property
-    def usable_passes(self) -> Passes | None:
-        """`passes`, unless nothing compiled is to run."""
-        return self.passes if Passes.used else None
-
     def total(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`cross_entropy_sum` for hidden (batch, length, dim) and labels (batch, length)."""
-        return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten(), z_loss=self.z_loss,
-                                 passes=self.usable_passes)
+        hidden, weight, vocabulary = self.at_hand(hidden, weight)
+        return cross_entropy_sum(hidden.flatten(0, 1), weight, labels.flatten(), vocabulary=vocabulary,
+                                 z_loss=self.z_loss, passes=self.passes if Passes.used else None)
 
     def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """`token_losses` for the same shapes: (batch, length)."""
-        return token_losses(hidden.flatten(0, 1), weight, labels.flatten()).view(labels.shape)
+        hidden, weight, vocabulary = self.at_hand(hidden, weight)
+        return token_losses(hidden.flatten(0, 1), weight, labels.flatten(), vocabulary=vocabulary).view(labels.shape)
+
+    def at_hand(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, VocabularyPartition]:
+        """Whole hidden states, the rows of the output matrix that are here, and which words these are: all."""
+        return hidden, weight, WHOLE
 
 
 WHOLE = VocabularyPartition()

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from drover.model.llama import Llama
-from drover.model.loss import Losses, VocabularyPartition, cross_entropy_sum, token_losses
+from drover.model.loss import Losses, VocabularyPartition
 from drover.pipeline.parallel.activation_checkpointing import noting_product
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -120,23 +120,14 @@ class SplitOutput(ParallelStyle):
 
 
 class SplitLosses(Losses):
-    """The losses where hidden states are whole on every rank and the output matrix is split by vocabulary."""
+    """The losses where hidden states are whole on every rank and the output matrix is split by vocabulary: the same
+    values on every rank of the group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
-    def total(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """As in Losses; the same value on every rank of the group."""
-        whole, part, vocabulary = self._meet(hidden, weight)
-        return cross_entropy_sum(whole.flatten(0, 1), part, labels.flatten(), vocabulary=vocabulary,
-                                 z_loss=self.z_loss, passes=self.usable_passes)
-
-    def each(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """As in Losses; the same values on every rank of the group."""
-        whole, part, vocabulary = self._meet(hidden, weight)
-        return token_losses(whole.flatten(0, 1), part, labels.flatten(), vocabulary=vocabulary).view(labels.shape)
-
-    def _meet(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, TensorParallelVocabulary]:
+    def at_hand(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, TensorParallelVocabulary]:
+        """As in Losses."""
         assert isinstance(hidden, DTensor) and isinstance(weight, DTensor)
         # Each rank's loss knows only its own words: the gradients of the gathered states are parts of a sum.
         whole = hidden.to_local(grad_placements=[Partial()])

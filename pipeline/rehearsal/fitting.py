@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import readable
 from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.rehearsal.lost_time import GAIN, lost
+from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost
 from drover.pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 TIGHT = 0.9
@@ -19,6 +20,29 @@ TRIED, ENOUGH, SEARCH_S = 6, 3, 120.0
 """Ways that are rehearsed, at most; those that fit after which no more are; and after how long no more are begun."""
 LONG = 32768
 """Tokens of a sequence from which it is split over ranks rather than the products are."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Settings that were rehearsed, by `section.key`; none: the configuration as it is. peak: bytes of a rank."""
+
+    settings: dict[str, object]
+    peak: int
+    lost: Lost
+
+    def __str__(self) -> str:
+        return f"{named(self.settings) or 'as configured'}: {readable(self.peak)}, {self.lost}"
+
+
+def rehearsed(config: Config, settings: dict[str, object], ranks: int, rank: int = 0, *, gpu: bool = True) -> Layout:
+    """The configuration with other settings, by the fullest of the ranks that are looked at, `rank` among them.
+
+    Raises:
+        UserError: see `rehearse_apart`.
+    """
+    other = changed(config, settings)
+    most = fullest(rehearse_apart(other, ranks, sorted({rank, *ends_and_middle(other, ranks)}), gpu=gpu))
+    return Layout(settings, most.peak.bytes, lost(other, most))
 
 
 def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
@@ -40,36 +64,33 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
 
 def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: bool) -> str:
     """What was rehearsed to make it fit, and what could not be, or was not for want of time."""
-    fitting: list[tuple[int, str]] = []
-    tried: list[str] = []
+    tried: list[Layout] = []
+    fitting: list[Layout] = []
     left_out: list[str] = []
     until = time.monotonic() + SEARCH_S
     for settings in list(ways(config, found, largest))[:TRIED]:
-        text = named(settings)
         if time.monotonic() > until:
-            left_out.append(f"{text} (no time)")
+            left_out.append(f"{named(settings)} (no time)")
             continue
-        other = changed(config, settings)
-        numbers = sorted({found.rank, *ends_and_middle(other, found.ranks)[::2]})
         try:
-            again = fullest(rehearse_apart(other, found.ranks, numbers, gpu=gpu))
+            layout = rehearsed(config, settings, found.ranks, found.rank, gpu=gpu)
         except Exception as error:  # noqa: BLE001 - told; that the job does not fit stands without it
-            left_out.append(f"{text} ({(str(error).splitlines() or [type(error).__name__])[0]})")
+            left_out.append(f"{named(settings)} ({(str(error).splitlines() or [type(error).__name__])[0]})")
             continue
-        size = readable(again.peak.bytes)
-        tried.append(f"{text} ({size})")
-        if again.peak.bytes <= TIGHT * memory:
-            longer = lost(other, again).time / lost(config, found).time - 1
-            fitting.append((round(longer / GAIN), f"{text} ({size}, about {longer:+.0%} time)"))
+        tried.append(layout)
+        fitting += [layout] if layout.peak <= TIGHT * memory else []
         if len(fitting) == ENOUGH:
             break
     rest = f" Not rehearsed: {', '.join(left_out)}." if left_out else ""
     if fitting:
-        fastest = [text for _, text in sorted(fitting, key=lambda one: one[0])]  # of equal ones the first tried
-        return f"Rehearsed as well, and fitting, the fastest first: {', or '.join(fastest)}.{rest}"
+        now = lost(config, found).time
+        fitting.sort(key=lambda layout: round(layout.lost.time / now / GAIN))  # of equal ones the first tried
+        text = ", or ".join(f"{named(layout.settings)} ({readable(layout.peak)}, about "
+                            f"{layout.lost.time / now - 1:+.0%} time)" for layout in fitting)
+        return f"Rehearsed as well, and fitting, the fastest first: {text}.{rest}"
     if tried:
-        return (f"Rehearsed as well, and not fitting: {', '.join(tried)}. More of it together, or more ranks, hold "
-                f"less.{rest}")
+        text = ", ".join(f"{named(layout.settings)} ({readable(layout.peak)})" for layout in tried)
+        return f"Rehearsed as well, and not fitting: {text}. More of it together, or more ranks, hold less.{rest}"
     return f"Take more ranks.{rest}"
 
 

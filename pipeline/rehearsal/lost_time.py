@@ -5,7 +5,7 @@ It ranks layouts of one model on the same GPUs; it does not predict tokens per s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, with_largest
@@ -44,14 +44,21 @@ class Lost:
                 f"a step takes {self.time:.3f} x its products")
 
 
+def before_exchanges(config: Config, ranks: int) -> Lost:
+    """What a step loses at least: all that is known without a rehearsal."""
+    train, shape = with_largest(config, ranks).train, network(config)
+    products = shape.flops_per_token(train.sequence_length, causal=True)
+    return Lost(bubble(shape, config.parallel, BatchPlan.of(train, config.parallel, ranks).accumulation) or 0.0,
+                recomputed_flops(train, shape) / products, 0.0)
+
+
 def lost(config: Config, found: Rehearsal) -> Lost:
     """What a rehearsed step of the configuration loses, on nodes of `launch.gpus_per_node`, or of 8."""
-    shape, gpus_per_node = network(config), config.launch.gpus_per_node or 8
+    known, gpus_per_node = before_exchanges(config, found.ranks), config.launch.gpus_per_node or 8
     train, parallel = with_largest(config, found.ranks).train, config.parallel
     plan = BatchPlan.of(train, parallel, found.ranks)
-    tokens = plan.tokens / found.ranks
-    products_s = tokens * shape.flops_per_token(train.sequence_length, causal=True) / FLOPS
-    recomputed_s = tokens * recomputed_flops(train, shape) / FLOPS
+    products_s = (plan.tokens / found.ranks * network(config).flops_per_token(train.sequence_length, causal=True)
+                  / FLOPS)
     sizes = parallel.sizes(found.ranks)
     neighbours = sizes.tensor * sizes.context  # the ranks of a tensor group follow each other, then those of a context
     span = {"tensor": sizes.tensor, "context": neighbours, "shard": neighbours * sizes.shard,
@@ -80,11 +87,11 @@ def lost(config: Config, found: Rehearsal) -> Lost:
             at_once_s += seconds
         else:
             hidden_s += seconds
-    computing_s = products_s + recomputed_s
+    computing_s = products_s * (1 + known.recomputing)
     if sizes.pipeline > 1:
         computing_s *= 2 / 3 / plan.accumulation
     exchanged_s = at_once_s + max(0.0, hidden_s - computing_s) + max(0.0, summed_s - products_s / 3)
-    return Lost(bubble(shape, parallel, plan.accumulation) or 0.0, recomputed_s / products_s, exchanged_s / products_s)
+    return replace(known, exchanging=exchanged_s / products_s)
 
 
 def recomputed_flops(train: TrainConfig, shape: ModelConfig) -> float:

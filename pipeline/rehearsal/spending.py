@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.training import KEPT_ACTIVATIONS
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import NotRehearsedError, UserError
-from drover.pipeline.rehearsal.apart import rehearse_apart
-from drover.pipeline.rehearsal.fitting import TIGHT, changed, named, possible
-from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost
-from drover.pipeline.rehearsal.report import ends_and_middle, fullest
+from drover.pipeline.rehearsal.fitting import TIGHT, Layout, changed, named, possible, rehearsed
+from drover.pipeline.rehearsal.lost_time import GAIN, before_exchanges
 
 KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
 """`train.kept_activations` that are kept together."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Settings that were rehearsed, by `section.key`; none: the configuration as it is."""
-
-    settings: dict[str, object]
-    peak: int
-    lost: Lost
-
-    def __str__(self) -> str:
-        return f"{named(self.settings) or 'as configured'}: {readable(self.peak)}, {self.lost}"
 
 
 def spend(config: Config, ranks: int, memory: float,
           tell: Callable[[str], None] = lambda _: None) -> list[Layout]:
     """The configuration's layout, then each layout that the search moved to.
 
-    The search rehearses every single change (`changes`) that takes memory and may save time. It moves to the one that
-    saves most and fits, of equal ones to the smallest. It ends where none saves time.
+    The search rehearses every single change (`changes`) that takes memory and may save time: those that wait and
+    recompute less, or exchange less, than now. It moves to the one that saves most and fits, of equal ones to the
+    smallest. It ends where none saves time.
 
     Args:
         memory: bytes of a GPU, of which TIGHT may be used.
@@ -49,25 +34,25 @@ def spend(config: Config, ranks: int, memory: float,
         raise UserError("What spare memory buys is not searched with parallel.pp_schedule zbv, whose waiting time is "
                         "not known. Take 1f1b or interleaved.")
 
-    def rehearsed(settings: dict[str, object]) -> Layout:
-        other = changed(config, settings)
-        most = fullest(rehearse_apart(other, ranks, ends_and_middle(other, ranks)))
-        layout = Layout(settings, most.peak.bytes, lost(other, most))
-        tell(str(layout))
-        return layout
-
     def tried(settings: dict[str, object]) -> Iterator[Layout]:
         try:
-            yield rehearsed(settings)
+            layout = rehearsed(config, settings, ranks)
         except (NotRehearsedError, UserError) as error:
+            if not settings:
+                raise  # what is to be bettered cannot be rehearsed
             tell(f"{named(settings)}: not rehearsed: {error}")
+        else:
+            tell(str(layout))
+            yield layout
 
-    path = [rehearsed({})]
+    path = [*tried({})]
     while True:
         before = path[-1]
+        enough = before.lost.time - GAIN
         candidates = [{**before.settings, **change} for change in changes(changed(config, before.settings), ranks)]
-        better = [layout for settings in candidates if possible(config, settings, ranks) for layout in tried(settings)
-                  if layout.peak <= TIGHT * memory and layout.lost.time < before.lost.time - GAIN]
+        better = [layout for settings in candidates if possible(config, settings, ranks)
+                  and before_exchanges(changed(config, settings), ranks).time < enough for layout in tried(settings)
+                  if layout.peak <= TIGHT * memory and layout.lost.time < enough]
         if not better:
             return path
         path.append(min(better, key=lambda layout: (round(layout.lost.time / GAIN), layout.peak)))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
+from torch import nn
 
+import drover.model.llama
 import drover.model.loss
 from drover.model.attention.backend import Where
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, largest_phase, with_largest
+from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.rehearsal import attention
+from drover.pipeline.rehearsal import attention, kept
 from drover.pipeline.rehearsal.apart import refuse
 from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of, network
 from drover.pipeline.rehearsal.traffic import Traffic
@@ -43,7 +46,7 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
     """
     refuse(config, ranks, [rank])
     decided, notes, shape = rehearsable(config, ranks, gpu)
-    with fake_world(rank, ranks) as world, as_on_gpus() if gpu else no_change():
+    with fake_world(rank, ranks) as world, as_on_gpus(config.train) if gpu else nullcontext():
         found = take_step(decided, shape, world, all_micro_batches)
     found.notes[:0] = notes
     return found
@@ -74,8 +77,7 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
         name, note = attention.on_gpus(name, where)
         notes += [note] if note else []
     if train.compile or (gpu and train.compile is None):
-        notes.append("blocks and loss are rehearsed uncompiled: compiled, blocks keep less between forward and "
-                     "backward pass, and logits take less")
+        notes.append("the loss is rehearsed uncompiled: compiled, logits take less")
     if parallel.async_tp:
         notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
     return config.model_copy(update={
@@ -84,17 +86,14 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
 
 
 @contextmanager
-def as_on_gpus() -> Iterator[None]:
-    """Sizes and types that are chosen by the device, as on GPUs."""
+def as_on_gpus(train: TrainConfig) -> Iterator[None]:
+    """Sizes and types that are chosen by the device, and what blocks keep for the backward pass, as on GPUs."""
+    swiglu = kept.swiglu if train.compile is not False else drover.model.llama.swiglu
     with (mock.patch.object(drover.model.loss, "CHUNK_TOKENS_CPU", drover.model.loss.CHUNK_TOKENS_ACCELERATOR),
-          mock.patch.dict(muon.COMPUTED_IN, {"cpu": muon.COMPUTED_IN["cuda"]})):
+          mock.patch.dict(muon.COMPUTED_IN, {"cpu": muon.COMPUTED_IN["cuda"]}),
+          mock.patch.object(nn.RMSNorm, "forward", kept.norm),
+          mock.patch.object(drover.model.llama, "swiglu", swiglu)):
         yield
-
-
-@contextmanager
-def no_change() -> Iterator[None]:
-    """As on CPUs."""
-    yield
 
 
 def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batches: bool = False) -> Rehearsal:

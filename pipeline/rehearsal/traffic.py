@@ -12,14 +12,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 NAMESPACES = ("c10d", "_c10d_functional")
-NAMES = {"allgather_": "all-gather", "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
-         "all_gather_into_tensor_out": "all-gather", "allgather_into_tensor_coalesced_": "all-gather",
-         "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_": "reduce-scatter",
-         "reduce_scatter_tensor": "reduce-scatter", "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-         "allreduce_": "all-reduce", "all_reduce": "all-reduce", "all_reduce_": "all-reduce",
-         "alltoall_base_": "all-to-all", "alltoall_": "all-to-all", "all_to_all_single": "all-to-all",
-         "broadcast_": "broadcast", "broadcast": "broadcast", "send": "send", "recv_": "receive"}
-"""torch's operators as the field calls them. One that is not here is called as torch does."""
+KINDS = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce",
+         "alltoall": "all-to-all", "broadcast": "broadcast", "send": "send", "recv": "receive"}
+"""As the field calls torch's operators, by a part of their names without underscores. Another keeps its name."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,11 +52,12 @@ class Traffic:
     def note(self, operator: Any, arguments: Iterable[Any], result: Any) -> None:
         """Count a call of one of torch's operators, if it is a collective."""
         name = operator._schema.name.partition("::")[2]
+        kind = next((kind for part, kind in KINDS.items() if part in name.replace("_", "")), name)
         group = next(filter(None, map(_group, arguments)), None)
         if group is None or "barrier" in name:
-            assert name not in NAMES, f"{operator} has a group that is not found"
+            assert kind not in KINDS.values(), f"{operator} has a group that is not found"
             return  # waiting for one that was counted
-        channel = Channel(_described(group), NAMES.get(name, name), group.size())
+        channel = Channel(_described(group), kind, group.size())
         self.calls[channel] += 1
         self.bytes[channel] += max(map(_bytes, (*arguments, result)))
 

@@ -195,31 +195,24 @@ def test_activation_checkpointing_is_bit_equal_and_keeps_by_name(recipe):
             assert torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.parametrize(("recipe", "capability", "words"), [
+@pytest.mark.parametrize(("recipe", "card", "words"), [
     ("rowwise", (8, 9), "needs a GPU of compute capability 9.0; this one (a card) has 8.9. "
      "train.fp8_recipe=tensorwise would run here"),
     ("tensorwise", (8, 0), "needs a GPU of compute capability 8.9; this one (a card) has 8.0. Take"),
-    ("rowwise", (9, 0), ""), ("tensorwise", (8, 9), ""), ("rowwise_with_gw_hp", (12, 0), "")])
-def test_hardware_without_it_is_refused_with_the_reason(monkeypatch, recipe, capability, words):
+    ("rowwise", (9, 0), ""), ("tensorwise", (8, 9), ""), ("rowwise_with_gw_hp", (12, 0), ""),
+    ("rowwise", "gfx90a:sramecc+", "which this GPU (a card, gfx90a:sramecc+) does not have"),
+    ("rowwise", "gfx942:sramecc+", ""), ("rowwise", "gfx950", "")])
+def test_hardware_without_it_is_refused_with_the_reason(monkeypatch, recipe, card, words):
+    """NVIDIA's by their compute capability, AMD's by their kind."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if isinstance(card, str) else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=card))
     config = Config(train=settings(fp8_recipe=recipe))
     if words:
         refused(UserError, re.escape(words), refuse_without_fp8, config, GPU)
     else:
         refuse_without_fp8(config, GPU)
-
-
-@pytest.mark.parametrize(("kind", "sound"), [("gfx90a:sramecc+", False), ("gfx942:sramecc+", True), ("gfx950", True)])
-def test_cards_of_amd_are_known_by_their_kind(monkeypatch, kind, sound):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=kind))
-    if sound:
-        refuse_without_fp8(Config(train=settings()), GPU)
-    else:
-        refused(UserError, r"which this GPU \(a card, gfx90a:sramecc\+\) does not have", refuse_without_fp8,
-                Config(train=settings()), GPU)
 
 
 def test_without_torchao_it_is_refused_and_other_precisions_are_not(monkeypatch):

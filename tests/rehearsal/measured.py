@@ -31,8 +31,9 @@ def summary(found):
 def measured(ranks, gpu=True, **settings):
     """Of every rank, on rank 0; `allocated`: the most that torch's allocator had given out in a step, beyond what was
     there before it. gpu: with the kernel of GPUs, by its stand-in, whose own temporaries no GPU has."""
-    with mock.patch.object(attention, "NAME", NAME), step.as_on_gpus() if gpu else contextlib.nullcontext():
-        decided, _, shape = step.rehearsable(config_of(**settings), ranks.world, gpu)
+    config = config_of(**settings)
+    with mock.patch.object(attention, "NAME", NAME), step.as_on_gpus(config.train) if gpu else contextlib.nullcontext():
+        decided, _, shape = step.rehearsable(config, ranks.world, gpu)
         found = summary(step.take_step(decided, shape, ranks, all_micro_batches=True))
         with profiled() as watching:
             step.take_step(decided, shape, ranks, all_micro_batches=True)
