@@ -192,8 +192,7 @@ def _stamped(folder: Path, found: Beside) -> dict[str, list[int]]:
     return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)}
 
 
-main = Program("python -m drover.tools.weights", __doc__, add_options, work,
-               interrupted="Interrupted. The folder .partial keeps what is finished; the same command continues.")
+main = Program("python -m drover.tools.weights", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())
