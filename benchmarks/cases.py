@@ -70,7 +70,6 @@ class Bench:
     def __init__(self, tiny: bool) -> None:
         self.ranks = start_ranks()
         self.tiny, self.device, self.on_gpu = tiny, self.ranks.device, self.ranks.device.type == "cuda"
-        self.warm: tuple[str, Step, Row] | None = None
 
     def facts(self) -> Row:
         """Name, sizes and peak of the device."""
@@ -100,21 +99,17 @@ class Bench:
         return torch.cuda.memory_allocated(self.device) / whole if self.on_gpu else 0.0
 
     def run(self, case: Row, report: Callable[..., None]) -> None:
-        """Measure one case; every figure goes through `report(part, **figures)`. The step of a case that is `kept` is
-        still there when the case comes again."""
+        """Measure one case; every figure goes through `report(part, **figures)`."""
         # In the self-test torch.compile traces and splits as on a GPU, and generates no code.
         compiling = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")) if self.tiny \
             else nullcontext()
         with compiling, only_kernel(case["kernel"]) if "kernel" in case else nullcontext():
-            if not case.get("kept"):
-                self.fresh()
-            getattr(self, case.get("kind", "step"))(case, report)
-        if not case.get("kept"):
             self.fresh()
+            getattr(self, case.get("kind", "step"))(case, report)
+        self.fresh()
 
     def fresh(self) -> None:
         """Forget compiled code and free memory: what was measured before must not weigh on what comes."""
-        self.warm = None
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()
             dynamo.utils.counters.clear()
@@ -209,14 +204,11 @@ class Bench:
     def step(self, case: Row, report: Callable[..., None]) -> None:
         """Seconds of training steps after the first three, what compiling took and made, memory, and for GPUs the share
         of a step in which only collectives ran."""
-        if self.warm is None or self.warm[0] != case["name"]:
-            step, facts = self.prepared(case)
-            facts["first_step_s"] = self.seconds(step)
-            for _ in range(0 if self.tiny else 2):
-                step()
-            compiled_share()
-            self.warm = (case["name"], step, facts)
-        _, step, facts = self.warm
+        step, facts = self.prepared(case)
+        facts["first_step_s"] = self.seconds(step)
+        for _ in range(0 if self.tiny else 2):
+            step()
+        compiled_share()
         cpu, times = time.process_time(), [self.seconds(step) for _ in range(case.get("steps", 2 if self.tiny else 8))]
         facts = {**facts, "cpu_s": (time.process_time() - cpu) / len(times), **self.smi("clocks.sm", "power.draw"),
                  "compiled": compiled_share(), **compile_counts(), "memory_gb": memory_mb(self.device) / 1e3}

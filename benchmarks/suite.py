@@ -1,8 +1,10 @@
 """Cases in the order of their worth, each in worker processes: one that fails, hangs or takes a GPU down is a row that
-says so, and the rest go on. `gpu` (gpu.yaml): everything worth knowing of one GPU in nine minutes: products, attention,
-training steps. `layouts` (layouts.yaml): training steps at the layouts of the shipped recipes, on a node of eight GPUs
-or on several, beside what torchtitan published for the same:
+says so, and the rest go on. `train` (train.yaml): our engines and layouts on this machine's CPU beside transformers, at
+the shape of cpu.yaml, in processes of their own and by turns. `gpu` (gpu.yaml): everything worth knowing of one GPU in
+nine minutes: products, attention, training steps. `layouts` (layouts.yaml): training steps at the layouts of the
+shipped recipes, on a node of eight GPUs or on several, beside what torchtitan published for the same:
 
+    python -m benchmarks train
     python -m benchmarks gpu
     python -m benchmarks layouts                                # the GPUs of this machine
     srun -N 4 --ntasks-per-node 1 python -m benchmarks layouts  # 4 nodes, in an allocation of Slurm
@@ -31,7 +33,7 @@ from typing import Any
 import yaml
 
 from benchmarks.apart import Apart
-from benchmarks.measuring import Record, Row, positive
+from benchmarks.measuring import RATES, Record, Row, Taken, compared, positive, turns
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
@@ -60,6 +62,7 @@ SECTIONS = {
         "forward + backward ms": "{both_ms:.3f}", "TFLOP/s": "{tflops:.1f}",
         "difference from the first": "{difference:.1e}"})}
 """By kind of case: a title, and columns."""
+BESIDE = {**RATES, "TFLOP/s": "{tflops:.3f}", "peak memory GB": "{memory_gb:.3f}"}
 NOT_MEASURED = ("Not measured", {"": "{name}", "why": "{status}", "what was said": "{note}"})
 
 
@@ -72,8 +75,10 @@ def cases_of(name: str) -> list[Row]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what can be asked for."""
     add = parser.add_argument
-    add("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name contains one")
-    add("--minutes", type=float, help="time for everything (gpu: 9; layouts: all they take)")
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="cases of this name, or whose name contains it")
+    add("--minutes", type=float, help="time for everything (gpu: 9; others: all they take)")
+    add("--steps", type=positive, help="that are timed of each training case (train: 3; on a GPU 8)")
+    add("--threads", type=positive, default=2, help="of the CPU, shared by the ranks of a case of train (%(default)s)")
     add("--gpus", type=positive, help="of this node, for layouts (default: all it has)")
     add("--layers", type=positive, help="of Llama 3 8B on one GPU (default: by the card's memory)")
     add("--rehearse", action="store_true", help="layouts on fake tensors, without GPUs")
@@ -82,20 +87,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, record: Record) -> bool:
     """Measure the cases that the time allows; whether one failed that should not have."""
-    one = options.name == "gpu"
-    cases = [{"layers": options.layers, "number": number, **case} for number, case in enumerate(cases_of(options.name))
-             if any(part in case["name"] for part in options.only)
-             and not (one and options.self_test and not case.get("quick"))]
-    if not cases:
-        raise UserError(f"No case of {options.name} contains {' or '.join(options.only)}. They are: "
-                        f"{'; '.join(case['name'] for case in cases_of(options.name))}.")
-    gpus = 1 if one else options.gpus or (2 if options.self_test else 8 if options.rehearse else gpus_here())
-    if not (options.self_test or options.rehearse or gpus_here()):
+    name, cases = options.name, chosen(options)
+    gpus = 1 if name != "layouts" else options.gpus or (2 if options.self_test else 8 if options.rehearse
+                                                        else gpus_here())
+    if not (name == "train" or options.self_test or options.rehearse or gpus_here()):
         raise UserError("torch sees no GPU on this machine. --rehearse and --self-test need none.")
     suite = Suite(options, record, gpus)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        for case in cases:
+        for case in turns(cases, options.rounds):
             if options.rehearse:
                 suite.add(case, **rehearsed(case, gpus * max(suite.nodes, case.get("nodes", 1))))
             elif suite.nodes < case.get("nodes", 1):
@@ -106,7 +106,39 @@ def run(options: argparse.Namespace, record: Record) -> bool:
                 suite.measure(case)
     finally:
         suite.end()
-    return node() == 0 and (options.self_test or not one) and any(row["status"] not in GOOD for row in record.rows)
+    if name == "train":
+        record.add("Side by side", BESIDE, *side_by_side(suite.ok("step")))
+    strict = options.self_test or name != "gpu"
+    return node() == 0 and strict and any(row.get("status", "ok") not in GOOD for row in record.rows)
+
+
+def chosen(options: argparse.Namespace) -> list[Row]:
+    """The cases that are asked for; UserError where there are none."""
+    known = {case["name"]: {"number": number, **case} for number, case in enumerate(cases_of(options.name))}
+    names = set[str]()
+    for text in options.only:
+        names.update([text] if text in known else [name for name in known if text in name])
+    if not names:
+        raise UserError(f"No case of {options.name} contains {' or '.join(options.only)}. They are: "
+                        f"{'; '.join(known)}.")
+    given = {"layers": options.layers} | ({"steps": options.steps} if options.steps else {})
+    return [{**case, **given} for name, case in known.items() if name in names
+            and not (options.name == "gpu" and options.self_test and not case.get("quick"))]
+
+
+def side_by_side(rows: list[Row]) -> list[Row]:
+    """What the rounds of training steps on a CPU come to, beside transformers': of cases that were measured in all."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["name"], []).append(row)
+    rounds = max(map(len, found.values()), default=0)
+    taken = {name: [Taken(row["median_ms"] / 1e3, row["cpu_s"]) for row in own] for name, own in found.items()
+             if len(own) == rounds}
+    table = []
+    for row in compared(taken, rows[0]["tokens"], "tokens", "transformers") if taken else ():
+        last = found[row["name"]][-1]
+        table.append({**row, "tflops": row["rate"] * last["flops_full"] / 1e12, "memory_gb": last["memory_gb"]})
+    return table
 
 
 class Suite:
@@ -115,11 +147,13 @@ class Suite:
 
     def __init__(self, options: argparse.Namespace, record: Record, gpus: int) -> None:
         self.record, self.tiny, self.gpus = record, options.self_test, gpus
-        self.folder = options.out or Path(f"benchmarks/{options.name}-{datetime.now(UTC):%Y-%m-%d}")
+        self.threads = options.threads if options.name == "train" else 1 if self.tiny else None
+        self.apart = options.name == "train"  # each case in new processes: their memory is told
+        self.folder = options.out or Path(f"runs/benchmarks/{options.name}-{datetime.now(UTC):%Y-%m-%d}")
         self.folder.mkdir(parents=True, exist_ok=True)
         record.folder = self.folder if node() == 0 else None
         # Of srun; in an allocation without it, this node alone.
-        self.nodes = 1 if options.name == "gpu" else int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+        self.nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if options.name == "layouts" else 1
         minutes = options.minutes or (9 if options.name == "gpu" and not self.tiny else 24 * 60)
         self.until = time.monotonic() + 60 * minutes
         self.workers: Apart | None = None
@@ -135,7 +169,7 @@ class Suite:
     def measure(self, case: Row) -> None:
         """Measure one case, in the worker at hand or new ones; several ranks are always new."""
         limit, sound = 3 * case["seconds"] + 45 if "seconds" in case and not self.tiny else HANGS_S, True
-        until = time.monotonic() + min(limit, self.left())
+        until, several = time.monotonic() + min(limit, self.left()), case.get("ranks", self.gpus) * self.nodes > 1
         if self.workers is None:
             self.workers = self.started(case)
         self.workers.send(case)
@@ -147,7 +181,7 @@ class Suite:
                 self.add(case, **content)
                 # After an error of the device nothing works any more; after a lack of memory some may be lost.
                 sound = sound and content.get("status") not in ("failed", "oom")
-                if not sound and self.gpus * self.nodes > 1:  # the other ranks wait for this one
+                if not sound and several:  # the other ranks wait for this one
                     break
             elif kind == "end":
                 sound = sound and content < 0.1  # memory that was not given back would be missing in the next case
@@ -156,15 +190,17 @@ class Suite:
                 self.add(case, status="timeout" if kind == "late" else "failed", note=content)
                 sound = False
                 break
-        if not sound or self.gpus * self.nodes > 1:
+        if not sound or several or self.apart:
             self.end()
 
     def started(self, case: Row) -> Apart:
         """Start the ranks of this node."""
-        several = {"address": first_address(), "port": PORT + case["number"]} if self.nodes > 1 else {}
-        return Apart(work, self.tiny, 1 if self.tiny else None, ranks=self.gpus, node=node(), nodes=self.nodes,
-                     log=self.folder / f"node{node()}.log", **several,
-                     variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.tiny else None)
+        place = {"address": first_address(), "port": PORT + case["number"]} if self.nodes > 1 else {}
+        ranks = case.get("ranks", self.gpus)
+        threads = None if self.threads is None else max(1, self.threads // ranks)
+        return Apart(work, self.tiny, threads, ranks=ranks, node=node(), nodes=self.nodes,
+                     log=self.folder / f"node{node()}.log", **place,
+                     variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} if threads else None)
 
     def end(self) -> None:
         """Stop the workers."""
