@@ -137,7 +137,7 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer of a request that does not stream."""
-        texts, ends = list(self._asked.shown), [""] * len(self._counts)
+        texts, ends = [""] * len(self._counts), [""] * len(self._counts)
         told = [{key: list[Any]() for key in KEYS} if self._asked.tellings else None for _ in texts]
         async for number, piece, lists in self._pieces():
             texts[number] += piece.text
@@ -155,11 +155,9 @@ class Answer:
         begun: set[int] = set()
         try:
             async for number, piece, lists in self._pieces():
-                first = number not in begun
+                role = {} if number in begun else {"role": "assistant"}
                 begun.add(number)
-                text = self._asked.shown[number] + piece.text if first else piece.text
-                content = {"delta": {**({"role": "assistant"} if first else {}), "content": text}} if self._chat \
-                    else {"text": text}
+                content = {"delta": {**role, "content": piece.text}} if self._chat else {"text": piece.text}
                 yield _event({**head, "choices": [{"index": number, "logprobs": lists, "finish_reason": piece.end,
                                                    **content}]})
             if self._asked.include_usage:
@@ -175,8 +173,9 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece, Any], None]:
-        """(number, piece, what `logprobs` tells of it) as they come. ClientGoneError where nobody waits any more."""
-        left, looked_at = len(self._counts), time.monotonic()
+        """(number, piece, what `logprobs` tells of it) as they come; the first of each begins with what `echo` shows.
+        ClientGoneError where nobody waits any more."""
+        left, looked_at, shown = len(self._counts), time.monotonic(), [*self._asked.shown]
         try:
             while left:
                 piece: Piece | RefusedError | None = None
@@ -195,7 +194,9 @@ class Answer:
                     assert isinstance(number, int)
                     self._counts[number] = piece.tokens
                     left -= piece.end is not None
-                    yield number, piece, tellings[number].of(piece) if tellings else None
+                    lists = tellings[number].of(piece) if tellings else None
+                    yield number, replace(piece, text=shown[number] + piece.text), lists
+                    shown[number] = ""
         finally:
             self.close()
 

@@ -36,6 +36,7 @@ from drover.tools.verify.checks import (
     check_plan,
     check_seal,
     check_shard,
+    check_size,
     check_source,
     check_tensorboard,
 )
@@ -110,12 +111,12 @@ class Inventory(Findings):
                 f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
 
     def _sealed(self, path: Path, do: str, *, required: bool = False, passing: bool = False) -> None:
-        self.checks.append(Check(check_seal, (path, do, required), (path,), passing))
+        self.checks.append(Check(check_seal, (path, do, required), passing))
 
     def _file(self, folder: Path, record: dict[str, Any], do: str, *, passing: bool = False) -> None:
         file = Recorded(folder, record, do)
         self.recorded.add(file.path)
-        self.checks.append(Check(check_file, (file,), (file.path,), passing))
+        self.checks.append(Check(check_file, (file,), passing))
 
     def _stage(self, stage: str, folder: Path) -> None:
         """The manifest of a stage, what it and the markers of checkpoints name, and what else is in its folder."""
@@ -158,7 +159,7 @@ class Inventory(Findings):
             if "://" in record["path"]:
                 self.note(FAR, record["path"])
             elif self._chosen(record["name"]):
-                self.checks.append(Check(check_source, (record, stage), (Path(record["path"]),)))
+                self.checks.append(Check(check_source, (Path(record["path"]), record, stage)))
             else:
                 self.note(UNSAMPLED, record["path"])
 
@@ -193,12 +194,12 @@ class Inventory(Findings):
         elif parts[0] == SENT_NOTES:
             self.note(SENT, path)
         elif parts[0] == PACKING:
-            self.checks.append(Check(check_plan, (path,), (path,), passing=True))
+            self.checks.append(Check(check_plan, (path,), passing=True))
         elif name == PROGRESS or parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
             self.note(LOGS, path)
         elif parts[0] == UNITS and path.suffix == ".jsonl":
             do = f"Delete it: --stage {stage} does again what it needs"
-            self.checks.append(Check(check_ledger, (path, do), (path,), passing=True))
+            self.checks.append(Check(check_ledger, (path, do), passing=True))
         elif parts[0] == UNITS or (path.suffix == ".json" and len(parts) == 1):
             self._sealed(path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
                          f"Delete it: --stage {stage} writes what it needs of it", passing=True)
@@ -231,9 +232,9 @@ class Inventory(Findings):
             self.shards += len(there)
             if there and (self._chosen(name) or name in always):
                 self.shards_read += len(there)
-                self.checks.append(Check(check_shard, (text, token, vocabulary), tuple(side.path for side in there)))
+                self.checks.append(Check(check_shard, (text, token, vocabulary)))
             else:
-                self.checks += [Check(check_file, (side, False), (side.path,)) for side in there]
+                self.checks += [Check(check_size, (side,), counted=False) for side in there]
         if texts and tokens and len(of_text) != len(records):
             self.problem(tokens[0] / MANIFEST, f"it has {len(of_text):,} token shards of {len(records):,} text shards",
                          "Run --stage encode --force")
@@ -262,9 +263,9 @@ class Inventory(Findings):
             if name in reports:
                 self._file(self.folder, reports[name], "Delete it and run --stage report --force")
             elif first == "tensorboard":
-                self.checks.append(Check(check_tensorboard, (path,), (path,), passing=True))
+                self.checks.append(Check(check_tensorboard, (path,), passing=True))
             elif first == HASHES:
-                self.checks.append(Check(check_ledger, (path, "Delete it, if nothing runs"), (path,), passing=True))
+                self.checks.append(Check(check_ledger, (path, "Delete it, if nothing runs"), passing=True))
             elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
             elif first == "evaluations" or _set_aside(first):
