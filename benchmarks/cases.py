@@ -33,6 +33,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch, pack
+from drover.pipeline.formats.huggingface_config import config_to_json
 from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid, own
@@ -317,10 +318,13 @@ def fill(model: nn.Module, config: ModelConfig) -> None:
 def transformers_step(config: Config, device: torch.device, compiled: bool) -> Step:
     """A plain step of transformers: SDPA with plain causal attention, float32 weights (bf16 by autocast),
     cross-entropy, clipping, fused AdamW."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     shape, length = config.model, config.train.sequence_length
+    theirs = {**config_to_json(shape, torch.float32), "attn_implementation": "sdpa", "use_cache": False}
     torch.manual_seed(0)
     with device:
-        model = _transformers(shape, length).float().train()
+        model = LlamaForCausalLM(LlamaConfig(**theirs)).float().train()
     forward: Any = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = batch(shape, length, config.train.batch_tokens // length, seed=0)
@@ -336,17 +340,6 @@ def transformers_step(config: Config, device: torch.device, compiled: bool) -> S
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
     return step
-
-
-def _transformers(config: ModelConfig, length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    settings: dict[str, Any] = {
-        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "max_position_embeddings": length,
-        "tie_word_embeddings": config.tied_embeddings, "attn_implementation": "sdpa", "use_cache": False}
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
-    return model
 
 
 def exposed(kernels: Sequence[tuple[float, float, str]]) -> float | None:

@@ -8,7 +8,6 @@ shipped recipes, on a node of eight GPUs or on several, beside what torchtitan p
     python -m benchmarks gpu
     python -m benchmarks layouts                                # the GPUs of this machine
     srun -N 4 --ntasks-per-node 1 python -m benchmarks layouts  # 4 nodes, in an allocation of Slurm
-    python -m benchmarks layouts --rehearse                     # all of them on fake tensors, without a GPU (minutes)
     python -m benchmarks gpu --self-test                        # on the CPU, at its size; so with layouts, on two ranks
 
 MFU full counts 6 x matrix parameters + 12 x layers x width x length FLOP a token; causal: attention halved. Exposed:
@@ -39,7 +38,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 
-GOOD = ("ok", "missing", "not here", "rehearsed", "left out")
+GOOD = ("ok", "missing", "not here", "left out")
 """How a case may end in the self-test."""
 HANGS_S = 900.0
 """After so long a case hangs that does not say how long it takes; compiling takes most of it."""
@@ -81,24 +80,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=positive, default=2, help="of the CPU, shared by the ranks of a case of train (%(default)s)")
     add("--gpus", type=positive, help="of this node, for layouts (default: all it has)")
     add("--layers", type=positive, help="of Llama 3 8B on one GPU (default: by the card's memory)")
-    add("--rehearse", action="store_true", help="layouts on fake tensors, without GPUs")
     add("--self-test", action="store_true", help="on the CPU, at its size; fails if a case fails for no good reason")
 
 
 def run(options: argparse.Namespace, record: Record) -> bool:
     """Measure the cases that the time allows; whether one failed that should not have."""
     name, cases = options.name, chosen(options)
-    gpus = 1 if name != "layouts" else options.gpus or (2 if options.self_test else 8 if options.rehearse
-                                                        else gpus_here())
-    if not (name == "train" or options.self_test or options.rehearse or gpus_here()):
-        raise UserError("torch sees no GPU on this machine. --rehearse and --self-test need none.")
+    gpus = 1 if name != "layouts" else options.gpus or (2 if options.self_test else gpus_here())
+    if not (name == "train" or options.self_test or gpus_here()):
+        raise UserError("torch sees no GPU on this machine. --self-test needs none; drover rehearse tells what memory "
+                        "a layout needs.")
     suite = Suite(options, record, gpus)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for case in turns(cases, options.rounds):
-            if options.rehearse:
-                suite.add(case, **rehearsed(case, gpus * max(suite.nodes, case.get("nodes", 1))))
-            elif suite.nodes < case.get("nodes", 1):
+            if suite.nodes < case.get("nodes", 1):
                 suite.add(case, status="left out", note=f"needs {case['nodes']} nodes")
             elif suite.left() < (0 if options.self_test else case.get("seconds", 0) + 5):
                 suite.add(case, status="skipped", note=f"{suite.left():.0f} s left, {case['seconds']} expected")
@@ -214,7 +210,7 @@ class Suite:
         row = {"name": case["name"] + (f": {part}" if part else ""), "case": case["name"], "kind": kind, "status": "ok",
                "published": None if self.tiny else case.get("published"), **figures}
         peak = max((one["tflops"] for one in self.ok("matrix")), default=None)
-        title, columns = SECTIONS[kind] if row["status"] in ("ok", "rehearsed") else NOT_MEASURED
+        title, columns = SECTIONS[kind] if row["status"] == "ok" else NOT_MEASURED
         self.record.add(title, columns, derived(row, self.record.facts.get("datasheet_tflops"), peak))
 
 
@@ -286,19 +282,6 @@ def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
             pipe.send(("row", classify(error, bench.on_gpu)))
         if speaks:
             pipe.send(("end", bench.used_share()))
-
-
-def rehearsed(case: Row, gpus: int) -> Row:
-    """A layout on fake tensors: its peak of memory, or why it cannot be."""
-    from drover.pipeline.rehearsal.apart import rehearse_apart
-    from drover.pipeline.rehearsal.report import ends_and_middle, fullest
-
-    try:
-        config = config_of(case, gpus)
-        most = fullest(rehearse_apart(config, gpus, ends_and_middle(config, gpus)))
-    except UserError as error:
-        return {"status": "failed", "note": str(error)}
-    return {"status": "rehearsed", "gpus": gpus, "memory_gb": most.peak.bytes / 1e9}
 
 
 def node() -> int:

@@ -130,15 +130,15 @@ class Answer:
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12), "object": kind,
                       "created": int(time.time()), "model": model}
-        self._counts = [0] * len(asked.texts)
-        self._job = Job(asked.texts)
+        self._counts = [0] * len(asked.choices)
+        self._job = Job([(choice.prompt, choice.sampling) for choice in asked.choices])
         worker.submit(self._job)
         self.close = lambda: worker.cancel(self._job)
 
     async def whole(self) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         texts, ends = [""] * len(self._counts), [""] * len(self._counts)
-        told = [{key: list[Any]() for key in KEYS} if self._asked.tellings else None for _ in texts]
+        told = [{key: list[Any]() for key in KEYS} if choice.telling else None for choice in self._asked.choices]
         async for number, piece, lists in self._pieces():
             texts[number] += piece.text
             ends[number] = piece.end or ""
@@ -175,7 +175,8 @@ class Answer:
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece, Any], None]:
         """(number, piece, what `logprobs` tells of it) as they come; the first of each begins with what `echo` shows.
         ClientGoneError where nobody waits any more."""
-        left, looked_at, shown = len(self._counts), time.monotonic(), [*self._asked.shown]
+        left, looked_at = len(self._counts), time.monotonic()
+        shown = [choice.shown for choice in self._asked.choices]
         try:
             while left:
                 piece: Piece | RefusedError | None = None
@@ -190,11 +191,12 @@ class Answer:
                 if piece is not None:
                     if self._asked.silent:
                         piece = replace(piece, text="", tokens=0, end="length", scores=())
-                    number, tellings = piece.key, self._asked.tellings
+                    number = piece.key
                     assert isinstance(number, int)
+                    telling = self._asked.choices[number].telling
                     self._counts[number] = piece.tokens
                     left -= piece.end is not None
-                    lists = tellings[number].of(piece) if tellings else None
+                    lists = telling.of(piece) if telling else None
                     yield number, replace(piece, text=shown[number] + piece.text), lists
                     shown[number] = ""
         finally:

@@ -17,7 +17,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import parsed_json
 from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
-from drover.tools.serving.worker import RefusedError, Text
+from drover.tools.serving.worker import RefusedError
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 5
 """OpenAI's limits for n and logprobs."""
@@ -89,21 +89,29 @@ class AskedChat(Common):
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A text to be written: the prompt and how it is continued, what is shown before it (`echo`), and what `logprobs`
+    tells of it, where they are asked for."""
+
+    prompt: list[int]
+    sampling: Sampling
+    shown: str
+    telling: Telling | None
+
+
+@dataclass(frozen=True)
 class Asked:
     """A request that can be served.
 
-    texts: an entry a choice. shown: the text that each choice begins with (`echo`). silent: nothing new is wanted
-    (`max_tokens: 0`): the one token that a text gets is not told. prompt_tokens: of the different prompts together.
-    tellings: of each choice, where `logprobs` asks for them.
+    silent: nothing new is wanted (`max_tokens: 0`): the one token that a text gets is not told. prompt_tokens: of the
+    different prompts together.
     """
 
-    texts: list[Text]
-    shown: list[str]
+    choices: list[Choice]
     silent: bool
     stream: bool
     include_usage: bool
     prompt_tokens: int
-    tellings: list[Telling] | None
 
 
 Form = TypeVar("Form", AskedCompletion, AskedChat)
@@ -199,13 +207,14 @@ class Reader:
                 raise RefusedError(f"The prompt has {len(ids)} tokens; with max_tokens {max_tokens} that exceeds the "
                                    f"model's context of {context}. Shorten it, or ask for fewer tokens.",
                                    code="context_length_exceeded", param="max_tokens")
-        choices = [choice for choice in zip(prompts, texts if asked.echo else [""] * len(texts), strict=True)
-                   for _ in range(asked.n)]
-        return Asked([Text(ids, replace(sampling, seed=(seed + number) % 2**63))
-                      for number, (ids, _) in enumerate(choices)], [text for _, text in choices], max_tokens == 0,
-                     asked.stream, bool(asked.stream_options.get("include_usage")), sum(map(len, prompts)),
-                     None if asked.logprobs is None else [Telling(self.opened, ids if asked.echo else [], text)
-                                                          for ids, text in choices])
+        choices = list[Choice]()
+        for ids, text in zip(prompts, texts, strict=True):
+            shown, told = (text, ids) if asked.echo else ("", [])
+            choices += [Choice(ids, replace(sampling, seed=(seed + len(choices) + number) % 2**63), shown,
+                               None if asked.logprobs is None else Telling(self.opened, told, shown))
+                        for number in range(asked.n)]
+        return Asked(choices, max_tokens == 0, asked.stream, bool(asked.stream_options.get("include_usage")),
+                     sum(map(len, prompts)))
 
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(readable_bytes(self.opened), ids)).decode("utf-8", errors="replace")
