@@ -17,8 +17,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Generator[Result]:
+def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int,
+             at_once: int = 1) -> Generator[Result]:
     """`function` of each item, in their order; one process works in place. Who has seen enough closes the iterator.
+    at_once: how many items a process is given together.
 
     Raises:
         UserError: what `function` raises, or a process was killed.
@@ -29,7 +31,7 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], processe
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=end_with_parent,
                                initargs=(os.getpid(),))
     try:
-        yield from pool.map(function, items)
+        yield from pool.map(function, items, chunksize=at_once)
     except BrokenProcessPool:
         raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Run the "
                         "command again with fewer --processes.") from None
