@@ -1,5 +1,5 @@
-"""What a worker measures on its device: products, attention, and training steps: ours as training takes them, over any
-number of ranks, and those of transformers at the same shape."""
+"""What a worker measures on its device: products, and training steps: ours as training takes them, over any number of
+ranks, and those of transformers at the same shape."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import Row
 from benchmarks.suite import config_of
-from drover.model.attention import BACKENDS
-from drover.model.attention.backend import Documents, Where
-from drover.model.attention.choosing import choose
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
@@ -39,7 +35,7 @@ from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.parallel.ranks import start_ranks
-from drover.pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
+from drover.pipeline.training.device_facts import memory_mb, peak_flops
 from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.guards import StepLimits
 
@@ -51,14 +47,10 @@ Step = Callable[[], float]
 """Takes a step; returns its loss, which is on the host then."""
 
 
-class NotHereError(Exception):
-    """This device or version of a library cannot do it: a fact, not a fault."""
-
-
 def classify(error: BaseException, on_gpu: bool) -> Row:
     """Status and note of a failure: missing, not here, oom or failed."""
     text = f"{type(error).__name__}: {error}"
-    unsupported = isinstance(error, NotHereError) or "No available kernel" in text or "No viable backend" in text
+    unsupported = "No available kernel" in text or "No viable backend" in text
     status = ("missing" if isinstance(error, ImportError) else
               "oom" if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text else
               "not here" if unsupported or (not on_gpu and isinstance(error, NotImplementedError)) else "failed")
@@ -143,64 +135,12 @@ class Bench:
         """Draw a bf16 tensor."""
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16, requires_grad=grad)
 
-    def attempt(self, report: Callable[..., None], part: str, action: Callable[[], Row]) -> None:
-        """Report what `action` finds, or why it could not."""
-        try:
-            report(part, **action())
-        except Exception as error:  # noqa: BLE001 - each measurement stands alone; the row says what happened
-            report(part, **classify(error, self.on_gpu))
-
     def matrix(self, case: Row, report: Callable[..., None]) -> None:
         """Products of bf16 matrices at shapes that occur in Llamas: what the device can do at its best."""
         for rows, inner, columns in [[64, 64, 64]] if self.tiny else case["shapes"]:
             left, right, out = self.random(rows, inner), self.random(columns, inner), self.random(rows, columns)
             seconds = self.median(partial(torch.mm, left, right.t(), out=out))
             report(f"{rows} x {inner} x {columns}", tflops=2e-12 * rows * inner * columns / seconds)
-
-    def attention(self, case: Row, report: Callable[..., None]) -> None:
-        """One layer's attention, each way of computing it: forward, and with backward, for one sequence.
-
-        TFLOP/s are nominal: half of full attention, inside documents too, whatever a kernel really computes.
-        """
-        config, length = (whole := config_of(case, 1, self.tiny)).model, whole.train.sequence_length
-        torch.manual_seed(0)
-        q, k, v = (self.random(1, length, heads, config.head_width, grad=True)
-                   for heads in (config.heads, config.kv_heads, config.kv_heads))
-        upstream, reference = torch.randn_like(q), list[Tensor]()  # what the first way gave: the others must agree
-
-        def measure(run: Callable[[], Tensor]) -> Row:
-            with torch.no_grad():
-                out = run().float()
-                reference.append(out)
-                forward_s = self.median(run)
-            both_s = self.median(lambda: run().backward(upstream))
-            return {"forward_ms": 1e3 * forward_s, "both_ms": 1e3 * both_s,
-                    "difference": float((out - reference[0]).norm() / reference[0].norm()),
-                    "tflops": 6e-12 * config.heads * config.head_width * length**2 / both_s}
-
-        def causal(kernel: str | None = None) -> Tensor:
-            with sdpa_kernel(KERNELS[kernel]) if kernel else nullcontext():
-                return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                                                      is_causal=True, enable_gqa=True).transpose(1, 2)
-
-        def by(name: str) -> Row:
-            starts = begins(length)
-            marks = torch.zeros(1, length, dtype=torch.int32)
-            marks[0, starts[1:]] = 1
-            documents = Documents(marks.cumsum(1, dtype=torch.int32).to(self.device),
-                                  np.diff([*starts, length]).tolist())
-            try:
-                backend = choose(name, Where(self.device, q.dtype, False, config.head_width)).backend
-            except ValueError as error:
-                raise NotHereError(str(error)) from error
-            prepared = backend.prepare(documents, q.dtype)
-            prepare_s = self.median(lambda: backend.prepare(documents, q.dtype))
-            return {**measure(lambda: backend.attend(q, k, v, prepared)), "prepare_ms": 1e3 * prepare_s}
-        for kernel in (None, *KERNELS):
-            self.attempt(report, f"causal, {kernel or 'the default'}", partial(measure, partial(causal, kernel)))
-        reference.clear()
-        for name in BACKENDS:
-            self.attempt(report, f"documents, {name}", partial(by, name))
 
     def step(self, case: Row, report: Callable[..., None]) -> None:
         """Seconds of training steps after the first three, what compiling took and made, memory, and for GPUs the share
@@ -212,7 +152,7 @@ class Bench:
         compiled_share()
         cpu, times = time.process_time(), [self.seconds(step) for _ in range(case.get("steps", 2 if self.tiny else 8))]
         facts = {**facts, "cpu_s": (time.process_time() - cpu) / len(times), **self.smi("clocks.sm", "power.draw"),
-                 "compiled": compiled_share(), **compile_counts(), "memory_gb": memory_mb(self.device) / 1e3}
+                 "compiled": compiled_share(), "memory_gb": memory_mb(self.device) / 1e3}
         if self.on_gpu and self.ranks.world > 1:
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 step()
@@ -351,14 +291,3 @@ def exposed(kernels: Sequence[tuple[float, float, str]]) -> float | None:
         running[collective] += change
         alone += (until - at) * (running[True] > 0 and not running[False])
     return alone / (edges[-1][0] - edges[0][0]) if edges else None
-
-
-def compile_counts() -> Row:
-    """What torch.compile has made since `Bench.fresh`: graphs, breaks, recompilations, finds in inductor's cache."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None or not compiled_graphs():
-        return {"graphs": 0}
-    seen: list[Any] = getattr(dynamo, "get_compilation_metrics", list)()
-    return {"graphs": compiled_graphs(), "breaks": sum(dynamo.counters["graph_break"].values()),
-            "recompilations": sum(1 for one in seen if getattr(one, "recompile_reason", None)),
-            "cache_hits": int(dynamo.counters["inductor"]["fxgraph_cache_hit"])}

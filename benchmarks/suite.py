@@ -1,7 +1,7 @@
 """Cases in the order of their worth, each in worker processes: one that fails, hangs or takes a GPU down is a row that
 says so, and the rest go on. `train` (train.yaml): our engines and layouts on this machine's CPU beside transformers, at
 the shape of cpu.yaml, in processes of their own and by turns. `gpu` (gpu.yaml): everything worth knowing of one GPU in
-nine minutes: products, attention, training steps. `layouts` (layouts.yaml): training steps at the layouts of the
+nine minutes: products, training steps. `layouts` (layouts.yaml): training steps at the layouts of the
 shipped recipes, on a node of eight GPUs or on several, beside what torchtitan published for the same:
 
     python -m benchmarks train
@@ -53,13 +53,8 @@ SECTIONS = {
         "MFU causal": "{mfu_causal:.1%}", "of the measured peak": "{of_peak_full:.1%}",
         "step ms, median (min - max)": "{median_ms:.1f} ({min_ms:.1f} - {max_ms:.1f})", "peak GB": "{memory_gb:.1f}",
         "first step, more by s": "{compile_s:.1f}", "compiled": "{compiled:.0%}", "exposed": "{exposed:.1%}",
-        "graphs": "{graphs}", "breaks": "{breaks}", "recompiled": "{recompilations}", "cached": "{cache_hits}",
         "clock": "{clocks_sm}", "power": "{power_draw}"}),
-    "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}"}),
-    "attention": ("One layer's attention, one sequence", {
-        "": "{name}", "prepare ms": "{prepare_ms:.3f}", "forward ms": "{forward_ms:.3f}",
-        "forward + backward ms": "{both_ms:.3f}", "TFLOP/s": "{tflops:.1f}",
-        "difference from the first": "{difference:.1e}"})}
+    "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}"})}
 """By kind of case: a title, and columns."""
 BESIDE = {**RATES, "TFLOP/s": "{tflops:.3f}", "peak memory GB": "{memory_gb:.3f}"}
 NOT_MEASURED = ("Not measured", {"": "{name}", "why": "{status}", "what was said": "{note}"})
