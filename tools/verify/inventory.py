@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -84,7 +84,7 @@ class Inventory(Findings):
         """All checks."""
         self.share, config = share, self.folder / "config.yaml"
         self._sealed(config, "Put it back from a copy, or run a stage of this run again with the configuration that it "
-                             "was given, which writes it", required=True)
+                             "was given, which writes it")
         run = None
         try:
             run = run_in(self.folder)
@@ -110,8 +110,13 @@ class Inventory(Findings):
         return [*told, *(f"WRONG  {problem}" for problem in self.problems),
                 f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
 
-    def _sealed(self, path: Path, do: str, *, required: bool = False, passing: bool = False) -> None:
-        self.checks.append(Check(check_seal, (path, do, required), passing))
+    def _sealed(self, path: Path, do: str, *, passing: bool = False) -> None:
+        """A record that has to have its seal."""
+        self.checks.append(Check(check_seal, (path, do, True), passing))
+
+    def _passing(self, function: Callable[..., None], path: Path, *given: str) -> None:
+        """A file that a run at work may remove."""
+        self.checks.append(Check(function, (path, *given), passing=True))
 
     def _file(self, folder: Path, record: dict[str, Any], do: str, *, passing: bool = False) -> None:
         file = Recorded(folder, record, do)
@@ -125,7 +130,7 @@ class Inventory(Findings):
         path, damaged, finished = folder / MANIFEST, False, False
         if path.exists():
             do = f"Put it back from a copy, or run --stage {stage} --force"
-            self._sealed(path, do, required=True)
+            self._sealed(path, do)
             try:
                 damaged = seal_of(path) != "sealed"
                 manifest = None if damaged else read_manifest(folder)
@@ -169,7 +174,7 @@ class Inventory(Findings):
         if path in self.recorded or not path.is_file():
             return
         self.recorded.add(path)
-        self._sealed(path, _CHECKPOINT, required=True, passing=True)
+        self._sealed(path, _CHECKPOINT, passing=True)
         try:
             marker = whole_marker(folder) if seal_of(path) == "sealed" else None
         except (OSError, UserError):
@@ -194,15 +199,14 @@ class Inventory(Findings):
         elif parts[0] == SENT_NOTES:
             self.note(SENT, path)
         elif parts[0] == PACKING:
-            self.checks.append(Check(check_plan, (path,), passing=True))
+            self._passing(check_plan, path)
         elif name == PROGRESS or parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
             self.note(LOGS, path)
         elif parts[0] == UNITS and path.suffix == ".jsonl":
-            do = f"Delete it: --stage {stage} does again what it needs"
-            self.checks.append(Check(check_ledger, (path, do), passing=True))
+            self._passing(check_ledger, path, f"Delete it: --stage {stage} does again what it needs")
         elif parts[0] == UNITS or (path.suffix == ".json" and len(parts) == 1):
-            self._sealed(path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
-                         f"Delete it: --stage {stage} writes what it needs of it", passing=True)
+            self._passing(check_seal, path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
+                          f"Delete it: --stage {stage} writes what it needs of it")
         elif unfinished or name in _OPEN:
             self.note(unfinished or LOGS, path)
         else:
@@ -263,15 +267,15 @@ class Inventory(Findings):
             if name in reports:
                 self._file(self.folder, reports[name], "Delete it and run --stage report --force")
             elif first == "tensorboard":
-                self.checks.append(Check(check_tensorboard, (path,), passing=True))
+                self._passing(check_tensorboard, path)
             elif first == HASHES:
-                self.checks.append(Check(check_ledger, (path, "Delete it, if nothing runs"), passing=True))
+                self._passing(check_ledger, path, "Delete it, if nothing runs")
             elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
             elif first == "evaluations" or _set_aside(first):
                 self.note(ELSEWHERE if first == "evaluations" else ASIDE, path)
             elif path.suffix == ".json":
-                self._sealed(path, "Delete it, if nothing runs", passing=True)
+                self._passing(check_seal, path, "Delete it, if nothing runs")
             else:
                 self.note(OTHERS, path)
 
