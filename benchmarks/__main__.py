@@ -1,8 +1,7 @@
 """Measure Drover on this machine.
 
     python -m benchmarks train        a training step on the CPU, beside transformers
-    python -m benchmarks generate     one text, beside transformers' generate
-    python -m benchmarks data         shard, encode and the loader, beside datatrove
+    python -m benchmarks data         shard and encode, beside datatrove
     python -m benchmarks gpu          everything worth knowing of one GPU, in nine minutes
     python -m benchmarks layouts      training steps at the layouts of the recipes, on nodes of eight GPUs
 
@@ -21,7 +20,9 @@ from pathlib import Path
 from benchmarks.measuring import Record, positive
 from drover.pipeline.core.command_line import Parser, Program
 
-MODULES = {name: name for name in ("train", "generate", "data")} | {"gpu": "suite", "layouts": "suite"}
+MODULES = {"train": "suite", "data": "data", "gpu": "suite", "layouts": "suite"}
+ROUNDS = {"train": 5, "data": 5}
+"""Of what is compared by turns; others are measured once."""
 
 
 def add_options(parser: Parser) -> None:
@@ -31,7 +32,8 @@ def add_options(parser: Parser) -> None:
         module = import_module(f"benchmarks.{file}")
         one = parsers.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         one.add_argument("--out", type=Path, metavar="FOLDER", help="write results.json and results.md there")
-        one.add_argument("--rounds", type=positive, default=5, help="measurements of each (%(default)s)")
+        one.add_argument("--rounds", type=positive, default=ROUNDS.get(name, 1),
+                         help="measurements of each (%(default)s)")
         module.add_options(one)
 
 

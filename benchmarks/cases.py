@@ -1,5 +1,5 @@
-"""What a worker measures on its device: products, attention, and training steps: ours as training takes them, over any
-number of ranks, and those of transformers at the same shape."""
+"""What a worker measures on its device: products, and training steps: ours as training takes them, over any number of
+ranks, and those of transformers at the same shape."""
 
 from __future__ import annotations
 
@@ -19,26 +19,23 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import Row
 from benchmarks.suite import config_of
-from drover.model.attention import BACKENDS
-from drover.model.attention.backend import Documents, Where
-from drover.model.attention.choosing import choose
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch, pack
+from drover.pipeline.formats.huggingface_config import config_to_json
 from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.parallel.ranks import start_ranks
-from drover.pipeline.training.device_facts import compiled_graphs, memory_mb, peak_flops
+from drover.pipeline.training.device_facts import memory_mb, peak_flops
 from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.guards import StepLimits
 
@@ -50,14 +47,10 @@ Step = Callable[[], float]
 """Takes a step; returns its loss, which is on the host then."""
 
 
-class NotHereError(Exception):
-    """This device or version of a library cannot do it: a fact, not a fault."""
-
-
 def classify(error: BaseException, on_gpu: bool) -> Row:
     """Status and note of a failure: missing, not here, oom or failed."""
     text = f"{type(error).__name__}: {error}"
-    unsupported = isinstance(error, NotHereError) or "No available kernel" in text or "No viable backend" in text
+    unsupported = "No available kernel" in text or "No viable backend" in text
     status = ("missing" if isinstance(error, ImportError) else
               "oom" if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text else
               "not here" if unsupported or (not on_gpu and isinstance(error, NotImplementedError)) else "failed")
@@ -70,7 +63,6 @@ class Bench:
     def __init__(self, tiny: bool) -> None:
         self.ranks = start_ranks()
         self.tiny, self.device, self.on_gpu = tiny, self.ranks.device, self.ranks.device.type == "cuda"
-        self.warm: tuple[str, Step, Row] | None = None
 
     def facts(self) -> Row:
         """Name, sizes and peak of the device."""
@@ -100,21 +92,17 @@ class Bench:
         return torch.cuda.memory_allocated(self.device) / whole if self.on_gpu else 0.0
 
     def run(self, case: Row, report: Callable[..., None]) -> None:
-        """Measure one case; every figure goes through `report(part, **figures)`. The step of a case that is `kept` is
-        still there when the case comes again."""
+        """Measure one case; every figure goes through `report(part, **figures)`."""
         # In the self-test torch.compile traces and splits as on a GPU, and generates no code.
         compiling = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")) if self.tiny \
             else nullcontext()
         with compiling, only_kernel(case["kernel"]) if "kernel" in case else nullcontext():
-            if not case.get("kept"):
-                self.fresh()
-            getattr(self, case.get("kind", "step"))(case, report)
-        if not case.get("kept"):
             self.fresh()
+            getattr(self, case.get("kind", "step"))(case, report)
+        self.fresh()
 
     def fresh(self) -> None:
         """Forget compiled code and free memory: what was measured before must not weigh on what comes."""
-        self.warm = None
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()
             dynamo.utils.counters.clear()
@@ -147,13 +135,6 @@ class Bench:
         """Draw a bf16 tensor."""
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16, requires_grad=grad)
 
-    def attempt(self, report: Callable[..., None], part: str, action: Callable[[], Row]) -> None:
-        """Report what `action` finds, or why it could not."""
-        try:
-            report(part, **action())
-        except Exception as error:  # noqa: BLE001 - each measurement stands alone; the row says what happened
-            report(part, **classify(error, self.on_gpu))
-
     def matrix(self, case: Row, report: Callable[..., None]) -> None:
         """Products of bf16 matrices at shapes that occur in Llamas: what the device can do at its best."""
         for rows, inner, columns in [[64, 64, 64]] if self.tiny else case["shapes"]:
@@ -161,65 +142,17 @@ class Bench:
             seconds = self.median(partial(torch.mm, left, right.t(), out=out))
             report(f"{rows} x {inner} x {columns}", tflops=2e-12 * rows * inner * columns / seconds)
 
-    def attention(self, case: Row, report: Callable[..., None]) -> None:
-        """One layer's attention, each way of computing it: forward, and with backward, for one sequence.
-
-        TFLOP/s are nominal: half of full attention, inside documents too, whatever a kernel really computes.
-        """
-        config, length = (whole := config_of(case, 1, self.tiny)).model, whole.train.sequence_length
-        torch.manual_seed(0)
-        q, k, v = (self.random(1, length, heads, config.head_width, grad=True)
-                   for heads in (config.heads, config.kv_heads, config.kv_heads))
-        upstream, reference = torch.randn_like(q), list[Tensor]()  # what the first way gave: the others must agree
-
-        def measure(run: Callable[[], Tensor]) -> Row:
-            with torch.no_grad():
-                out = run().float()
-                reference.append(out)
-                forward_s = self.median(run)
-            both_s = self.median(lambda: run().backward(upstream))
-            return {"forward_ms": 1e3 * forward_s, "both_ms": 1e3 * both_s,
-                    "difference": float((out - reference[0]).norm() / reference[0].norm()),
-                    "tflops": 6e-12 * config.heads * config.head_width * length**2 / both_s}
-
-        def causal(kernel: str | None = None) -> Tensor:
-            with sdpa_kernel(KERNELS[kernel]) if kernel else nullcontext():
-                return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                                                      is_causal=True, enable_gqa=True).transpose(1, 2)
-
-        def by(name: str) -> Row:
-            starts = begins(length)
-            marks = torch.zeros(1, length, dtype=torch.int32)
-            marks[0, starts[1:]] = 1
-            documents = Documents(marks.cumsum(1, dtype=torch.int32).to(self.device),
-                                  np.diff([*starts, length]).tolist())
-            try:
-                backend = choose(name, Where(self.device, q.dtype, False, config.head_width)).backend
-            except ValueError as error:
-                raise NotHereError(str(error)) from error
-            prepared = backend.prepare(documents, q.dtype)
-            prepare_s = self.median(lambda: backend.prepare(documents, q.dtype))
-            return {**measure(lambda: backend.attend(q, k, v, prepared)), "prepare_ms": 1e3 * prepare_s}
-        for kernel in (None, *KERNELS):
-            self.attempt(report, f"causal, {kernel or 'the default'}", partial(measure, partial(causal, kernel)))
-        reference.clear()
-        for name in BACKENDS:
-            self.attempt(report, f"documents, {name}", partial(by, name))
-
     def step(self, case: Row, report: Callable[..., None]) -> None:
         """Seconds of training steps after the first three, what compiling took and made, memory, and for GPUs the share
         of a step in which only collectives ran."""
-        if self.warm is None or self.warm[0] != case["name"]:
-            step, facts = self.prepared(case)
-            facts["first_step_s"] = self.seconds(step)
-            for _ in range(0 if self.tiny else 2):
-                step()
-            compiled_share()
-            self.warm = (case["name"], step, facts)
-        _, step, facts = self.warm
+        step, facts = self.prepared(case)
+        facts["first_step_s"] = self.seconds(step)
+        for _ in range(0 if self.tiny else 2):
+            step()
+        compiled_share()
         cpu, times = time.process_time(), [self.seconds(step) for _ in range(case.get("steps", 2 if self.tiny else 8))]
         facts = {**facts, "cpu_s": (time.process_time() - cpu) / len(times), **self.smi("clocks.sm", "power.draw"),
-                 "compiled": compiled_share(), **compile_counts(), "memory_gb": memory_mb(self.device) / 1e3}
+                 "compiled": compiled_share(), "memory_gb": memory_mb(self.device) / 1e3}
         if self.on_gpu and self.ranks.world > 1:
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 step()
@@ -325,10 +258,13 @@ def fill(model: nn.Module, config: ModelConfig) -> None:
 def transformers_step(config: Config, device: torch.device, compiled: bool) -> Step:
     """A plain step of transformers: SDPA with plain causal attention, float32 weights (bf16 by autocast),
     cross-entropy, clipping, fused AdamW."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     shape, length = config.model, config.train.sequence_length
+    theirs = {**config_to_json(shape, torch.float32), "attn_implementation": "sdpa", "use_cache": False}
     torch.manual_seed(0)
     with device:
-        model = _transformers(shape, length).float().train()
+        model = LlamaForCausalLM(LlamaConfig(**theirs)).float().train()
     forward: Any = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = batch(shape, length, config.train.batch_tokens // length, seed=0)
@@ -346,17 +282,6 @@ def transformers_step(config: Config, device: torch.device, compiled: bool) -> S
     return step
 
 
-def _transformers(config: ModelConfig, length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    settings: dict[str, Any] = {
-        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "max_position_embeddings": length,
-        "tie_word_embeddings": config.tied_embeddings, "attn_implementation": "sdpa", "use_cache": False}
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
-    return model
-
-
 def exposed(kernels: Sequence[tuple[float, float, str]]) -> float | None:
     """The share of the time in which collectives ran and nothing else did. kernels: (begin, end, name) of a device."""
     edges = sorted((at, change, name.startswith(("nccl", "rccl")))
@@ -366,14 +291,3 @@ def exposed(kernels: Sequence[tuple[float, float, str]]) -> float | None:
         running[collective] += change
         alone += (until - at) * (running[True] > 0 and not running[False])
     return alone / (edges[-1][0] - edges[0][0]) if edges else None
-
-
-def compile_counts() -> Row:
-    """What torch.compile has made since `Bench.fresh`: graphs, breaks, recompilations, finds in inductor's cache."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None or not compiled_graphs():
-        return {"graphs": 0}
-    seen: list[Any] = getattr(dynamo, "get_compilation_metrics", list)()
-    return {"graphs": compiled_graphs(), "breaks": sum(dynamo.counters["graph_break"].values()),
-            "recompilations": sum(1 for one in seen if getattr(one, "recompile_reason", None)),
-            "cache_hits": int(dynamo.counters["inductor"]["fxgraph_cache_hit"])}

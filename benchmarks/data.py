@@ -1,8 +1,8 @@
 """How fast text becomes tokens, beside datatrove, in one run.
 
 Sections: encode (the stage with each encoder, and datatrove's DocumentTokenizer with the same tokenizer.json; two
-processes each), shard (the stage with one process and with two), loader (training's batches beside rows of a mapped
-file, by one thread). Stages are commands: the start counts. Without datatrove its rows are missing.
+processes each), shard (the stage with one process and with two). Stages are commands: the start counts. Without
+datatrove its rows are missing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.measuring import (
     RATES,
-    Contender,
     Record,
     Row,
+    Taken,
     alternated,
     command,
     compared,
@@ -87,7 +87,7 @@ def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace
     bpe = ("tokenizer.kind=bpe", f"tokenizer.vocab_size={options.vocab}", f"tokenizer.train_mb={min(mb, 8)}")
     ready = ("tokenizer.kind=huggingface", f"tokenizer.path={place}/ranks/tokenizer/hf")
     kinds = {"ranks": ("tiktoken ranks", bpe), "json": ("tokenizer.json", ready)}
-    contenders: dict[str, Contender] = {}
+    contenders: dict[str, Callable[[], Taken]] = {}
     for name, (about, settings) in kinds.items():
         for stage in ("shard", "tokenizer"):
             command(_stage(stage, texts, place, name, *settings))

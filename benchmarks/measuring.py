@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drover.pipeline.core.console import markdown
 from drover.pipeline.core.files import write_json, write_text
@@ -23,6 +23,7 @@ from drover.pipeline.core.files import write_json, write_text
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")
 """Whose versions are recorded, as far as they are installed."""
+T = TypeVar("T")
 Row = dict[str, Any]
 """A measurement: `name`, and `rate` where more is better; other figures by name."""
 RATES = {"": "{name}", "{unit}/s": "{rate:,.2f}", "{unit}/s of the processor": "{cpu_rate:,.2f}",
@@ -39,18 +40,6 @@ class Taken:
     cpu: float
 
 
-Contender = Callable[[], Taken]
-
-
-def timed(work: Callable[[], Any]) -> Contender:
-    """Measure a function of this process."""
-    def measure() -> Taken:
-        began, cpu = time.perf_counter(), time.process_time()
-        work()
-        return Taken(time.perf_counter() - began, time.process_time() - cpu)
-    return measure
-
-
 def command(arguments: Sequence[str]) -> Taken:
     """Run a command to its end; what it and its children took. RuntimeError, with what it said, where it fails."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -62,12 +51,16 @@ def command(arguments: Sequence[str]) -> Taken:
     return Taken(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def alternated(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[Taken]]:
-    """Measure each `rounds` times, in an order that turns round (A B, B A, A B): a slow moment then meets all."""
+def turns(contenders: Sequence[T], rounds: int) -> list[T]:
+    """Each so many times, in an order that turns round (A B, B A, A B): a slow moment then meets all."""
+    return [one for number in range(rounds) for one in contenders[::-1 if number % 2 else 1]]
+
+
+def alternated(contenders: Mapping[str, Callable[[], Taken]], rounds: int) -> dict[str, list[Taken]]:
+    """Measure each `rounds` times, by turns."""
     taken: dict[str, list[Taken]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        for name in list(contenders)[::-1 if number % 2 else 1]:
-            taken[name].append(contenders[name]())
+    for name in turns([*contenders], rounds):
+        taken[name].append(contenders[name]())
     return taken
 
 

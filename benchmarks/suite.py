@@ -1,12 +1,13 @@
 """Cases in the order of their worth, each in worker processes: one that fails, hangs or takes a GPU down is a row that
-says so, and the rest go on. `gpu` (gpu.yaml): everything worth knowing of one GPU in nine minutes: products, attention,
-training steps. `layouts` (layouts.yaml): training steps at the layouts of the shipped recipes, on a node of eight GPUs
-or on several, beside what torchtitan published for the same:
+says so, and the rest go on. `train` (train.yaml): our engines and layouts on this machine's CPU beside transformers, at
+the shape of cpu.yaml, in processes of their own and by turns. `gpu` (gpu.yaml): everything worth knowing of one GPU in
+nine minutes: products, training steps. `layouts` (layouts.yaml): training steps at the layouts of the
+shipped recipes, on a node of eight GPUs or on several, beside what torchtitan published for the same:
 
+    python -m benchmarks train
     python -m benchmarks gpu
     python -m benchmarks layouts                                # the GPUs of this machine
     srun -N 4 --ntasks-per-node 1 python -m benchmarks layouts  # 4 nodes, in an allocation of Slurm
-    python -m benchmarks layouts --rehearse                     # all of them on fake tensors, without a GPU (minutes)
     python -m benchmarks gpu --self-test                        # on the CPU, at its size; so with layouts, on two ranks
 
 MFU full counts 6 x matrix parameters + 12 x layers x width x length FLOP a token; causal: attention halved. Exposed:
@@ -31,13 +32,13 @@ from typing import Any
 import yaml
 
 from benchmarks.apart import Apart
-from benchmarks.measuring import Record, Row, positive
+from benchmarks.measuring import RATES, Record, Row, Taken, compared, positive, turns
 from drover.model.config import ModelConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 
-GOOD = ("ok", "missing", "not here", "rehearsed", "left out")
+GOOD = ("ok", "missing", "not here", "left out")
 """How a case may end in the self-test."""
 HANGS_S = 900.0
 """After so long a case hangs that does not say how long it takes; compiling takes most of it."""
@@ -52,14 +53,10 @@ SECTIONS = {
         "MFU causal": "{mfu_causal:.1%}", "of the measured peak": "{of_peak_full:.1%}",
         "step ms, median (min - max)": "{median_ms:.1f} ({min_ms:.1f} - {max_ms:.1f})", "peak GB": "{memory_gb:.1f}",
         "first step, more by s": "{compile_s:.1f}", "compiled": "{compiled:.0%}", "exposed": "{exposed:.1%}",
-        "graphs": "{graphs}", "breaks": "{breaks}", "recompiled": "{recompilations}", "cached": "{cache_hits}",
         "clock": "{clocks_sm}", "power": "{power_draw}"}),
-    "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}"}),
-    "attention": ("One layer's attention, one sequence", {
-        "": "{name}", "prepare ms": "{prepare_ms:.3f}", "forward ms": "{forward_ms:.3f}",
-        "forward + backward ms": "{both_ms:.3f}", "TFLOP/s": "{tflops:.1f}",
-        "difference from the first": "{difference:.1e}"})}
+    "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}"})}
 """By kind of case: a title, and columns."""
+BESIDE = {**RATES, "TFLOP/s": "{tflops:.3f}", "peak memory GB": "{memory_gb:.3f}"}
 NOT_MEASURED = ("Not measured", {"": "{name}", "why": "{status}", "what was said": "{note}"})
 
 
@@ -72,33 +69,27 @@ def cases_of(name: str) -> list[Row]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what can be asked for."""
     add = parser.add_argument
-    add("--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name contains one")
-    add("--minutes", type=float, help="time for everything (gpu: 9; layouts: all they take)")
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="cases of this name, or whose name contains it")
+    add("--minutes", type=float, help="time for everything (gpu: 9; others: all they take)")
+    add("--steps", type=positive, help="that are timed of each training case (train: 3; on a GPU 8)")
+    add("--threads", type=positive, default=2, help="of the CPU, shared by the ranks of a case of train (%(default)s)")
     add("--gpus", type=positive, help="of this node, for layouts (default: all it has)")
     add("--layers", type=positive, help="of Llama 3 8B on one GPU (default: by the card's memory)")
-    add("--rehearse", action="store_true", help="layouts on fake tensors, without GPUs")
     add("--self-test", action="store_true", help="on the CPU, at its size; fails if a case fails for no good reason")
 
 
 def run(options: argparse.Namespace, record: Record) -> bool:
     """Measure the cases that the time allows; whether one failed that should not have."""
-    one = options.name == "gpu"
-    cases = [{"layers": options.layers, "number": number, **case} for number, case in enumerate(cases_of(options.name))
-             if any(part in case["name"] for part in options.only)
-             and not (one and options.self_test and not case.get("quick"))]
-    if not cases:
-        raise UserError(f"No case of {options.name} contains {' or '.join(options.only)}. They are: "
-                        f"{'; '.join(case['name'] for case in cases_of(options.name))}.")
-    gpus = 1 if one else options.gpus or (2 if options.self_test else 8 if options.rehearse else gpus_here())
-    if not (options.self_test or options.rehearse or gpus_here()):
-        raise UserError("torch sees no GPU on this machine. --rehearse and --self-test need none.")
+    name, cases = options.name, chosen(options)
+    gpus = 1 if name != "layouts" else options.gpus or (2 if options.self_test else gpus_here())
+    if not (name == "train" or options.self_test or gpus_here()):
+        raise UserError("torch sees no GPU on this machine. --self-test needs none; drover rehearse tells what memory "
+                        "a layout needs.")
     suite = Suite(options, record, gpus)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        for case in cases:
-            if options.rehearse:
-                suite.add(case, **rehearsed(case, gpus * max(suite.nodes, case.get("nodes", 1))))
-            elif suite.nodes < case.get("nodes", 1):
+        for case in turns(cases, options.rounds):
+            if suite.nodes < case.get("nodes", 1):
                 suite.add(case, status="left out", note=f"needs {case['nodes']} nodes")
             elif suite.left() < (0 if options.self_test else case.get("seconds", 0) + 5):
                 suite.add(case, status="skipped", note=f"{suite.left():.0f} s left, {case['seconds']} expected")
@@ -106,7 +97,39 @@ def run(options: argparse.Namespace, record: Record) -> bool:
                 suite.measure(case)
     finally:
         suite.end()
-    return node() == 0 and (options.self_test or not one) and any(row["status"] not in GOOD for row in record.rows)
+    if name == "train":
+        record.add("Side by side", BESIDE, *side_by_side(suite.ok("step")))
+    strict = options.self_test or name != "gpu"
+    return node() == 0 and strict and any(row.get("status", "ok") not in GOOD for row in record.rows)
+
+
+def chosen(options: argparse.Namespace) -> list[Row]:
+    """The cases that are asked for; UserError where there are none."""
+    known = {case["name"]: {"number": number, **case} for number, case in enumerate(cases_of(options.name))}
+    names = set[str]()
+    for text in options.only:
+        names.update([text] if text in known else [name for name in known if text in name])
+    if not names:
+        raise UserError(f"No case of {options.name} contains {' or '.join(options.only)}. They are: "
+                        f"{'; '.join(known)}.")
+    given = {"layers": options.layers} | ({"steps": options.steps} if options.steps else {})
+    return [{**case, **given} for name, case in known.items() if name in names
+            and not (options.name == "gpu" and options.self_test and not case.get("quick"))]
+
+
+def side_by_side(rows: list[Row]) -> list[Row]:
+    """What the rounds of training steps on a CPU come to, beside transformers': of cases that were measured in all."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["name"], []).append(row)
+    rounds = max(map(len, found.values()), default=0)
+    taken = {name: [Taken(row["median_ms"] / 1e3, row["cpu_s"]) for row in own] for name, own in found.items()
+             if len(own) == rounds}
+    table = []
+    for row in compared(taken, rows[0]["tokens"], "tokens", "transformers") if taken else ():
+        last = found[row["name"]][-1]
+        table.append({**row, "tflops": row["rate"] * last["flops_full"] / 1e12, "memory_gb": last["memory_gb"]})
+    return table
 
 
 class Suite:
@@ -115,11 +138,13 @@ class Suite:
 
     def __init__(self, options: argparse.Namespace, record: Record, gpus: int) -> None:
         self.record, self.tiny, self.gpus = record, options.self_test, gpus
-        self.folder = options.out or Path(f"benchmarks/{options.name}-{datetime.now(UTC):%Y-%m-%d}")
+        self.threads = options.threads if options.name == "train" else 1 if self.tiny else None
+        self.apart = options.name == "train"  # each case in new processes: their memory is told
+        self.folder = options.out or Path(f"runs/benchmarks/{options.name}-{datetime.now(UTC):%Y-%m-%d}")
         self.folder.mkdir(parents=True, exist_ok=True)
         record.folder = self.folder if node() == 0 else None
         # Of srun; in an allocation without it, this node alone.
-        self.nodes = 1 if options.name == "gpu" else int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+        self.nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if options.name == "layouts" else 1
         minutes = options.minutes or (9 if options.name == "gpu" and not self.tiny else 24 * 60)
         self.until = time.monotonic() + 60 * minutes
         self.workers: Apart | None = None
@@ -135,7 +160,7 @@ class Suite:
     def measure(self, case: Row) -> None:
         """Measure one case, in the worker at hand or new ones; several ranks are always new."""
         limit, sound = 3 * case["seconds"] + 45 if "seconds" in case and not self.tiny else HANGS_S, True
-        until = time.monotonic() + min(limit, self.left())
+        until, several = time.monotonic() + min(limit, self.left()), case.get("ranks", self.gpus) * self.nodes > 1
         if self.workers is None:
             self.workers = self.started(case)
         self.workers.send(case)
@@ -147,7 +172,7 @@ class Suite:
                 self.add(case, **content)
                 # After an error of the device nothing works any more; after a lack of memory some may be lost.
                 sound = sound and content.get("status") not in ("failed", "oom")
-                if not sound and self.gpus * self.nodes > 1:  # the other ranks wait for this one
+                if not sound and several:  # the other ranks wait for this one
                     break
             elif kind == "end":
                 sound = sound and content < 0.1  # memory that was not given back would be missing in the next case
@@ -156,15 +181,17 @@ class Suite:
                 self.add(case, status="timeout" if kind == "late" else "failed", note=content)
                 sound = False
                 break
-        if not sound or self.gpus * self.nodes > 1:
+        if not sound or several or self.apart:
             self.end()
 
     def started(self, case: Row) -> Apart:
         """Start the ranks of this node."""
-        several = {"address": first_address(), "port": PORT + case["number"]} if self.nodes > 1 else {}
-        return Apart(work, self.tiny, 1 if self.tiny else None, ranks=self.gpus, node=node(), nodes=self.nodes,
-                     log=self.folder / f"node{node()}.log", **several,
-                     variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.tiny else None)
+        place = {"address": first_address(), "port": PORT + case["number"]} if self.nodes > 1 else {}
+        ranks = case.get("ranks", self.gpus)
+        threads = None if self.threads is None else max(1, self.threads // ranks)
+        return Apart(work, self.tiny, threads, ranks=ranks, node=node(), nodes=self.nodes,
+                     log=self.folder / f"node{node()}.log", **place,
+                     variables={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} if threads else None)
 
     def end(self) -> None:
         """Stop the workers."""
@@ -178,7 +205,7 @@ class Suite:
         row = {"name": case["name"] + (f": {part}" if part else ""), "case": case["name"], "kind": kind, "status": "ok",
                "published": None if self.tiny else case.get("published"), **figures}
         peak = max((one["tflops"] for one in self.ok("matrix")), default=None)
-        title, columns = SECTIONS[kind] if row["status"] in ("ok", "rehearsed") else NOT_MEASURED
+        title, columns = SECTIONS[kind] if row["status"] == "ok" else NOT_MEASURED
         self.record.add(title, columns, derived(row, self.record.facts.get("datasheet_tflops"), peak))
 
 
@@ -250,19 +277,6 @@ def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
             pipe.send(("row", classify(error, bench.on_gpu)))
         if speaks:
             pipe.send(("end", bench.used_share()))
-
-
-def rehearsed(case: Row, gpus: int) -> Row:
-    """A layout on fake tensors: its peak of memory, or why it cannot be."""
-    from drover.pipeline.rehearsal.apart import rehearse_apart
-    from drover.pipeline.rehearsal.report import ends_and_middle, fullest
-
-    try:
-        config = config_of(case, gpus)
-        most = fullest(rehearse_apart(config, gpus, ends_and_middle(config, gpus)))
-    except UserError as error:
-        return {"status": "failed", "note": str(error)}
-    return {"status": "rehearsed", "gpus": gpus, "memory_gb": most.peak.bytes / 1e9}
 
 
 def node() -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from drover.pipeline.core.command_line import RUNS, Program, complain
+from drover.pipeline.core.command_line import RUNS, Program, complain, find_model
 from drover.pipeline.core.errors import UserError, meant
 
 COMMANDS = {
@@ -95,6 +95,8 @@ def completion(shell: str) -> str:
         words = [str(choice) for action in actions if not action.option_strings for choice in action.choices or ()]
         cases += [f'    *\\ {command}\\ -*) words="{" ".join(options)}" ;;',
                   *([f'    *\\ {command}\\ *) words="{" ".join(words)}" ;;'] if words else [])]
+        if not words and not any(action.metavar == "RUN" or action.type is find_model for action in actions):
+            cases.append(f"    *\\ {command}\\ *) return ;;")  # the shell offers files
     cases.append(f'    *\\ completion\\ *) words="{" ".join(SHELLS)}" ;;')
     script = COMPLETION.format(commands=" ".join([*COMMANDS, "completion"]), cases="\n".join(cases), runs=RUNS)
     return "autoload -U +X bashcompinit && bashcompinit\n" * (shell == "zsh") + script

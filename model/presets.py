@@ -48,7 +48,7 @@ def _llama3(dim: int, layers: int, heads: int, multiplier: float, multiple: int)
     )
 
 
-def _step(depth: int) -> ModelConfig:
+def ladder_step(depth: int) -> ModelConfig:
     """A step of the ladder: `depth` blocks, 64 wide for each of them, in heads of 64.
 
     At one ratio of width to depth, what is learned on one step carries over to the next (Kaplan et al. 2020, figure 5:
@@ -87,9 +87,9 @@ PRESETS: dict[str, ModelConfig] = {
     "tinyllama_1.1b": ModelConfig(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, vocab_size=32000,
                                   context_length=2048, rope_theta=10000.0),
     # By what they have with a vocabulary of 32,000, as people speak of models; the smallest with one of 4,096.
-    "ladder_1m": _step(2),
-    "ladder_15m": _step(5),
-    "ladder_42m": _step(8),
-    "ladder_110m": _step(12),
-    "ladder_350m": _step(18),
+    "ladder_1m": ladder_step(2),
+    "ladder_15m": ladder_step(5),
+    "ladder_42m": ladder_step(8),
+    "ladder_110m": ladder_step(12),
+    "ladder_350m": ladder_step(18),
 }

@@ -42,13 +42,13 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 class Reader:
     """Something that reads files.
 
-    make: writes whole ones into a folder. read: reads them; returns, or raises UserError. files: which of them are
-    mutated. known: changes that once went wrong, each of one file. cost: how many cases others have for each of its
-    own. allowed: what it may do of what readers must not.
+    make: writes whole ones into a folder, or names a kind of vocabulary. read: reads them; returns, or raises
+    UserError. files: which of them are mutated. known: changes that once went wrong, each of one file. cost: how many
+    cases others have for each of its own. allowed: what it may do of what readers must not.
     """
 
     name: str
-    make: Callable[[Path], Any]
+    make: Callable[[Path], Any] | str
     read: Callable[[Path], Any]
     files: tuple[str, ...] = ("*",)
     known: tuple[tuple[str, Callable[[bytes], bytes]], ...] = ()

@@ -12,7 +12,6 @@ They set the environment (AWS_*, ...) for this process and those that it starts.
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import os
@@ -21,14 +20,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +34,7 @@ from typing import Any
 
 import pytest
 
+from drover.launch.processes import end_with_parent
 from tests.waiting import wait_for
 
 KEY, SECRET = "drover-key", "drover-Secret-0123456789"
@@ -193,7 +192,7 @@ def running(command: list[str], folder: Path, **variables: str) -> Iterator[subp
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True,
                                    env={**os.environ, **variables},
-                                   preexec_fn=end_with_parent if sys.platform == "linux" else None)
+                                   preexec_fn=partial(end_with_parent, os.getpid()))
     try:
         yield process
     finally:
@@ -294,17 +293,9 @@ def _seaweed_command(folder: Path, sockets: str) -> tuple[str, list[str]]:
                                                                        for name, value in options.items())]
 
 
-def end_with_parent() -> None:
-    """Have the kernel end this process with the test's, also where that is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
-    return ports
+    with ExitStack() as held:
+        return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def answers(port: int) -> bool:

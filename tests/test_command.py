@@ -66,7 +66,8 @@ def test_a_plan_is_told_to_programs(tmp_path, capsys):
 
 @pytest.mark.parametrize(("words", "offered"), [
     (["dr"], []), (["tr"], ["trace"]), (["audit", "--j"], ["--json"]), (["audit", ""], ["demo", "trial"]),
-    (["lab", "kill"], ["kill-node"]), (["completion", ""], ["bash", "zsh"]), (["status", "de"], ["demo"])])
+    (["lab", "kill"], ["kill-node"]), (["completion", ""], ["bash", "zsh"]), (["status", "de"], ["demo"]),
+    (["chat", ""], ["demo", "trial"]), (["init", ""], []), (["rehearse", "de"], [])])
 def test_bash_completes_commands_options_and_runs(words, offered, tmp_path):
     for name in ("demo", "trial"):
         (tmp_path / "runs" / name).mkdir(parents=True)

@@ -3,9 +3,9 @@ raised, written or started, nothing hangs, and nothing takes gigabytes."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from drover.launch.slurm.chain import read_chains
 from drover.launch.slurm.job.joblock import JobLock
@@ -46,17 +45,18 @@ from drover.pipeline.records.goodput import first_start, goodput
 from drover.pipeline.records.hangs import judge_hang, write_places
 from drover.pipeline.records.metrics import plan_changes, read_metrics
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
-from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.export import names_code, settings_text
 from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record, write_record
-from drover.pipeline.tokenization.simple import write_characters
 from tests.conftest import REPOSITORY
 from tests.evaluation.test_tasks import write_task
 from tests.formats.test_meta import LLAMA2, as_meta
+from tests.formats.test_weights import as_pickled
 from tests.launch.run_folders import HandMade, ago
 from tests.mutations import Reader, by_number, put, tried
 from tests.stages.small_run import make_trained_run
 from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
+from tests.tokenization.conftest import byte_level, texts  # noqa: F401 - fixtures
+from tests.tokenization.conftest import files as vocabularies  # noqa: F401 - a fixture
 
 TEXT = "def größer(x):\n    return x\0 <s> 漢字 </s>\n"
 RUN = "runs/small"
@@ -215,44 +215,23 @@ def _read_hugging_face(folder: Path) -> None:
 
 
 def _pickled(folder: Path) -> None:
-    model = opinionated(ModelConfig(**{**SHAPE, "vocab_size": 32, "dim": 12, "ffn_dim": 8, "layers": 1}))
-    write_huggingface(folder / "hf", model, TOKENIZER_OF_BYTES)
-    from safetensors.torch import load_file
-    file, = (folder / "hf").glob("*.safetensors")
-    torch.save(load_file(file), folder / "hf/pytorch_model.bin")
-    file.unlink()
-    (folder / "hf/model.safetensors.index.json").unlink()
+    as_pickled(folder / "hf", opinionated(ModelConfig(**{**SHAPE, "vocab_size": 32, "dim": 12, "ffn_dim": 8,
+                                                         "layers": 1})))
 
 
 def _meta(folder: Path) -> None:
     as_meta(folder / "meta", opinionated(LLAMA2.model_copy(update={"layers": 1})), 2)
 
 
-def _vocabulary(kind: str) -> Any:
-    def make(folder: Path) -> None:
-        path = folder / {"char": "characters.json", "huggingface": "tokenizer.json"}.get(kind, "tokenizer.model")
-        if kind == "char":
-            write_characters(path, [TEXT])
-        elif kind == "tiktoken":
-            path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256)))
-        elif kind == "huggingface":
-            from tokenizers import models, trainers
-            tokenizer = byte_level_tokenizer(models.BPE(), r"\w+|\W+")
-            tokenizer.train_from_iterator([TEXT] * 9, trainers.BpeTrainer(
-                vocab_size=280, initial_alphabet=sorted(byte_of_character()), show_progress=False))
-            tokenizer.add_special_tokens(["<s>", "</s>"])
-            tokenizer.save(str(path))
-            write_json(folder / "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>",
-                                                          "model_max_length": 9, "auto_map": {"AutoTokenizer": "x.Y"}})
-        else:
-            import sentencepiece
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter([TEXT.replace("\0", "")] * 9), model_prefix=str(folder / "tokenizer"),
-                model_type=kind, vocab_size=300, byte_fallback=True, bos_id=1, eos_id=2, hard_vocab_limit=False,
-                minloglevel=9)
-            (folder / "tokenizer.vocab").unlink()
-        write_record(folder, open_tokenizer({"bpe": "sentencepiece", "unigram": "sentencepiece"}.get(kind, kind), path))
-    return make
+def _vocabulary(path: Path, folder: Path) -> None:
+    """A whole vocabulary, of the kind that its folder is named by."""
+    shutil.copy(path, folder)
+    kind = path.parent.name
+    write_record(folder, open_tokenizer({"bpe": "sentencepiece", "unigram": "sentencepiece"}.get(kind, kind),
+                                        folder / path.name))
+    if kind == "huggingface":
+        write_json(folder / "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>",
+                                                      "model_max_length": 9, "auto_map": {"AutoTokenizer": "x.Y"}})
 
 
 def _read_vocabulary(kind: str, file: str) -> Any:
@@ -363,19 +342,19 @@ READERS = (
         ("hf/config.json", lambda whole: b"[]"), ("hf/*index.json", put("weight_map", value={"x": "\0"})))),
     Reader("pickled", _pickled, _read_hugging_face, ("hf/*.bin", "hf/config.json"), cost=2),
     Reader("Meta", _meta, lambda folder: _read_weights(folder / "meta"), ("meta/*",), cost=3),
-    Reader("tokenizer.json", _vocabulary("huggingface"), _read_vocabulary("huggingface", "tokenizer.json"),
+    Reader("tokenizer.json", "huggingface", _read_vocabulary("huggingface", "tokenizer.json"),
            ("tokenizer*.json",), cost=2, known=(
         ("tokenizer.json", put("model", "continuing_subword_prefix", value=".")),
         ("tokenizer.json", lambda whole: b"[]"), ("tokenizer_config.json", lambda whole: b"[" * 100_000))),
-    Reader("sentencepiece bpe", _vocabulary("bpe"), _read_vocabulary("sentencepiece", "tokenizer.model"), ("*.model",),
+    Reader("sentencepiece bpe", "bpe", _read_vocabulary("sentencepiece", "tokenizer.model"), ("*.model",),
            cost=3),
-    Reader("sentencepiece unigram", _vocabulary("unigram"), _read_vocabulary("sentencepiece", "tokenizer.model"),
+    Reader("sentencepiece unigram", "unigram", _read_vocabulary("sentencepiece", "tokenizer.model"),
            ("*.model",), cost=3, known=(
-        ("tokenizer.model", lambda whole: whole.replace("漢".encode(), b"\xff\xfe\xfd")),)),
-    Reader("tiktoken", _vocabulary("tiktoken"), _read_vocabulary("tiktoken", "tokenizer.model"), ("*.model",)),
-    Reader("characters", _vocabulary("char"), _read_vocabulary("char", "characters.json"), ("characters.json",), known=(
+        ("tokenizer.model", lambda whole: whole.replace("▁".encode(), b"\xff\xfe\xfd")),)),
+    Reader("tiktoken", "tiktoken", _read_vocabulary("tiktoken", "tokenizer.model"), ("*.model",)),
+    Reader("characters", "char", _read_vocabulary("char", "characters.json"), ("characters.json",), known=(
         ("characters.json", put("characters", value=["a"])), ("characters.json", put("characters", value="aa")))),
-    Reader("vocabulary", _vocabulary("char"), _read_finished_vocabulary, known=(
+    Reader("vocabulary", "char", _read_finished_vocabulary, known=(
         ("vocabulary.json", put("file", value="x" * 5000)), ("vocabulary.json", put("file", value=None)),
         ("vocabulary.json", put("bos_id", value=1 << 40)))),
     Reader("items", _items, _read_items, cost=2, known=(("items.arrow", _offsets_beyond),)),
@@ -388,12 +367,15 @@ CASES = 60
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder that a function has filled with whole files, once for all that read them."""
+def whole(tmp_path_factory, request):
+    """The folder that a function, or a kind of vocabulary, has filled with whole files, once for all that read them."""
     @cache
     def made(make):
         folder = tmp_path_factory.mktemp("whole")
-        make(folder)
+        if isinstance(make, str):
+            _vocabulary(request.getfixturevalue("vocabularies")[make], folder)
+        else:
+            make(folder)
         return folder
     return made
 

@@ -51,12 +51,18 @@ def write_run(folder: Path, models: dict[int, Llama], tokenizer: Tokenizer | Non
         write_record(stage, tokenizer)
         Manifest("tokenizer", {}, [], {"vocab_size": tokenizer.size}, "").write(stage)
     for step, model in models.items():
-        checkpoint = folder / f"train/checkpoints/step-{step:08d}"
-        records = write_checkpoint(checkpoint, {f"model.{name}": parameter.detach()
-                                                for name, parameter in model.named_parameters()})
-        shape = model.config.model_copy(update={"vocab_size": None}).model_dump(mode="json")
-        (checkpoint / "COMPLETE.json").write_text(json.dumps({
-            "format": 2, "progress": {"step": step}, "files": records, "config": {"model": shape}}))
+        as_checkpoint(folder / f"train/checkpoints/step-{step:08d}", model, step)
+    return folder
+
+
+def as_checkpoint(folder: Path, model: Llama, step: int = 7) -> Path:
+    """A checkpoint as a run writes it: a state of the optimizer beside the weights, `vocab_size` left to the
+    tokenizer."""
+    records = write_checkpoint(folder, {f"{kind}.{name}": parameter.detach() for name, parameter
+                                        in model.named_parameters() for kind in ("model", "exp_avg")})
+    shape = model.config.model_copy(update={"vocab_size": None}).model_dump(mode="json")
+    (folder / "COMPLETE.json").write_text(json.dumps({
+        "format": 2, "progress": {"step": step}, "files": records, "config": {"model": shape}}))
     return folder
 
 

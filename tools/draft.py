@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,11 @@ class Draft:
     def __enter__(self) -> Draft:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lock is not None:
             os.close(self._lock)
+            if kind is KeyboardInterrupt:
+                print(f"\n{self.folder} keeps what is finished; the same command continues.", file=sys.stderr)
 
     def add(self, name: str, record: Any) -> None:
         """Note that a part is finished."""

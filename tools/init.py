@@ -24,6 +24,7 @@ from pathlib import Path, PurePath
 from drover.launch.forecast import matrix_rate
 from drover.launch.local import find_machine
 from drover.model.config import ModelConfig
+from drover.model.presets import ladder_step
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
 from drover.pipeline.core.command_line import Parser, Program, refuse_low
@@ -31,14 +32,13 @@ from drover.pipeline.core.console import duration
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 from drover.pipeline.data.readers import file_format
+from drover.tools.presets import CHINCHILLA
 
 CPU_SHARE = 0.6
 """Of the speed of matrix products, what training reaches on CPUs: the middle of what was measured
 (`drover.launch.forecast`)."""
 GPU_FLOPS = 0.35 * 300e12
 """Of a GPU: a careful guess, since its model is not looked at."""
-TOKENS_PER_PARAMETER = 20
-"""Where a given number of FLOPs teaches most: Hoffmann et al., 2022, table 3, rounded as it is quoted."""
 EPOCHS = 4
 """Up to so many, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
 PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
@@ -166,20 +166,15 @@ def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) ->
     vocabulary = min(32768, max(BYTES, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
     token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
     text = 1 + int(corpus.text_bytes / token_bytes)
-    budget = params or math.sqrt(flops * 60 * minutes / (6 * TOKENS_PER_PARAMETER))
-    tokens = int(min(TOKENS_PER_PARAMETER * budget, EPOCHS * text))
+    budget = params or math.sqrt(flops * 60 * minutes / (6 * CHINCHILLA))
+    tokens = int(min(CHINCHILLA * budget, EPOCHS * text))
     limit = f"{tokens / text:.2g} epochs of your text" if tokens >= text else f"{tokens / text:.0%} of your text"
-    wanted = params or max(1.0, tokens / TOKENS_PER_PARAMETER)
+    wanted = params or max(1.0, tokens / CHINCHILLA)
     length = 1024 if tokens >= 20e6 else 512 if tokens >= 4e6 else 256
-    shape = min((_shape(depth, vocabulary, length) for depth in range(2, 49)),
-                key=lambda shape: abs(math.log(shape.parameter_count / wanted)))
+    shapes = [ladder_step(depth).model_copy(update={"context_length": length, "vocab_size": vocabulary})
+              for depth in range(2, 49)]
+    shape = min(shapes, key=lambda shape: abs(math.log(shape.parameter_count / wanted)))
     return Proposal(shape, text, tokens, limit, tokens * shape.flops_per_token(length, causal=False) / flops)
-
-
-def _shape(depth: int, vocabulary: int, length: int) -> ModelConfig:
-    """A step of the ladder of presets (`drover.model.presets`), of any depth."""
-    return ModelConfig(dim=64 * depth, layers=depth, heads=depth, kv_heads=depth, multiple_of=64, rope_theta=10000.0,
-                       context_length=length, vocab_size=vocabulary, tied_embeddings=True)
 
 
 def as_yaml(corpus: Corpus, proposal: Proposal, name: str) -> str:
@@ -209,7 +204,7 @@ shard:
 tokenizer:
   {vocabulary}
 
-model:   # {tokens_text(shape.parameter_count)} parameters; {TOKENS_PER_PARAMETER} tokens for each use compute best
+model:   # {tokens_text(shape.parameter_count)} parameters; {CHINCHILLA} tokens for each use compute best
   dim: {shape.dim}
   layers: {shape.layers}
   heads: {shape.heads}

@@ -27,8 +27,18 @@ TRAINING_BYTES = 16
 and both moments."""
 CHINCHILLA = 20
 """Tokens a parameter: Hoffmann et al., 2022, table 3, rounded as it is quoted. Llama 3 8B was trained on 1,900."""
-COLUMNS = ("preset", "parameters", "blocks", "width", "heads", "KV heads", "head size", "feed-forward", "context",
-           "KV cache a token", "at full context", "FLOPs a token", "bf16 weights", "training state")
+TABLE = {"preset": "{preset}", "parameters": "{parameters:,}", "blocks": "{layers}", "width": "{dim:,}",
+         "heads": "{heads}", "KV heads": "{kv_heads}", "head size": "{head_width}", "feed-forward": "{hidden:,}",
+         "context": "{context_length:,}", "KV cache a token": "{cache_of_token:,} B",
+         "at full context": "{cache_of_context:,.3f} GiB", "FLOPs a token": "{flops_per_token:.3e}",
+         "bf16 weights": "{gb_in_16_bits:,.2f} GB", "training state": "{training_gb:,.2f} GB"}
+KV_CACHE = {"preset": "{preset}", "context": "{context_length:,}", "sequences": "{batch:,}", "of tokens": "{length:,}",
+            "blocks": "{layers}", "KV heads": "{kv_heads}", "head size": "{head_width}",
+            "KV cache": "{kv_cache_bytes:,} B", "": "{kv_cache_gib:,.3f} GiB"}
+BUDGET = {"preset": "{preset}", "parameters": "{parameters:,}", "tokens": "{tokens:.4g}", "FLOPs": "{flops:.4g}",
+          "GPU-hours": "{gpu_hours:,.1f}", "weights in 16 bits": "{gb_in_16_bits:,.2f} GB",
+          "in 8 bits": "{gb_in_8_bits:,.2f} GB", "in 4 bits": "{gb_in_4_bits:,.2f} GB"}
+"""Columns: how the figures of `facts` are written."""
 
 
 def add_options(parser: Parser) -> None:
@@ -56,17 +66,25 @@ def work(options: argparse.Namespace) -> None:
         shapes = {name: known_vocabulary(preset(name), options.vocab_size) for name in options.names or PRESETS}
     except ValueError as error:
         raise UserError(str(error)) from None
+    found = [facts(name, shape, options) for name, shape in shapes.items()]
     if options.json:
-        print(json.dumps([as_json(name, shape, options) for name, shape in shapes.items()], indent=1))
+        print(json.dumps(found, indent=1))
         return
-    if options.kv_cache or options.budget:
-        for name, shape in shapes.items():
-            print((kv_cache if options.kv_cache else budget)(name, shape, options))
-        return
-    print("\n".join(aligned([COLUMNS, *(row(name, shape) for name, shape in shapes.items())], str.rjust)))
-    print(f"\nKV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training state: "
-          f"{TRAINING_BYTES} bytes\na parameter (AdamW, bf16 with float32 masters). Presets without a vocabulary of "
-          f"their own: {options.vocab_size:,}.")
+    if options.kv_cache:
+        columns = KV_CACHE
+        note = (f"2 (keys and values) x sequences x tokens x blocks x KV heads x head size x {BYTES[options.dtype]} "
+                f"bytes.")
+    elif options.budget:
+        columns = BUDGET
+        note = (f"{options.tokens_per_parameter:g} tokens a parameter, 6 x parameters x tokens FLOPs, GPUs at "
+                f"{options.mfu:.0%} of {options.peak_tflops:g} TFLOP/s.")
+    else:
+        columns = TABLE
+        note = (f"KV cache in bf16. FLOPs to train on a token at full context, attention counted whole. Training "
+                f"state: {TRAINING_BYTES} bytes\na parameter (AdamW, bf16 with float32 masters). Presets without a "
+                f"vocabulary of their own: {options.vocab_size:,}.")
+    rows = [[form.format(**one) for form in columns.values()] for one in found]
+    print("\n".join([*aligned([[*columns], *rows], str.rjust), "", note]))
 
 
 def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:
@@ -74,63 +92,20 @@ def known_vocabulary(shape: ModelConfig, vocab_size: int) -> ModelConfig:
     return shape if shape.vocab_size else shape.model_copy(update={"vocab_size": vocab_size})
 
 
-def as_json(name: str, shape: ModelConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """A preset for programs: its settings, the cache of keys and values, and what training costs."""
-    tokens, flops, hours = cost(shape, options)
-    return {"preset": name, "parameters": shape.parameter_count, "kv_cache_bytes": cache_bytes(shape, options),
-            "tokens": tokens, "flops": flops, "gpu_hours": hours, **shape.model_dump(mode="json")}
-
-
-def row(name: str, shape: ModelConfig) -> tuple[str, ...]:
-    """A preset's line of the table."""
-    context = shape.context_length
-    return (name, f"{shape.parameter_count:,}", str(shape.layers), f"{shape.dim:,}", str(shape.heads),
-            str(shape.kv_heads), str(shape.head_width), f"{shape.hidden:,}", f"{context:,}",
-            f"{shape.kv_cache_bytes(1, 1, 2):,} B", binary(shape.kv_cache_bytes(1, context, 2)),
-            f"{shape.flops_per_token(context, causal=False):.3e}", decimal(2 * shape.parameter_count),
-            decimal(TRAINING_BYTES * shape.parameter_count))
-
-
-def cache_bytes(shape: ModelConfig, options: argparse.Namespace) -> int:
-    """What keys and values of a batch take."""
-    return shape.kv_cache_bytes(options.batch, options.length or shape.context_length, BYTES[options.dtype])
-
-
-def kv_cache(name: str, shape: ModelConfig, options: argparse.Namespace) -> str:
-    """What keys and values of a batch take, and how it comes about."""
-    size, length = cache_bytes(shape, options), options.length or shape.context_length
-    beyond = f"; the context is {shape.context_length:,}" if length > shape.context_length else ""
-    return (f"{name}: {size:,} bytes ({binary(size)}) = 2 (keys, values) x {shape.layers} blocks x {options.batch} x "
-            f"{length:,} tokens x {shape.kv_heads} KV heads x {shape.head_width} x {BYTES[options.dtype]} "
-            f"bytes{beyond}")
-
-
-def cost(shape: ModelConfig, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Training by the rule 6 x parameters x tokens: tokens, FLOPs, GPU-hours."""
-    tokens = options.tokens_per_parameter * shape.parameter_count
-    flops = 6 * shape.parameter_count * tokens
-    return tokens, flops, flops / (options.peak_tflops * 1e12 * options.mfu) / 3600
-
-
-def budget(name: str, shape: ModelConfig, options: argparse.Namespace) -> str:
-    """What training a preset costs, and what its weights take."""
-    tokens, flops, hours = cost(shape, options)
-    sizes = ", ".join(f"{decimal(shape.parameter_count * bits // 8)} in {bits} bits" for bits in (16, 8, 4))
-    return (f"{name}: {tokens:.4g} tokens ({options.tokens_per_parameter:g} a parameter), {flops:.4g} FLOPs (6 x "
-            f"parameters x tokens), {hours:,.1f} GPU-hours at {options.mfu:.0%} of {options.peak_tflops:g} TFLOP/s; "
-            f"weights {sizes}")
-
-
-def binary(size: int) -> str:
-    """Bytes as memory is counted, in KiB, MiB or GiB."""
-    unit, name = next((unit, name) for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-                      if size >= unit or name == "KiB")
-    return f"{size / unit:,.3f} {name}"
-
-
-def decimal(size: int) -> str:
-    """Bytes as disks and weights are counted, in MB or GB."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+def facts(name: str, shape: ModelConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """A preset's settings, the caches of keys and values, and what training costs by 6 x parameters x tokens."""
+    parameters, context, length = shape.parameter_count, shape.context_length, options.length or shape.context_length
+    cache = shape.kv_cache_bytes(options.batch, length, BYTES[options.dtype])
+    tokens = options.tokens_per_parameter * parameters
+    flops = 6 * parameters * tokens
+    return {**shape.model_dump(mode="json"), "preset": name, "parameters": parameters, "batch": options.batch,
+            "length": length, "hidden": shape.hidden, "head_width": shape.head_width, "kv_cache_bytes": cache,
+            "kv_cache_gib": cache / 2**30, "cache_of_token": shape.kv_cache_bytes(1, 1, 2),
+            "cache_of_context": shape.kv_cache_bytes(1, context, 2) / 2**30,
+            "flops_per_token": shape.flops_per_token(context, causal=False), "tokens": tokens, "flops": flops,
+            "gpu_hours": flops / (options.peak_tflops * 1e12 * options.mfu) / 3600,
+            "training_gb": TRAINING_BYTES * parameters / 1e9,
+            **{f"gb_in_{bits}_bits": parameters * bits / 8e9 for bits in (16, 8, 4)}}
 
 
 main = Program("python -m drover.tools.presets", __doc__, add_options, work, mixed=True)

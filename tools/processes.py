@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
 from multiprocessing import get_context
 from typing import TypeVar
 
@@ -15,14 +13,14 @@ from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.orphans import end_with_parent
 
-AHEAD = 2
-"""Items handed out for each process: what is done too early waits in memory."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Generator[Result]:
+def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int,
+             at_once: int = 1) -> Generator[Result]:
     """`function` of each item, in their order; one process works in place. Who has seen enough closes the iterator.
+    at_once: how many items a process is given together.
 
     Raises:
         UserError: what `function` raises, or a process was killed.
@@ -30,17 +28,10 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], processe
     if processes == 1:
         yield from map(function, items)
         return
-    rest, running = iter(items), deque[Future[Result]]()
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=end_with_parent,
                                initargs=(os.getpid(),))
     try:
-        for item in islice(rest, AHEAD * processes):
-            running.append(pool.submit(function, item))
-        while running:
-            result = running.popleft().result()
-            for item in islice(rest, 1):
-                running.append(pool.submit(function, item))
-            yield result
+        yield from pool.map(function, items, chunksize=at_once)
     except BrokenProcessPool:
         raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Run the "
                         "command again with fewer --processes.") from None

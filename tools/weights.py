@@ -11,12 +11,10 @@ renamed when it is complete. An interrupted conversion continues with the same c
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drover.pipeline.config.plugins import add_plugin_option
 from drover.pipeline.core.command_line import Parser, Program, find_model
@@ -32,14 +30,12 @@ if TYPE_CHECKING:
     import torch
 
     from drover.pipeline.formats.base import Weights
-    from drover.pipeline.formats.huggingface import Read
+    from drover.pipeline.formats.huggingface import OutputFile, Read
     from drover.tools.weights_beside import Beside
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FORMS = ("hf", "meta", "drover")
 SHARD_GB = 5.0
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-"""What a tokenizer of Meta's becomes in a Hugging Face folder."""
 
 
 def add_options(parser: Parser) -> None:
@@ -85,7 +81,7 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     from drover.pipeline.formats.huggingface import Source, huggingface_files
     from drover.pipeline.formats.meta import meta_files, meta_reads
     from drover.pipeline.formats.weights import drover_files, open_weights
-    from drover.tools.weights_beside import beside
+    from drover.tools.weights_beside import beside, goes_along
 
     with open_weights(source) as weights:
         config, found = weights.config, beside(weights)
@@ -96,6 +92,8 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
         made = Source(config, dtype, reader(weights, dtype, progress.advance))
         files = meta_files(made, parts) if form == "meta" else drover_files(made, shard_bytes) if form == "drover" \
             else huggingface_files(made, shard_bytes, found.token_ids)
+        others, told = goes_along(found, form)
+        files = [*{file.name: file for file in (*files, *others)}.values()]
         progress.total = sum(file.rectangles for file in files)
         made_of = {"from": str(weights.path.resolve()), "format": form, "dtype": _spelled(dtype), "parts": parts,
                    "shard_bytes": shard_bytes, "source": _stamped(weights.path, found)}
@@ -105,10 +103,9 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
                 return
             with progress:
                 for file in files:
-                    if file.name not in found.files and not _make(draft, file.name, file.write):
+                    if not _make(draft, file):
                         progress.already(progress.done + file.rectangles)
                         say("weights", f"{file.name} was finished before, and its hash is right")
-            told = _carry(draft, found, form)
             draft.describe({"format": FORMAT, "model": config.model_dump(mode="json"), "token_ids": found.token_ids,
                             "files": list(draft.done.values())})
             _prove(draft.folder, reader(weights, dtype))
@@ -131,49 +128,16 @@ def _prove(folder: Path, read: Read) -> None:
         prove_equal(written, read)
 
 
-def _make(draft: Draft, name: str, write: Callable[[Path], Any]) -> bool:
-    """Have `write` write a file, unless an earlier process finished it, as its hash proves. Whether it was written."""
-    path = draft.folder / name
-    if path.is_file() and output_record(draft.folder, path) == draft.done.get(name):
+def _make(draft: Draft, file: OutputFile) -> bool:
+    """Write a file, unless an earlier process finished it, as its hash proves. Whether it was written."""
+    path = draft.folder / file.name
+    if path.is_file() and output_record(draft.folder, path) == draft.done.get(file.name):
         return False
     path.parent.mkdir(exist_ok=True)
-    write(path)
+    file.write(path)
     sync(path)
-    draft.add(name, output_record(draft.folder, path))
+    draft.add(file.name, output_record(draft.folder, path))
     return True
-
-
-def _carry(draft: Draft, found: Beside, form: str) -> list[str]:
-    """Put beside the weights what belongs there; returns sentences about what was carried over and what was not."""
-    from drover.pipeline.formats.huggingface import text_file
-    from drover.pipeline.tokenization.export import CODE, SETTINGS, names_code, settings_text, write_hugging_face
-    from drover.tools.weights_beside import MODEL_FILE, name_of_vocabulary
-
-    carried, told = list[str](), list[str]()
-
-    def carry(name: str, write: Callable[[Path], Any], note: str = "") -> None:
-        _make(draft, name, write)
-        carried.append(f"{name}{note}")
-    if form != "meta":
-        for name, path in found.files.items():
-            code = name == SETTINGS and names_code(path)
-            if code:
-                told.append(f"{SETTINGS} named code ({CODE}), which is left out.")
-            if code or (name == SETTINGS and found.context_length is not None):
-                carry(name, text_file(name, settings_text(path, found.context_length)).write)
-            else:
-                carry(name, partial(shutil.copyfile, path))
-    if found.vocabulary is not None:
-        carry(name_of_vocabulary(found.vocabulary, form), partial(shutil.copyfile, found.vocabulary))
-    if form == "hf" and (tokenizer := found.tokenizer):
-        for name in TOKENIZER:
-            carry(name, lambda path: write_hugging_face(tokenizer, path.parent), f" (made of {MODEL_FILE})")
-    elif form == "hf" and found.vocabulary and TOKENIZER[0] not in found.files:
-        told.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
-    told.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
-    if form == "meta" and found.files:
-        told.append(f"Left behind, as this form has no place for it: {', '.join(sorted(found.files))}.")
-    return told
 
 
 def _counted(weights: Weights) -> str:
@@ -192,8 +156,7 @@ def _stamped(folder: Path, found: Beside) -> dict[str, list[int]]:
     return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)}
 
 
-main = Program("python -m drover.tools.weights", __doc__, add_options, work,
-               interrupted="Interrupted. The folder .partial keeps what is finished; the same command continues.")
+main = Program("python -m drover.tools.weights", __doc__, add_options, work)
 
 if __name__ == "__main__":
     sys.exit(main())

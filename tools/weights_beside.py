@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,18 @@ from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
 from drover.pipeline.formats.base import Weights
+from drover.pipeline.formats.huggingface import OutputFile, text_file
 from drover.pipeline.formats.record import weights_record
 from drover.pipeline.records.generation_settings import IDS, read_settings, settings_file
 from drover.pipeline.tokenization.base import Tokenizer
+from drover.pipeline.tokenization.export import (
+    CODE,
+    SETTINGS,
+    hugging_face_tokenizer,
+    names_code,
+    settings_text,
+    write_hugging_face,
+)
 from drover.pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -20,6 +32,8 @@ NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 """Files of a Hugging Face folder that go with its weights."""
 TEMPLATES = "additional_chat_templates"
 MODEL_FILE = "tokenizer.model"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+"""What a tokenizer of Meta's becomes in a Hugging Face folder."""
 _KEPT_BY_THE_HUB = f"original/{MODEL_FILE}"
 """Where the Hub's folders have Llama 3's: readers of such folders take one beside the weights for sentencepiece's."""
 _PROBE = "  Two  spaces,\ttabs\n\nlines; ﬁve ½ Ａ e\u0301 don't 1234567 \U0001f44b "
@@ -52,7 +66,7 @@ def beside(weights: Weights) -> Beside:
     else:
         ids = {}
     found = _in_folder(folder)
-    if found.vocabulary and not {"tokenizer.json", "tokenizer_config.json"} & found.files.keys():
+    if found.vocabulary and not {*TOKENIZER} & found.files.keys():
         found.tokenizer = _tokenizer(found.vocabulary, weights.config.vocab_size or 0)
     if found.tokenizer and not ids:
         ids = {"bos_token_id": found.tokenizer.bos_id, "eos_token_id": found.tokenizer.eos_id}
@@ -90,9 +104,29 @@ def _of_run(checkpoint: Path, context_length: int) -> Beside:
     return found
 
 
-def name_of_vocabulary(path: Path, form: str) -> str:
-    """Where in a folder of a form a tokenizer.model belongs."""
-    return _KEPT_BY_THE_HUB if form == "hf" and not _is_sentencepiece(path) else MODEL_FILE
+def goes_along(found: Beside, form: str) -> tuple[list[OutputFile], list[str]]:
+    """The files that go with weights into a form, and sentences about what is carried over and what is not."""
+    files, told = dict[str, Callable[[Path], object]](), list[str]()
+    for name, path in found.files.items() if form != "meta" else ():
+        files[name] = partial(shutil.copyfile, path)
+        if name == SETTINGS and (names_code(path) or found.context_length is not None):
+            files[name] = text_file(name, settings_text(path, found.context_length)).write
+        if name == SETTINGS and names_code(path):
+            told.append(f"{SETTINGS} named code ({CODE}), which is left out.")
+    if found.vocabulary is not None:
+        as_hub_has_it = form == "hf" and not _is_sentencepiece(found.vocabulary)
+        files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, found.vocabulary)
+    carried = [*files]
+    if form == "hf" and (tokenizer := found.tokenizer):
+        for name in TOKENIZER:
+            files[name] = lambda path: write_hugging_face(tokenizer, path.parent)
+            carried.append(f"{name} (made of {MODEL_FILE})")
+    elif form == "hf" and found.vocabulary and TOKENIZER[0] not in found.files:
+        told.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
+    told.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
+    if form == "meta" and found.files:
+        told.append(f"Left behind, as this form has no place for it: {', '.join(sorted(found.files))}.")
+    return [OutputFile(name, 0, write) for name, write in files.items()], told
 
 
 def _is_sentencepiece(path: Path) -> bool:
@@ -104,7 +138,6 @@ def _is_sentencepiece(path: Path) -> bool:
 def _tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer in a tokenizer.model; None if it is none, is of a larger vocabulary than the weights, or normalises
     text in a way that a tokenizer.json made of it would not."""
-    from drover.pipeline.tokenization.export import hugging_face_tokenizer
     try:
         tokenizer = open_tokenizer("sentencepiece" if _is_sentencepiece(path) else "tiktoken", path)
     except UserError:

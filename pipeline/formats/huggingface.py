@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,19 +34,6 @@ class Source:
     dtype: torch.dtype
     read: Read
 
-    def shards(self, most_bytes: int) -> list[list[str]]:
-        """The names of all parameters, in groups of at most so many bytes, or of a single larger one."""
-        shards: list[list[str]] = []
-        room = 0
-        for name, shape in parameter_shapes(self.config).items():
-            size = math.prod(shape) * self.dtype.itemsize
-            if not shards or size > room:
-                shards.append([])
-                room = most_bytes
-            shards[-1].append(name)
-            room -= size
-        return shards
-
 
 @dataclass(frozen=True)
 class OutputFile:
@@ -71,31 +59,49 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
         token_ids: bos_token_id, eos_token_id and others of that kind, as both configurations name them.
         generation: what else generation_config.json says.
     """
-    config, dtype, shards = source.config, source.dtype, source.shards(shard_bytes)
     files, where, size = list[OutputFile](), dict[str, str](), 0
-    for number, names in enumerate(shards, 1):
-        layouts = _layouts(names, config, dtype)
-        files.append(OutputFile(f"model-{number:05d}-of-{len(shards):05d}.safetensors", len(names),
-                                _shard_writer(source, names, layouts)))
-        where |= dict.fromkeys(layouts, files[-1].name)
+    for file, layouts in tensor_files(source, shard_bytes, lambda number, count:
+                                      f"model-{number + 1:05d}-of-{count:05d}.safetensors",
+                                      partial(to_huggingface, config=source.config)):
+        files.append(file)
+        where |= dict.fromkeys(layouts, file.name)
         size += sum(layout.size for layout in layouts.values())
     contents = {"model.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": where},
-                "config.json": {**config_to_json(config, dtype), **token_ids},
+                "config.json": {**config_to_json(source.config, source.dtype), **token_ids},
                 "generation_config.json": {**(generation or {}), **token_ids}}
     return [*files, *(text_file(name, json.dumps(content, indent=2) + "\n") for name, content in contents.items())]
 
 
-def _layouts(names: list[str], config: ModelConfig, dtype: torch.dtype) -> dict[str, Layout]:
-    """Name and layout of each tensor of a file, in order."""
-    shapes = parameter_shapes(config)
-    return {theirs: Layout(dtype, tuple(tensor.shape)) for name in names
-            for theirs, tensor in to_huggingface(name, torch.empty(shapes[name], device="meta"), config)}
+def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], str],
+                 stored: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+                 ) -> Iterator[tuple[OutputFile, dict[str, Layout]]]:
+    """The safetensors files of all parameters, each with the layouts of its tensors.
+
+    Args:
+        most_bytes: of a file, but for a single tensor that is larger.
+        named: a file's name, by its number from 0 and how many there are.
+        stored: what a parameter is in the files: names and tensors.
+    """
+    shapes, groups = parameter_shapes(source.config), list[list[str]]()
+    room = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * source.dtype.itemsize
+        if not groups or size > room:
+            groups.append([])
+            room = most_bytes
+        groups[-1].append(name)
+        room -= size
+    for number, names in enumerate(groups):
+        layouts = {theirs: Layout(source.dtype, tuple(tensor.shape)) for name in names
+                   for theirs, tensor in stored(name, torch.empty(shapes[name], device="meta"))}
+        yield OutputFile(named(number, len(groups)), len(names),
+                         partial(_write, source=source, names=names, layouts=layouts, stored=stored)), layouts
 
 
-def _shard_writer(source: Source, names: list[str], layouts: dict[str, Layout]) -> Callable[[Path], object]:
-    return lambda path: write_tensors(path, layouts, (
-        tensor.detach().to("cpu", source.dtype).contiguous() for name in names
-        for _, tensor in to_huggingface(name, source.read(name), source.config)))
+def _write(path: Path, source: Source, names: list[str], layouts: dict[str, Layout],
+           stored: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]) -> None:
+    write_tensors(path, layouts, (tensor.detach().to("cpu", source.dtype).contiguous() for name in names
+                                  for _, tensor in stored(name, source.read(name))))
 
 
 def write_folder(folder: Path, files: list[OutputFile]) -> None:

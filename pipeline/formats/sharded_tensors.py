@@ -62,11 +62,6 @@ class TensorShard:
         rectangle_in(self.shape, self.offset, self.tensor.shape)
 
 
-def whole(tensor: Tensor) -> TensorShard:
-    """All of a tensor as one piece."""
-    return TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
-
-
 def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorShard]]) -> Index:
     """Write what one rank owns as one safetensors file, hashed on the way and fsynced; what lies in it.
 

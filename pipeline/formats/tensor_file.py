@@ -141,7 +141,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file, open for reading any rectangle of its tensors. Close it, or use it in a `with`.
+    """A safetensors file, open for reading any rectangle of its tensors. Close it.
 
     Raises:
         DamagedFileError: now, if it is missing or its size is not what its header says; later, if a read comes up
@@ -165,12 +165,6 @@ class TensorFile:
     def close(self) -> None:
         """Give the file back."""
         self._file.close()
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape.

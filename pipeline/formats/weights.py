@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -25,7 +24,6 @@ from drover.model.names import (
     EMBEDDING,
     OUTPUT,
     pair_rows,
-    parameter_shapes,
     rotated_heads,
     their_name,
     zero_biases,
@@ -34,7 +32,7 @@ from drover.pipeline.config.shapes import read_shape, shape_from
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Inside, read_record
 from drover.pipeline.formats.base import Weights
-from drover.pipeline.formats.huggingface import OutputFile, Source
+from drover.pipeline.formats.huggingface import OutputFile, Source, tensor_files
 from drover.pipeline.formats.meta import MetaWeights
 from drover.pipeline.formats.meta_params import PARAMS
 from drover.pipeline.formats.record import RECORD, recorded_config
@@ -43,10 +41,8 @@ from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, wri
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
     DamagedFileError,
-    Layout,
     PickleFile,
     TensorFile,
-    write_tensors,
 )
 from drover.pipeline.records.checkpoints import read_marker
 from drover.pipeline.records.weight_files import weights_folder
@@ -239,17 +235,12 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
 
 def drover_files(source: Source, shard_bytes: int) -> list[OutputFile]:
     """The files of weights alone in the form of a training checkpoint's tensors (sharded_tensors.py)."""
-    shapes, files, parts = parameter_shapes(source.config), list[OutputFile](), list[Index]()
-    for number, names in enumerate(source.shards(shard_bytes)):
-        layouts = {MODEL + name: Layout(source.dtype, shapes[name]) for name in names}
-        files.append(OutputFile(f"weights-{number:05d}.safetensors", len(names),
-                                partial(_write_weights, source=source, layouts=layouts)))
-        parts.append(Index.of({"path": files[-1].name}, {
+    files, parts = list[OutputFile](), list[Index]()
+    for file, layouts in tensor_files(source, shard_bytes, lambda number, _: f"weights-{number:05d}.safetensors",
+                                      lambda name, tensor: [(MODEL + name, tensor)]):
+        files.append(file)
+        parts.append(Index.of({"path": file.name}, {
             name: (DTYPE_NAMES[source.dtype], layout.shape, [((0,) * len(layout.shape), layout.shape)])
             for name, layout in layouts.items()}))
     index = Index.joined(parts)
     return [*files, OutputFile(INDEX, 0, lambda path: write_index(path.parent, index))]
-
-
-def _write_weights(path: Path, source: Source, layouts: dict[str, Layout]) -> None:
-    write_tensors(path, layouts, (source.read(name.removeprefix(MODEL)).contiguous() for name in layouts))

@@ -37,8 +37,6 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(f"The sentencepiece model {path} has no BOS or no EOS piece, which Drover puts around "
                             f"every document. Train it with bos_id and eos_id set, or leave tokenizer.path out.")
         self.unk_id = unknown if unknown >= 0 else None
-        self.special_tokens = {processor.id_to_piece(token): token for token in range(self.used)
-                               if processor.is_control(token)}
         self.byte_fallback_ids = frozenset(token for token in range(self.used) if processor.is_byte(token))
         self.sha256 = sha256_file(path)
         self._schema: Any = sentencepiece_model_pb2
@@ -47,6 +45,8 @@ class SentencePieceTokenizer(Tokenizer):
                 (self.unk_id is None and not self._is_bpe()):
             raise UserError(f"The sentencepiece model {path} is damaged: a piece is no UTF-8, or none stands for what "
                             f"is unknown. Take it from its source again.")
+        self.special_tokens = {processor.id_to_piece(token): token for token in range(self.used)
+                               if processor.is_control(token)}
         self._unigram = None if self._is_bpe() else self.hugging_face()
 
     def encode(self, text: str) -> list[int]:

@@ -1,14 +1,13 @@
 """Each benchmark runs from end to end at a small size, and its figures follow from its times."""
 
 import json
+import statistics
 
 import pytest
 
-from benchmarks import train
 from benchmarks.__main__ import main
 from benchmarks.cases import exposed
 from benchmarks.suite import cases_of, config_of, derived
-from drover.model.presets import preset
 from drover.pipeline.config.checks import problems, rank_problems
 from tests.conftest import run_python
 
@@ -20,22 +19,18 @@ def measured(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_training_steps_are_measured_beside_transformers(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    found = measured(tmp_path, "train", "--steps", "1", "--rounds", "2", "--threads", "1", "--only", "ours",
-                     "transformers", "ours, pipeline 2")
-    assert [row["name"] for row in found["rows"]] == ["ours", "transformers", "ours, pipeline 2"]
-    for row in found["rows"]:
-        assert row["rate"] * row["median_ms"] == pytest.approx(8 * 256 * 1e3)
+def test_training_steps_are_measured_beside_transformers(tmp_path):
+    rows = measured(tmp_path, "train", "--steps", "1", "--rounds", "2", "--threads", "1", "--only", "ours",
+                    "transformers", "ours, pipeline 2")["rows"]
+    steps = [row for row in rows if row["section"] == "Training steps"]
+    beside = [row for row in rows if row["section"] == "Side by side"]
+    names = ["ours", "ours, pipeline 2", "transformers"]
+    assert [row["name"] for row in steps] == [*names, *names[::-1]] and [row["name"] for row in beside] == names
+    for row in steps:
+        assert row["rate"] * row["gpus"] * row["median_ms"] == pytest.approx(8 * 256 * 1e3)
         assert row["tflops_causal"] < row["tflops_full"] and row["min_ms"] <= row["median_ms"] <= row["max_ms"]
-
-
-@pytest.mark.slow
-def test_both_write_the_same_text(tmp_path):
-    found = measured(tmp_path, "generate", "--preset", "ladder_1m", "--vocabulary", "256", "--prompt", "5", "--new",
-                     "7", "--rounds", "1", "--threads", "1")
-    assert [row["same"] for row in found["rows"]] == ["yes", "yes"]
-    assert found["parameters"] == preset("ladder_1m").model_copy(update={"vocab_size": 256}).parameter_count
+    assert all(row["rate"] == pytest.approx(2048 / statistics.median(row["seconds"])) for row in beside)
+    assert beside[0]["wall_least"] <= beside[0]["wall_ratio"] <= beside[0]["wall_most"]
 
 
 @pytest.mark.slow
@@ -55,18 +50,14 @@ def test_the_same_ids_as_datatrove(tmp_path):
 
 @pytest.mark.slow
 def test_the_gpu_self_test_measures_every_kind_of_case(tmp_path):
-    found = measured(tmp_path, "gpu", "--self-test", "--only", "peaks", "attention 8b",
-                     "causal, compiled", "eager")
+    found = measured(tmp_path, "gpu", "--self-test", "--only", "peaks", "causal, compiled", "cudnn", "eager")
     rows, text = found["rows"], (tmp_path / "results.md").read_text()
-    assert {row["kind"] for row in rows if row["status"] == "ok"} == {"matrix", "attention", "step"}
+    assert {row["kind"] for row in rows if row["status"] == "ok"} == {"matrix", "step"}
     assert "NaN" not in json.dumps(found) and all(row["name"] in text for row in rows)
     by_name = {row["name"]: row for row in rows}
-    assert by_name["attention 8b: causal, cudnn"]["status"] == "not here"  # and stops nothing
-    assert max(row["difference"] for row in rows if "difference" in row) < 0.02, "other ways of computing it agree"
+    assert by_name["train 8b, causal, cudnn, compiled"]["status"] == "not here"  # and stops nothing
     steps = [row for row in rows if "step_s" in row]
     assert len(steps) >= 5 and {row[name] for row in steps for name in ("mfu_full", "mfu_causal")} == {None}
-    compiled = by_name["train 8b, causal, compiled"]
-    assert [compiled[name] for name in ("graphs", "breaks", "recompilations")] == [3, 0, 0], "the loss has two"
 
 
 def test_mfu_is_taken_of_both_counts_and_both_peaks():
@@ -85,12 +76,12 @@ def test_a_layout_can_be_had_on_its_nodes(layout):
         assert config.train.batch_tokens <= 64 * 131072
 
 
-@pytest.mark.parametrize("case", [*cases_of("gpu"), *train.CANDIDATES.values()], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", [*cases_of("gpu"), *cases_of("train")], ids=lambda case: case["name"])
 def test_a_case_can_be_had_on_its_ranks(case):
     if "recipe" in case:
         config = config_of(case, case.get("ranks", 1))
         assert not problems(config) and not rank_problems(config, case.get("ranks", 1))
-        assert case["name"] not in train.CANDIDATES or config.train.batch_tokens == 8 * 256
+        assert case["recipe"] != "benchmarks/cpu" or config.train.batch_tokens == 8 * 256
 
 
 def test_collectives_are_exposed_where_nothing_else_runs():
@@ -110,5 +101,5 @@ def test_layouts_are_measured_and_one_that_fails_stops_no_other(tmp_path):
     assert all(row["rate"] > 0 and row["gpus"] == 2 and len(row["step_s"]) == 2 for row in rows.values())
     done = run_python(*command, "8b, eager", "8b, tp 8", "--gpus", "3", check=False)  # four heads over three ranks
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert done.returncode == 1 and [row["status"] for row in rows] == ["ok", "failed", "failed"]
+    assert done.returncode == 1 and [row["status"] for row in rows] == ["ok", "failed"]
     assert "Error: " in rows[1]["note"] and "rate" not in rows[1]

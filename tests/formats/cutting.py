@@ -47,6 +47,11 @@ def piece(tensor, offset, size):
     return TensorShard(part_of(tensor, offset, size).contiguous(), tuple(offset), tuple(tensor.shape))
 
 
+def whole(tensor):
+    """All of a tensor as one piece."""
+    return TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+
+
 def write_checkpoint(folder, tensors, ranks=3, cuts=4, seed=0):
     """Write tensors as if `ranks` ranks owned pieces of them; returns the records of all files."""
     chance = random.Random(seed)

@@ -23,8 +23,8 @@ import drover.pipeline.formats.tensor_file as tensor_file
 from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.core.files import sha256_file
 from drover.pipeline.formats.shard_index import Index, rectangles
-from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, TensorShard, whole, write_index, write_part
-from tests.formats.cutting import cut, part_of, piece, rectangle, write_checkpoint
+from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, TensorShard, write_index, write_part
+from tests.formats.cutting import cut, part_of, piece, rectangle, whole, write_checkpoint
 from tests.refusal import refused
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drover.model.config import ModelConfig, RopeScaling
-from drover.model.llama import Llama, initialise
 from drover.model.names import to_huggingface
 from drover.pipeline.config.shapes import shape_of
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.huggingface_config import config_to_json
-from drover.pipeline.formats.weights import MODEL, load_model, open_weights
+from drover.pipeline.formats.weights import load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
 from tests.formats.test_meta import Hostile
 from tests.refusal import refused
+from tests.tiny_models import as_checkpoint, opinionated
 
 SHAPES = {
     "untied": ModelConfig(dim=48, layers=2, heads=6, kv_heads=2, ffn_dim=80, vocab_size=90, context_length=64),
@@ -31,29 +31,12 @@ SHAPES = {
 
 @pytest.fixture(params=SHAPES)
 def model(request):
-    return initialised(SHAPES[request.param])
-
-
-def initialised(config, seed=3):
-    built = Llama(config)
-    initialise(built, config, seed)
-    return built
+    return opinionated(SHAPES[request.param])
 
 
 def as_huggingface(folder, model, **options):
     folder.mkdir(parents=True)
     write_model(folder, model, dtype=torch.float32, bos_id=1, eos_id=2, **options)
-    return folder
-
-
-def as_checkpoint(folder, model):
-    """As a run writes it: optimizer states beside the weights, `vocab_size` left to the tokenizer."""
-    tensors = {f"{kind}{name}": parameter.detach() for name, parameter in model.named_parameters()
-               for kind in (MODEL, "exp_avg.")}
-    records = write_checkpoint(folder, tensors, ranks=3, cuts=5)
-    shape = model.config.model_copy(update={"vocab_size": None})
-    (folder / "COMPLETE.json").write_text(json.dumps({
-        "format": 2, "progress": {"step": 7}, "files": records, "config": {"model": shape.model_dump(mode="json")}}))
     return folder
 
 
@@ -97,7 +80,7 @@ def test_every_rectangle_is_that_of_the_network_which_computes_the_same(form, mo
 
 
 def test_a_checkpoint_that_does_not_fit_its_shape_is_refused(tmp_path):
-    model = initialised(SHAPES["untied"])
+    model = opinionated(SHAPES["untied"])
     folder, state = as_checkpoint(tmp_path / "x", model), {
         f"model.{name}": each.detach() for name, each in model.named_parameters()}
     for wrong, said in (({"model.norm.weight": torch.ones(3)}, r"norm.weight is \[3\]; by the shape .* it is \[48\]"),
@@ -113,7 +96,7 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path):
     refused(UserError, "no complete checkpoint", open_weights, run)
     models = {}
     for step in (3, 12, 20):
-        models[step] = initialised(SHAPES["tied"], step)
+        models[step] = opinionated(SHAPES["tied"], step)
         as_checkpoint(run / f"train/checkpoints/step-{step:08d}", models[step])
     (run / "train/checkpoints/step-00000020/COMPLETE.json").unlink()
     with open_weights(run) as weights:
@@ -123,7 +106,7 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     """One in Hugging Face's form, with its weights in one file and no index, as older ones have it."""
-    folder = as_huggingface(tmp_path / "x", initialised(SHAPES["untied"]))
+    folder = as_huggingface(tmp_path / "x", opinionated(SHAPES["untied"]))
     (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
     (folder / "model.safetensors.index.json").unlink()
     return folder
@@ -163,7 +146,7 @@ def test_torn_and_hostile_files_are_said_and_nothing_is_executed(folder):
 
 
 def test_nothing_in_a_pickled_file_is_executed(tmp_path):
-    folder = as_pickled(tmp_path / "x", initialised(SHAPES["tied"]))
+    folder = as_pickled(tmp_path / "x", opinionated(SHAPES["tied"]))
     torch.save({"model.norm.weight": Hostile(tmp_path / "executed")}, folder / "pytorch_model.bin")
     refused(UserError, "nothing of it was executed", open_weights, folder)
     assert not (tmp_path / "executed").exists()

@@ -212,12 +212,14 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
     ({"prompt": "x", "temprature": 1}, "temprature is not known here", 400),
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
-    ({"prompt": "x", "stop": [1]}, "stop must be", 400),
-    ({"prompt": "x", "stop": ["x"] * 200_000}, "stop must be at most 16 strings of at most 256 characters", 400),
+    ({"prompt": "x", "stop": ["", 1]}, "stop.1: Input should be a valid string", 400),
+    ({"prompt": "x", "stop": ["x"] * 200_000}, "stop: Value should have at most 16 items", 400),
+    ({"prompt": "x", "stop": "x" * 257}, "stop.0: String should have at most 256 characters", 400),
     ({"prompt": "x" * (32 * CONTEXT + 10_001)}, "prompt has a text of more than 9610000 characters", 400),
     ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty must be from 0.01 to 100.0", 400),
     ({"prompt": "x", "temperature": 1e-300}, "temperature must be 0, or at least 0.001", 400),
-    ({"prompt": {}}, "prompt must be", 400),
+    ({"prompt": {}}, "prompt: Input should be a valid list", 400), ({"prompt": []}, "at least 1 item", 400),
+    ({"prompt": ["x", []]}, "at least 1 item", 400), ({"prompt": [1, "x"]}, "prompt.0.list", 400),
     ({"prompt": [512]}, r"outside 0 .. 511", 400), ({"prompt": ["x", [-1]]}, r"outside 0 .. 511", 400),
     (b'{"prompt": "x\\ud800"}', "half of a character", 400), (b" " * (2**24 + 1), "larger than 16777216 bytes", 413),
     ({"prompt": "x", "max_tokens": CONTEXT}, f"exceeds the model's context of {CONTEXT}", 400)])
@@ -344,8 +346,10 @@ def test_chats_go_through_the_template(model, tmp_path):
         deltas = [part["choices"][0]["delta"] for part in parts]
         assert "".join(delta["content"] for delta in deltas) == text and deltas[0]["role"] == "assistant"
         assert {part["object"] for part in parts} == {"chat.completion.chunk"}
-        for wrong in ([], "x", [{"role": "user"}], [{"role": "user", "content": [1]}]):
-            assert "messages must be" in ask(port, path, {"messages": wrong}, 400)["error"]["message"]
+        for wrong, said in (([], "at least 1 item"), ("x", "messages: Input should be a valid list"),
+                            ([{"role": "user"}], "messages.0.content is missing"),
+                            ([{"role": "user", "content": [1]}], "messages.0.content: Input should be a valid string")):
+            assert said in ask(port, path, {"messages": wrong}, 400)["error"]["message"]
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -13,7 +13,7 @@ from drover.tools.verify.checks import Check, Findings, check_ledger
 @pytest.mark.parametrize("filename, expected", [(None, ["run/a.tar", "run/b.arrow"]), ("run/b.arrow", ["run/b.arrow"])])
 def test_what_cannot_be_read_is_named_by_its_path(filename, expected):
     fails = Mock(side_effect=OSError(5, "Input/output error", filename))
-    found = Check(fails, (), (Path("run/a.tar"), Path("run/b.arrow")))()
+    found = Check(fails, (Path("run/a.tar"), "x", Path("run/b.arrow")))()
     assert [problem.file for problem in found.problems] == expected
 
 

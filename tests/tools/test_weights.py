@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -255,11 +256,13 @@ def test_values_that_are_no_numbers_or_none_of_fp16_are_refused_by_the_tensors_n
     assert not (tmp_path / "to").exists()
 
 
-def test_a_full_disk_is_said_and_the_rest_follows(source, tmp_path, capsys, monkeypatch):
-    def full(*_):
-        raise OSError(28, os.strerror(28))
-    monkeypatch.setattr(torch, "save", full)
-    assert "is exhausted" in carry(capsys, source, tmp_path / "x", "meta", expect=2)
+@pytest.mark.parametrize(("error", "said", "status"), [
+    (OSError(28, os.strerror(28)), "is exhausted", 2),
+    (KeyboardInterrupt(), "x.partial keeps what is finished; the same command continues", 130)])
+def test_a_full_disk_and_an_interruption_are_said_and_the_rest_follows(error, said, status, source, tmp_path, capsys,
+                                                                       monkeypatch):
+    monkeypatch.setattr(torch, "save", Mock(side_effect=error))
+    assert said in carry(capsys, source, tmp_path / "x", "meta", expect=status)
     monkeypatch.undo()
     carry(capsys, source, tmp_path / "x", "meta")
 

@@ -8,11 +8,12 @@ import torch
 
 from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, whole
+from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.records.checkpoints import MARKER, TrainingProgress
 from drover.pipeline.training import async_saver
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
+from tests.formats.cutting import whole
 from tests.training.uploads.saving import Log, save
 
 

@@ -130,15 +130,15 @@ class Answer:
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12), "object": kind,
                       "created": int(time.time()), "model": model}
-        self._counts = [0] * len(asked.texts)
-        self._job = Job(asked.texts)
+        self._counts = [0] * len(asked.choices)
+        self._job = Job([(choice.prompt, choice.sampling) for choice in asked.choices])
         worker.submit(self._job)
         self.close = lambda: worker.cancel(self._job)
 
     async def whole(self) -> dict[str, Any]:
         """The answer of a request that does not stream."""
-        texts, ends = list(self._asked.shown), [""] * len(self._counts)
-        told = [{key: list[Any]() for key in KEYS} if self._asked.tellings else None for _ in texts]
+        texts, ends = [""] * len(self._counts), [""] * len(self._counts)
+        told = [{key: list[Any]() for key in KEYS} if choice.telling else None for choice in self._asked.choices]
         async for number, piece, lists in self._pieces():
             texts[number] += piece.text
             ends[number] = piece.end or ""
@@ -155,11 +155,9 @@ class Answer:
         begun: set[int] = set()
         try:
             async for number, piece, lists in self._pieces():
-                first = number not in begun
+                role = {} if number in begun else {"role": "assistant"}
                 begun.add(number)
-                text = self._asked.shown[number] + piece.text if first else piece.text
-                content = {"delta": {**({"role": "assistant"} if first else {}), "content": text}} if self._chat \
-                    else {"text": text}
+                content = {"delta": {**role, "content": piece.text}} if self._chat else {"text": piece.text}
                 yield _event({**head, "choices": [{"index": number, "logprobs": lists, "finish_reason": piece.end,
                                                    **content}]})
             if self._asked.include_usage:
@@ -175,8 +173,10 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece, Any], None]:
-        """(number, piece, what `logprobs` tells of it) as they come. ClientGoneError where nobody waits any more."""
+        """(number, piece, what `logprobs` tells of it) as they come; the first of each begins with what `echo` shows.
+        ClientGoneError where nobody waits any more."""
         left, looked_at = len(self._counts), time.monotonic()
+        shown = [choice.shown for choice in self._asked.choices]
         try:
             while left:
                 piece: Piece | RefusedError | None = None
@@ -191,11 +191,14 @@ class Answer:
                 if piece is not None:
                     if self._asked.silent:
                         piece = replace(piece, text="", tokens=0, end="length", scores=())
-                    number, tellings = piece.key, self._asked.tellings
+                    number = piece.key
                     assert isinstance(number, int)
+                    telling = self._asked.choices[number].telling
                     self._counts[number] = piece.tokens
                     left -= piece.end is not None
-                    yield number, piece, tellings[number].of(piece) if tellings else None
+                    lists = telling.of(piece) if telling else None
+                    yield number, replace(piece, text=shown[number] + piece.text), lists
+                    shown[number] = ""
         finally:
             self.close()
 

@@ -6,9 +6,9 @@ import codecs
 import json
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from drover.model.generation.sampling import Sampling
 from drover.model.generation.scores import TokenScore
@@ -17,7 +17,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import parsed_json
 from drover.pipeline.evaluation.open_model import OpenedModel
 from drover.pipeline.evaluation.prompts import ChatTemplate, prompt_ids, readable_bytes
-from drover.tools.serving.worker import RefusedError, Text
+from drover.tools.serving.worker import RefusedError
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 5
 """OpenAI's limits for n and logprobs."""
@@ -35,6 +35,12 @@ Lists = dict[str, list[Any]]
 KEYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
+def _listed(value: Any) -> Any:
+    """One text, or one list of ids, as a list of one."""
+    ids = isinstance(value, list) and value and all(isinstance(each, int) for each in value)
+    return [value] if ids or isinstance(value, str) else value
+
+
 class Common(BaseModel):
     """What both kinds of request may say. top_k, min_p and repetition_penalty are not OpenAI's."""
 
@@ -50,7 +56,8 @@ class Common(BaseModel):
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool = False
     stream_options: dict[str, Any] = {}
-    stop: Any = None
+    stop: Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], BeforeValidator(_listed),
+                    Field(max_length=MOST_STOPS)] = []
     seed: int | None = None
     user: str = ""
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -60,33 +67,51 @@ class Common(BaseModel):
 class AskedCompletion(Common):
     """The body of /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[list[str | Annotated[list[int], Field(min_length=1)]], BeforeValidator(_listed),
+                      Field(min_length=1)]
     best_of: int | None = None
+
+
+class Message(BaseModel):
+    """Of a chat; what else one says is left to the template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str
 
 
 class AskedChat(Common):
     """The body of /v1/chat/completions."""
 
-    messages: Any
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A text to be written: the prompt and how it is continued, what is shown before it (`echo`), and what `logprobs`
+    tells of it, where they are asked for."""
+
+    prompt: list[int]
+    sampling: Sampling
+    shown: str
+    telling: Telling | None
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request that can be served.
 
-    texts: an entry a choice. shown: the text that each choice begins with (`echo`). silent: nothing new is wanted
-    (`max_tokens: 0`): the one token that a text gets is not told. prompt_tokens: of the different prompts together.
-    tellings: of each choice, where `logprobs` asks for them.
+    silent: nothing new is wanted (`max_tokens: 0`): the one token that a text gets is not told. prompt_tokens: of the
+    different prompts together.
     """
 
-    texts: list[Text]
-    shown: list[str]
+    choices: list[Choice]
     silent: bool
     stream: bool
     include_usage: bool
     prompt_tokens: int
-    tellings: list[Telling] | None
 
 
 Form = TypeVar("Form", AskedCompletion, AskedChat)
@@ -110,11 +135,7 @@ class Reader:
         asked = self._checked(AskedCompletion, body, UNSUPPORTED)
         if asked.best_of not in (None, asked.n):
             raise RefusedError("best_of is not supported: ask for n and choose.", param="best_of")
-        prompts = [asked.prompt] if isinstance(asked.prompt, str) or _are_ids(asked.prompt) else asked.prompt
-        if not isinstance(prompts, list) or not prompts or not all(
-                isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts):
-            raise RefusedError("prompt must be a string, a list of token ids, or a list of such, and not be empty.",
-                               param="prompt")
+        prompts = asked.prompt
         self._refuse_long([prompt for prompt in prompts if isinstance(prompt, str)], "prompt")
         ids = [prompt_ids(self.opened, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         vocabulary = self.opened.config.vocab_size or 0
@@ -127,14 +148,9 @@ class Reader:
         """Read a body of /v1/chat/completions. Raises RefusedError."""
         assert self.template is not None
         asked = self._checked(AskedChat, body, UNSUPPORTED | UNSUPPORTED_IN_CHATS)
-        if not isinstance(asked.messages, list) or not asked.messages or not all(
-                isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-                for message in asked.messages):
-            raise RefusedError("messages must be a list of objects with role and content, both strings, and at least "
-                               "one.", param="messages")
-        self._refuse_long(["".join(message["content"] for message in asked.messages)], "messages")
+        self._refuse_long(["".join(message.content for message in asked.messages)], "messages")
         try:
-            ids = self.template.ids(asked.messages)
+            ids = self.template.ids([message.model_dump() for message in asked.messages])
         except UserError as error:
             raise RefusedError(str(error), param="messages") from None
         room = max(1, self.opened.config.context_length - len(ids))
@@ -177,16 +193,10 @@ class Reader:
                                f"long for {context} tokens.", code="context_length_exceeded", param=param)
 
     def _asked(self, asked: Common, prompts: list[list[int]], texts: list[str], max_tokens: int) -> Asked:
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
-            raise RefusedError("stop must be a string or a list of strings.", param="stop")
-        if len(stop) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stop):
-            raise RefusedError(f"stop must be at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters.",
-                               param="stop")
         seed = asked.seed if asked.seed is not None else secrets.randbelow(2**62)
         try:
             sampling = Sampling(max_tokens=max(1, max_tokens), temperature=asked.temperature, top_k=asked.top_k,
-                                top_p=asked.top_p, min_p=asked.min_p, seed=seed, stop=tuple(stop),
+                                top_p=asked.top_p, min_p=asked.min_p, seed=seed, stop=tuple(asked.stop),
                                 repetition_penalty=asked.repetition_penalty, stop_ids=self.ending_ids,
                                 logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if asked.echo else None)
         except ValueError as error:
@@ -197,13 +207,14 @@ class Reader:
                 raise RefusedError(f"The prompt has {len(ids)} tokens; with max_tokens {max_tokens} that exceeds the "
                                    f"model's context of {context}. Shorten it, or ask for fewer tokens.",
                                    code="context_length_exceeded", param="max_tokens")
-        choices = [choice for choice in zip(prompts, texts if asked.echo else [""] * len(texts), strict=True)
-                   for _ in range(asked.n)]
-        return Asked([Text(ids, replace(sampling, seed=(seed + number) % 2**63))
-                      for number, (ids, _) in enumerate(choices)], [text for _, text in choices], max_tokens == 0,
-                     asked.stream, bool(asked.stream_options.get("include_usage")), sum(map(len, prompts)),
-                     None if asked.logprobs is None else [Telling(self.opened, ids if asked.echo else [], text)
-                                                          for ids, text in choices])
+        choices = list[Choice]()
+        for ids, text in zip(prompts, texts, strict=True):
+            shown, told = (text, ids) if asked.echo else ("", [])
+            choices += [Choice(ids, replace(sampling, seed=(seed + len(choices) + number) % 2**63), shown,
+                               None if asked.logprobs is None else Telling(self.opened, told, shown))
+                        for number in range(asked.n)]
+        return Asked(choices, max_tokens == 0, asked.stream, bool(asked.stream_options.get("include_usage")),
+                     sum(map(len, prompts)))
 
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(readable_bytes(self.opened.tokenizer), ids)).decode("utf-8", errors="replace")
@@ -255,7 +266,3 @@ class Telling:
             return content.decode() or self._special.get(token, f"token_id:{token}")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)

@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from drover.model.generation.sampling import Sampling
@@ -31,18 +31,11 @@ class RefusedError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True)
-class Text:
-    """A prompt and how it is continued."""
-
-    prompt: Sequence[int]
-    sampling: Sampling
-
-
 class Job:
-    """The texts of one request. pieces: what is new of them, with the text's number as key; an error is the last."""
+    """The texts of one request: prompts, and how they are continued. pieces: what is new of them, with the text's
+    number as key; an error is the last."""
 
-    def __init__(self, texts: Sequence[Text]) -> None:
+    def __init__(self, texts: Sequence[tuple[list[int], Sampling]]) -> None:
         self.texts, self.cancelled = texts, False
         self.pieces: asyncio.Queue[Piece | RefusedError] = asyncio.Queue()
 
@@ -114,7 +107,7 @@ class Worker:
             del self.running[key]
         while self.waiting and len(self.running) < self.batch:
             job, number = key = self.waiting.popleft()
-            writer.begin(key, job.texts[number].prompt, job.texts[number].sampling)
+            writer.begin(key, *job.texts[number])
             self.running[key] = time.monotonic()
 
     def _deliver(self, piece: Piece) -> None:

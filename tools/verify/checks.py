@@ -84,40 +84,51 @@ class Findings:
 
     def compare(self, file: Recorded, *, hashed: bool = True) -> str:
         """Compare a file's size, and its hash, with its record: "" as it should be, else "size" or "content"."""
-        path, record = file.path, file.record
+        path, record, do = file.path, file.record, file.do
         try:
             size = path.stat().st_size
             found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
         except OSError as error:
-            self.problem(path, f"it is missing or cannot be read ({error.strerror})", file.do)
+            self.problem(path, f"it is missing or cannot be read ({error.strerror})", do)
             return "size"
-        self.files += hashed
-        self.bytes += record["bytes"] * hashed
         if size != record["bytes"]:
-            self.problem(path, f"it has {size:,} bytes instead of {record['bytes']:,}", file.do)
+            self.problem(path, f"it has {size:,} bytes instead of {record['bytes']:,}", do)
             return "size"
         if found != record["sha256"]:
-            self.problem(path, f"its content was changed: sha256 {found[:12]} instead of {record['sha256'][:12]}",
-                         file.do)
+            self.problem(path, f"its content was changed: sha256 {found[:12]} instead of {record['sha256'][:12]}", do)
             return "content"
         return ""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it is given besides `Findings`, the files that it reads, and whether a run at work may remove
-    them meanwhile."""
+    """One check.
+
+    Attributes:
+        function: told where to note what it finds, and the arguments.
+        arguments: the files among them, paths or `Recorded`, are those that it reads.
+        passing: a run at work may remove them meanwhile.
+        counted: whether they are read, and not only looked at.
+    """
 
     function: Callable[..., None]
     arguments: tuple[Any, ...]
-    files: tuple[Path, ...]
     passing: bool = False
+    counted: bool = True
+
+    @property
+    def files(self) -> list[Path]:
+        """What it reads."""
+        return [one.path if isinstance(one, Recorded) else one for one in self.arguments
+                if isinstance(one, Recorded | Path)]
 
     def __call__(self) -> Findings:
         """Do it. What goes wrong in it is a problem of what it reads, and ends no other."""
         found = Findings()
         try:
             self.function(found, *self.arguments)
+            sizes = [path.stat().st_size for path in self.files if self.counted and path.is_file()]
+            found.files, found.bytes = len(sizes), sum(sizes)
         except Exception as error:  # noqa: BLE001 - a damaged file may upset any library; it is named
             of = getattr(error, "filename", None)
             for file in [of] if isinstance(of, str) else self.files:
@@ -129,9 +140,14 @@ class Check:
         return found
 
 
-def check_file(found: Findings, file: Recorded, hashed: bool = True) -> None:
-    """A file by its record; not hashed: only its size, of a shard that the sample leaves out."""
-    found.compare(file, hashed=hashed)
+def check_file(found: Findings, file: Recorded) -> None:
+    """A file by its record."""
+    found.compare(file)
+
+
+def check_size(found: Findings, file: Recorded) -> None:
+    """Only the size, of a shard that the sample leaves out."""
+    found.compare(file, hashed=False)
 
 
 def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None, vocabulary: Record | None) -> None:
@@ -156,15 +172,13 @@ def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None,
             found.problem(tokens.path, what, tokens.do)  # type: ignore[union-attr]
 
 
-def check_source(found: Findings, record: Record, stage: str) -> None:
+def check_source(found: Findings, path: Path, record: Record, stage: str) -> None:
     """A file from outside of the run, by the hash that was made while the stage read it."""
-    path = Path(record["path"])
     try:
         stat = path.stat()
     except FileNotFoundError:
         found.note(GONE, path)
         return
-    found.files, found.bytes = 1, stat.st_size
     if (now := content_hash(path, record["sha256"])) != record["sha256"]:
         kept = ", though it has the same time" if stat.st_mtime_ns == record["mtime_ns"] else ""
         found.problem(path, f"it has other content than when the stage {stage} read it (as {record['name']}){kept}: "
@@ -175,7 +189,6 @@ def check_source(found: Findings, record: Record, stage: str) -> None:
 def check_seal(found: Findings, path: Path, do: str, required: bool = False) -> None:
     """A record that is sealed with the hash of its own bytes; of a note that is not, whether it is JSON at all."""
     seal = seal_of(path)
-    found.files, found.bytes = 1, path.stat().st_size
     if seal == "damaged":
         found.problem(path, "it is not what was written: its seal does not fit its bytes", do)
     elif seal == "not sealed" and required:
@@ -195,19 +208,16 @@ def check_ledger(found: Findings, path: Path, do: str) -> None:
         for number, line in enumerate(file, 1):
             if sealing(line) != "sealed" and re.search(rb'"seal": ".{64}|[0-9a-f]{64}', line[-90:]):
                 found.problem(path, f"line {number} is not what was written: its seal does not fit", do)
-    found.files, found.bytes = 1, path.stat().st_size
 
 
 def check_plan(found: Findings, path: Path) -> None:
     """A packing's plan of a shard."""
-    found.files, found.bytes = 1, path.stat().st_size
     if not is_sound(path):
         found.problem(path, "it was torn or changed", "Delete it: training makes it anew")
 
 
 def check_tensorboard(found: Findings, path: Path) -> None:
     """A file of TensorBoard's: each of its records carries checksums."""
-    found.files, found.bytes = 1, path.stat().st_size
     if find_spec("tensorboard") is None:
         found.note("curves that are not read, since the package tensorboard is not installed", path)
         return

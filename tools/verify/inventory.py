@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,6 +35,7 @@ from drover.tools.verify.checks import (
     check_plan,
     check_seal,
     check_shard,
+    check_size,
     check_source,
     check_tensorboard,
 )
@@ -82,7 +83,7 @@ class Inventory(Findings):
         """All checks."""
         self.share, config = share, self.folder / "config.yaml"
         self._sealed(config, "Put it back from a copy, or run a stage of this run again with the configuration that it "
-                             "was given, which writes it", required=True)
+                             "was given, which writes it")
         run = None
         try:
             run = run_in(self.folder)
@@ -108,13 +109,18 @@ class Inventory(Findings):
         return [*told, *(f"WRONG  {problem}" for problem in self.problems),
                 f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
 
-    def _sealed(self, path: Path, do: str, *, required: bool = False, passing: bool = False) -> None:
-        self.checks.append(Check(check_seal, (path, do, required), (path,), passing))
+    def _sealed(self, path: Path, do: str, *, passing: bool = False) -> None:
+        """A record that has to have its seal."""
+        self.checks.append(Check(check_seal, (path, do, True), passing))
+
+    def _passing(self, function: Callable[..., None], path: Path, *given: str) -> None:
+        """A file that a run at work may remove."""
+        self.checks.append(Check(function, (path, *given), passing=True))
 
     def _file(self, folder: Path, record: dict[str, Any], do: str, *, passing: bool = False) -> None:
         file = Recorded(folder, record, do)
         self.recorded.add(file.path)
-        self.checks.append(Check(check_file, (file,), (file.path,), passing))
+        self.checks.append(Check(check_file, (file,), passing))
 
     def _stage(self, stage: str, folder: Path) -> None:
         """The manifest of a stage, what it and the markers of checkpoints name, and what else is in its folder."""
@@ -123,7 +129,7 @@ class Inventory(Findings):
         path, damaged, finished = folder / MANIFEST, False, False
         if path.exists():
             do = f"Put it back from a copy, or run --stage {stage} --force"
-            self._sealed(path, do, required=True)
+            self._sealed(path, do)
             try:
                 damaged = seal_of(path) != "sealed"
                 manifest = None if damaged else read_manifest(folder)
@@ -157,7 +163,7 @@ class Inventory(Findings):
             if "://" in record["path"]:
                 self.note(FAR, record["path"])
             elif self._chosen(record["name"]):
-                self.checks.append(Check(check_source, (record, stage), (Path(record["path"]),)))
+                self.checks.append(Check(check_source, (Path(record["path"]), record, stage)))
             else:
                 self.note(UNSAMPLED, record["path"])
 
@@ -167,7 +173,7 @@ class Inventory(Findings):
         if path in self.recorded or not path.is_file():
             return
         self.recorded.add(path)
-        self._sealed(path, _CHECKPOINT, required=True, passing=True)
+        self._sealed(path, _CHECKPOINT, passing=True)
         try:
             marker = whole_marker(folder) if seal_of(path) == "sealed" else None
         except (OSError, UserError):
@@ -192,15 +198,14 @@ class Inventory(Findings):
         elif parts[0] == SENT_NOTES:
             self.note(SENT, path)
         elif parts[0] == PACKING:
-            self.checks.append(Check(check_plan, (path,), (path,), passing=True))
+            self._passing(check_plan, path)
         elif name == PROGRESS or parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
             self.note(LOGS, path)
         elif parts[0] == UNITS and path.suffix == ".jsonl":
-            do = f"Delete it: --stage {stage} does again what it needs"
-            self.checks.append(Check(check_ledger, (path, do), (path,), passing=True))
+            self._passing(check_ledger, path, f"Delete it: --stage {stage} does again what it needs")
         elif parts[0] == UNITS or (path.suffix == ".json" and len(parts) == 1):
-            self._sealed(path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
-                         f"Delete it: --stage {stage} writes what it needs of it", passing=True)
+            self._passing(check_seal, path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
+                          f"Delete it: --stage {stage} writes what it needs of it")
         elif unfinished or name in _OPEN:
             self.note(unfinished or LOGS, path)
         else:
@@ -230,9 +235,9 @@ class Inventory(Findings):
             self.shards += len(there)
             if there and (self._chosen(name) or name in always):
                 self.shards_read += len(there)
-                self.checks.append(Check(check_shard, (text, token, vocabulary), tuple(side.path for side in there)))
+                self.checks.append(Check(check_shard, (text, token, vocabulary)))
             else:
-                self.checks += [Check(check_file, (side, False), (side.path,)) for side in there]
+                self.checks += [Check(check_size, (side,), counted=False) for side in there]
         if texts and tokens and len(of_text) != len(records):
             self.problem(tokens[0] / MANIFEST, f"it has {len(of_text):,} token shards of {len(records):,} text shards",
                          "Run --stage encode --force")
@@ -261,15 +266,15 @@ class Inventory(Findings):
             if name in reports:
                 self._file(self.folder, reports[name], "Delete it and run --stage report --force")
             elif first == "tensorboard":
-                self.checks.append(Check(check_tensorboard, (path,), (path,), passing=True))
+                self._passing(check_tensorboard, path)
             elif first == HASHES:
-                self.checks.append(Check(check_ledger, (path, "Delete it, if nothing runs"), (path,), passing=True))
+                self._passing(check_ledger, path, "Delete it, if nothing runs")
             elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
             elif first == "evaluations" or _set_aside(first):
                 self.note(ELSEWHERE if first == "evaluations" else ASIDE, path)
             elif path.suffix == ".json":
-                self._sealed(path, "Delete it, if nothing runs", passing=True)
+                self._passing(check_seal, path, "Delete it, if nothing runs")
             else:
                 self.note(OTHERS, path)
 

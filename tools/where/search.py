@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +135,11 @@ def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, proc
     Raises:
         UserError: keys that differ begin so.
     """
-    rows = iter([row for row in range(len(table)) if source in (None, table.kinds[table.kind[row]][1])])
-    parts = iter(lambda: list(islice(rows, SHARDS_AT_ONCE)), [])
-    jobs = ((folder, [(row, table.record(row)) for row in part], key) for part in parts)
+    jobs = [(folder, row, table.record(row), key) for row in range(len(table))
+            if source in (None, table.kinds[table.kind[row]][1])]
     found: list[tuple[int, int]] = []
     keys: dict[str, None] = {}
-    for part in in_order(_keys_in, jobs, processes):
+    for part in in_order(_keys_in, jobs, processes, SHARDS_AT_ONCE):
         for row, number, whole in part:
             found.append((row, number))
             keys[whole] = None
@@ -151,22 +149,16 @@ def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, proc
     return found
 
 
-def _keys_in(job: tuple[Path, list[tuple[int, dict[str, Any]]], str]) -> list[tuple[int, int, str]]:
-    folder, shards, key = job
-    found = []
-    for row, record in shards:
-        shard = TokenShard(folder / record["path"], record)
-        for start in range(0, shard.documents, KEYS_AT_ONCE):
-            keys = shard.keys(start, min(start + KEYS_AT_ONCE, shard.documents))
-            found += [(row, start + int(number), keys[number].tobytes().hex()) for number in _begin_with(keys, key)]
-    return found
-
-
-def _begin_with(keys: np.ndarray, prefix: str) -> np.ndarray:
-    """Which of the keys, 16 bytes each, begin with these hexadecimal digits."""
+def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int, str]]:
+    """The row, number and key of each document of a shard whose key begins so."""
+    folder, row, record, prefix = job
+    shard, found = TokenShard(folder / record["path"], record), []
     low, high = (np.bytes_(bytes.fromhex(prefix.ljust(2 * KEY_BYTES, end))) for end in "0f")
-    whole = keys.view(f"S{KEY_BYTES}").reshape(-1)
-    return np.flatnonzero((whole >= low) & (whole <= high))
+    for start in range(0, shard.documents, KEYS_AT_ONCE):
+        keys = shard.keys(start, min(start + KEYS_AT_ONCE, shard.documents)).view(f"S{KEY_BYTES}").reshape(-1)
+        found += [(row, start + int(number), keys[number].ljust(KEY_BYTES, b"\0").hex())
+                  for number in np.flatnonzero((keys >= low) & (keys <= high))]
+    return found
 
 
 def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ import torch
 
 from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.sharded_tensors import whole
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
 from drover.pipeline.storage.mirror import OWNER
 from drover.pipeline.storage.store import Store
@@ -17,6 +16,7 @@ from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.uploads import Uploads
+from tests.formats.cutting import whole
 from tests.waiting import wait_for
 
 
