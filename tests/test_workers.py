@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,9 @@ def test_every_test_is_reported_once_and_a_killed_worker_is_replaced(tmp_path):
     assert "3 failed, 6 passed, 1 skipped, 1 error" in shown and "left out here" in shown
     assert "The worker ended here: SIGKILL." in shown and "The worker ended here: exit status 3." in shown
     assert "seen in the report" in shown and "while cleaning up" in shown and "printed by a" not in shown
+    for file, counts in (("test_a.py", "3 failed, 2 passed"), ("test_b.py", "1 failed, 3 passed, 1 skipped"),
+                         ("test_c.py", "1 passed")):
+        assert len(re.findall(rf"^\[ *\d+% +\d+:\d\d\] {file}: {counts} in ", shown, re.MULTILINE)) == 1, shown
     report = (tmp_path / "report.xml").read_text()
     assert 'tests="10"' in report and 'failures="3"' in report and report.count("<testcase ") == 10
     assert list(tmp_path.glob("ended-*")), "a worker that lived took down its session fixture"

@@ -2,6 +2,7 @@
 
 One process collects the tests and imports what they need, once. Then it forks the workers. Each takes a group of tests,
 runs it, sends its reports back and takes the next one. The tests of a file are one group, because they share fixtures.
+The terminal shows one line for each file, when the file is done.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.reports import TestReport
@@ -122,6 +124,7 @@ class Parent:
 
     def __init__(self, config: pytest.Config, count: int) -> None:
         self.config, self.count = config, count
+        self.start = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -129,6 +132,7 @@ class Parent:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        self.lines = FileLines(self.config, session.items, self.start)
         by_name: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in session.items:
             by_name[group_name(item.nodeid, self.config.rootpath)].append(item)
@@ -175,10 +179,9 @@ class Parent:
             if sent is None:
                 self._deal(worker)
             elif isinstance(sent, dict):
-                report = self.config.hook.pytest_report_from_serializable(config=self.config, data=sent)
-                self.config.hook.pytest_runtest_logreport(report=report)
+                self._report(self.config.hook.pytest_report_from_serializable(config=self.config, data=sent))
                 if sent["when"] == "teardown":
-                    worker.left.pop(0)
+                    self.lines.end(worker.left.pop(0).nodeid)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
 
@@ -203,13 +206,59 @@ class Parent:
         if not worker.left:
             self._fail(session, f"a worker ended after the last test of its group: {reason}")
         test, *rest = worker.left
-        self.config.hook.pytest_runtest_logreport(report=TestReport(
-            test.nodeid, test.location, {}, "failed", f"The worker ended here: {reason}.", "call"))
+        self._report(TestReport(test.nodeid, test.location, {}, "failed", f"The worker ended here: {reason}.", "call"))
+        self.lines.end(test.nodeid)
         if rest:
             self.groups.append(rest)
             self.waiting.insert(0, len(self.groups) - 1)
         self._start_worker(worker.number, session)
         return "replaced"
+
+    def _report(self, report: TestReport) -> None:
+        self.config.hook.pytest_runtest_logreport(report=report)
+        self.lines.add(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
+        """No letter for each test: the terminal has a line for each file."""
+        if not isinstance(report, TestReport) or hasattr(report, "wasxfail"):
+            return None
+        if report.failed:
+            return "failed" if report.when == "call" else "error", "", ""
+        return ("" if report.when != "call" and report.passed else report.outcome), "", ""
+
+
+class FileLines:
+    """A line on the terminal for each file whose tests are done, and one for each failed test."""
+
+    def __init__(self, config: pytest.Config, items: list[pytest.Item], start: float) -> None:
+        self.terminal, self.start, self.total, self.done = config.get_terminal_writer(), start, len(items), 0
+        self.left = Counter(item.nodeid.partition("::")[0] for item in items)
+        self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+        self.seconds: Counter[str] = Counter()
+        self._write(f"{self.total} tests of {len(self.left)} files")
+
+    def add(self, report: TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.seconds[file] += report.duration
+        if report.when == "call" or not report.passed:
+            self.outcomes[file][report.outcome] += 1
+        if report.failed:
+            self._write(f"{report.nodeid} failed", red=True)
+
+    def end(self, nodeid: str) -> None:
+        """Count a test as done; write the file's line after its last one."""
+        file = nodeid.partition("::")[0]
+        self.done += 1
+        self.left[file] -= 1
+        if not self.left[file]:
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes[file].items()))
+            self._write(f"{file}: {counts} in {self.seconds[file]:.1f} s")
+
+    def _write(self, text: str, **markup: bool) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - self.start), 60)
+        self.terminal.line(f"[{100 * self.done // max(1, self.total):3d}% {minutes:2d}:{seconds:02d}] {text}", **markup)
+        self.terminal.flush()
 
 
 def rank(nodeid: str) -> int:
