@@ -11,8 +11,11 @@ from typing import TypeVar
 
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.core.orphans import end_with_parent
 
+AHEAD = 2
+"""Batches handed out for each process: what is done too early waits in memory."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -31,12 +34,10 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], processe
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=end_with_parent,
                                initargs=(os.getpid(),))
     try:
-        yield from pool.map(function, items, chunksize=at_once)
+        yield from ordered_map(function, items, AHEAD * processes, batch=at_once, pool=pool)
     except BrokenProcessPool:
         raise UserError("A worker process was killed, as the kernel does when memory runs out (see dmesg). Run the "
                         "command again with fewer --processes.") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def processes_asked(asked: int | None) -> int:

@@ -1,10 +1,10 @@
-"""A pool of threads that keeps the order of what it is given."""
+"""A pool of threads or processes that keeps the order of what it is given."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -14,12 +14,14 @@ Result = TypeVar("Result")
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS, *, batch: int = 1,
-                name: str = "") -> Generator[Result, None, None]:
+                name: str = "", pool: Executor | None = None) -> Generator[Result, None, None]:
     """`function` of each item, in order, by threads; `items` is taken from as results are.
 
     Args:
+        threads: how many; of a pool, the batches that are handed out before the first result is taken.
         batch: items that a thread is given at a time. Fewer than two batches take no thread.
         name: of the threads.
+        pool: does the work in place of threads, and is shut down at the end.
 
     Raises:
         what `function` raises, of the first item that fails; no other is begun then.
@@ -30,15 +32,17 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threa
     if len(first) < 2:
         yield from map(function, chain.from_iterable(first))
         return
-    def each(some: list[Item]) -> list[Result]:
-        return list(map(function, some))
-    pool, waiting = ThreadPoolExecutor(threads, name), deque[Future[list[Result]]]()
+    pool, waiting = pool or ThreadPoolExecutor(threads, name), deque[Future[list[Result]]]()
     try:
         for some in chain(first, batches):
-            waiting.append(pool.submit(each, some))
+            waiting.append(pool.submit(_each, function, some))
             if len(waiting) == threads:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _each(function: Callable[[Item], Result], some: list[Item]) -> list[Result]:
+    return list(map(function, some))
