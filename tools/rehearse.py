@@ -10,7 +10,7 @@ pipeline the first, a middle and the last rank are rehearsed, otherwise rank 0; 
 minute, some 1 GB of memory, and no GPU. With --memory GB, what does not fit is said, with settings that do, the fastest
 first: these were rehearsed too. With --spend, settings are searched that take the memory that would stay free and save
 time; each is rehearsed (minutes). Exit status: 0, 1 where it does not fit, 2 for what cannot be rehearsed.
-docs/training.md tells more.
+docs/memory.md tells more.
 """
 
 from __future__ import annotations
