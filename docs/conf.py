@@ -57,13 +57,12 @@ def setup(app: Sphinx) -> None:
 
 def _lead_links(app: Sphinx, page: str, source: list[str]) -> None:
     """Links to a file of the repository lead to its page; where the site has none, only their text stays."""
-    up = "../" if page.startswith("made/") else ""
-    text = source[0]
+    if page.startswith("made/"):
+        source[0] = re.sub(r"\]\((?:\.\./)*docs/", "](../", source[0])
+        return
     for name, path in COPIED.items():
-        text = re.sub(rf"\]\((?:\.\./)*{re.escape(path)}", f"]({up}made/{name}", text)
-    text = re.sub(r"\]\((?:\.\./)*docs/", f"]({up}", text)
-    source[0] = re.sub(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)", lambda link: link[1] if not link[0].split("](")[1].startswith(
-        ("../made/", *(f"../{name.name}" for name in HERE.glob("*.md")))) else link[0], text)
+        source[0] = source[0].replace(f"](../{path}", f"](made/{name}")
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", source[0])
 
 
 def settings() -> str:

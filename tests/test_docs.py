@@ -13,8 +13,9 @@ from tests.conftest import REPOSITORY
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
 WRITTEN = [page for page in PAGES if page.stem not in ("matrix", "style")]  # one is made, the other names the words
-FORBIDDEN = re.compile(r"\b(is|are) (said|told|asked)\b|\bwhich (is said|says)\b|\b(afresh|anew|laid over|likeliest|owed|"
-                       r"near[- ]copies|let go|time lost by waiting|last word|set aside|goes on|told)\b", re.IGNORECASE)
+FORBIDDEN = re.compile(
+    r"\b(is|are) (said|told|asked)\b|\bwhich (is said|says)\b|\b(afresh|anew|laid over|likeliest|owed|near[- ]copies|"
+    r"let go|time lost by waiting|last word|set aside|goes on|told)\b", re.IGNORECASE)
 """Words of our own for what the field has a term for, and turns that have to be read twice."""
 
 
@@ -41,11 +42,11 @@ def words(text: str) -> int:
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
     """A link or anchor that leads nowhere is one."""
-    result = subprocess.run([sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path / "site")],
-                            cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    for page, part in (("made/settings", "train.lr"), ("made/commands", "drover rehearse"), ("made/interfaces", "on_step"),
-                       ("made/changelog", "0.1.0"), ("getting-started", "bits per byte")):
+    for page, part in {"made/settings": "train.lr", "made/commands": "drover rehearse", "made/interfaces": "on_step",
+                       "made/changelog": "0.1.0", "getting-started": "bits per byte"}.items():
         assert part in (tmp_path / f"site/{page}.html").read_text()
 
 
