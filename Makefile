@@ -1,4 +1,4 @@
-# make setup | setup-dev | demo | test | test-all | test-again | soak | matrix | picture | lint.
+# make setup | setup-dev | demo | test | test-all | test-again | soak | matrix | picture | docs | lint.
 # PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -7,7 +7,7 @@ ARGS ?=
 
 PYTEST := $(PY) -m pytest --workers 5 --durations 10
 
-.PHONY: setup setup-dev demo test test-all test-again soak lint matrix picture clean
+.PHONY: setup setup-dev demo test test-all test-again soak lint matrix picture docs clean
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
@@ -58,6 +58,10 @@ matrix: setup-dev
 # of the report have changed. Needs Chromium.
 picture: setup
 	$(PY) -m tests.reporting.picture
+
+# The documentation as a site, in site/index.html. Warnings, such as a link to nowhere, are errors.
+docs: setup-dev
+	$(PY) -m sphinx -q -W docs site
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -1,8 +1,8 @@
 """How fast text becomes tokens, beside datatrove, in one run.
 
 Sections: encode (the stage with each encoder, and datatrove's DocumentTokenizer with the same tokenizer.json; two
-processes each), shard (the stage with one process and with two), loader (training's batches beside rows of a mapped
-file, by one thread). Stages are commands: the start counts. Without datatrove its rows are missing.
+processes each), shard (the stage with one process and with two). Stages are commands: the start counts. Without
+datatrove its rows are missing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Docs are code: every command of README and docs runs, in order, on a miniature of the demo, as a new user gives them.
 
 `make test` runs the first command, the whole chain, and tests its run. The other commands are slow.
-Commands after `<!-- needs a cluster -->` are not run, those after `<!-- needs torchao -->` where it is installed; those
-of `make` are checked against the Makefile.
+Commands after `<!-- needs a cluster -->` and `<!-- takes minutes -->` are not run, those after `<!-- needs torchao -->`
+where it is installed; those of `make` are checked against the Makefile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from tests.waiting import HANG_S, wait_for
 README = (REPOSITORY / "README.md").read_text()
 PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))
                    if path.stem not in ("extending", "weights", "evaluation", "generation", "data"))]  # own tests
-BLOCK = re.compile(r"(?:<!-- needs (a cluster|torchao|an object store) -->\n)?```bash\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- (?:needs|takes) (a cluster|torchao|an object store|minutes) -->\n)?```bash\n(.*?)```",
+                   re.DOTALL)
 
 
 def commands() -> list[str]:
@@ -39,7 +40,7 @@ def commands() -> list[str]:
     for needed, text in (block for page in PAGES for block in BLOCK.findall(page)):
         if not needed or (needed == "torchao" and find_spec("torchao") is not None):
             found += [text] if '"\n' in text else text.splitlines()
-    return [command.split("  #")[0].strip() for command in found]
+    return list(dict.fromkeys(command.split("  #")[0].strip() for command in found))
 
 
 RUN_HERE = [command for command in commands() if not command.startswith("make ")]
@@ -107,7 +108,8 @@ def test_every_command_runs(outcomes, command):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "soak", "lint", "matrix", "picture"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "test-all", "soak", "lint", "matrix", "picture",
+                                    "docs"])
 def test_make_knows_its_targets(target):
     result = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and (target == "setup" or ".venv/bin/python" in result.stdout)
@@ -116,7 +118,7 @@ def test_make_knows_its_targets(target):
 def test_make_demo_runs_the_first_command_of_the_readme():
     result = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "launch/submit.py --stage all --config configs/demo.yaml --cluster local" in result.stdout
-    assert "python launch/submit.py --stage all --config configs/demo.yaml --cluster\nlocal" in README
+    assert "drover run --config configs/demo.yaml --cluster local" in README
 
 
 def test_the_first_run_ends_with_a_report(demo):

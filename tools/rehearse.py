@@ -9,7 +9,7 @@ The real engine takes one step on tensors without contents, in a process group t
 0, or for the first, a middle and the last rank of a pipeline, or for those of --rank. Each rank takes seconds to a
 minute and about 1 GB of memory. --memory GB says whether the step fits and, if not, which settings do, the fastest
 first. --spend searches for settings that use the free memory to save time (minutes). Exit status: 0; 1 it does not fit;
-2 it cannot be rehearsed. More is in docs/training.md.
+2 it cannot be rehearsed. More is in docs/memory.md.
 """
 
 from __future__ import annotations

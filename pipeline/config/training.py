@@ -53,7 +53,7 @@ class CheckpointConfig(Section):
     """Address in an object store (`s3://bucket/runs/mine`, `gs://`, `az://`, `file:///`) to which each checkpoint is
     copied while training goes on, for this run alone; null: nowhere. A start that finds a newer checkpoint there than
     in the run's folder, which may be gone, fetches it and goes on from it. `keep` and `permanent_every` hold there too.
-    Credentials come from the environment. docs/training.md says more."""
+    Credentials come from the environment. docs/logging.md says more."""
 
 
 class TokenCacheConfig(Section):
@@ -137,7 +137,7 @@ class TrainConfig(Section):
     init_from: str | None = execution(None)
     """Folder with weights to start from, in place of random ones: a run (its newest checkpoint), a training checkpoint
     of any layout, or a Hugging Face folder. Optimizer, schedule and data begin anew. What is read, not where it lies,
-    decides what is trained; it must stay until the run is done. docs/training.md says what may differ."""
+    decides what is trained; it must stay until the run is done. docs/continue.md says what may differ."""
     optimizer: str = added("adamw")
     """`adamw`; `muon`: the blocks' matrices by Muon (Jordan et al. 2024), all else by AdamW; or `module:NAME` of an
     optimizer of your own (pipeline/training/optimizers/base.py says how)."""
@@ -187,7 +187,7 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp64", "fp8"] = "auto"
     """Arithmetic of the forward and backward pass; weights, moments and reductions stay fp32. `auto`: bf16 where
     the hardware has it (GPUs; CPUs with AMX or AVX512-BF16), else fp32. `fp8`: as bf16, but for the blocks' matrix
-    products, which are in fp8 by torchao (docs/training.md). `fp64` is for proofs of exactness."""
+    products, which are in fp8 by torchao (docs/precision.md). `fp64` is for proofs of exactness."""
     fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = added("rowwise")
     """For `fp8`: how factors are scaled. `rowwise`: each row by its largest value; `rowwise_with_gw_hp`: so too, but
     the weights' gradients are computed in bf16; `tensorwise`: the whole matrix by its largest value, fastest."""
@@ -231,7 +231,7 @@ class TrainConfig(Section):
     phases: list[PhaseConfig] = added([])
     """Parts of training with another mixture, sequence length, batch or learning rate, one after the other; each ends
     at its `until`, and `steps` follows from them. Those that have begun cannot be changed any more; later ones can, and
-    more can be added. docs/training.md."""
+    more can be added. docs/phases.md."""
     grain_tokens: PositiveInt | None = added(None)
     """With phases: sources are cut into grains of so many tokens, of which each is used once before any is used again,
     by phases of whatever length divides it; null: the longest sequence_length of the phases. Not with packing, which
@@ -257,7 +257,7 @@ class TrainConfig(Section):
     log_to: list[LogSink] = execution(["tensorboard"], validate_default=True)
     """Where metrics, sample texts and events go beside the JSON lines in the train folder, which are always written:
     any of tensorboard, wandb, mlflow, my_module:MySink, each with its settings, as in
-    [tensorboard, {kind: wandb, project: ours}]. One that fails is switched off and stops nothing; docs/training.md."""
+    [tensorboard, {kind: wandb, project: ours}]. One that fails is switched off and stops nothing; docs/logging.md."""
     hooks: list[TrainingHook] = execution([])
     """What takes part in training beside the loop, of your own: guards, watchers. Each is my_module:MyHook, with its
     settings (pipeline/training/hooks.py says how to write one)."""
@@ -274,7 +274,7 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = execution({}, validate_default=True)
     """When to save, and what to keep."""
     profile: ProfileConfig = execution({}, validate_default=True)
-    """Where the time and the memory of some steps go: traces and tables in train/profile. docs/training.md."""
+    """Where the time and the memory of some steps go: traces and tables in train/profile. docs/memory.md."""
 
     @model_validator(mode="before")
     @classmethod

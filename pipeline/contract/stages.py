@@ -51,16 +51,16 @@ class Stage:
         own_module: the module of a stage that a plugin adds; "" is pipeline.<name>.
         code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
         functions: what the contract calls, as "module:function", imported when it is called:
-            `files(config)`: its input files that no stage made, as (name, path) pairs; they are hashed before it
-                begins.
-            `unit_files(config)`: those that its units hash while they read them; before, they are only listed. The body
-                commits with records of them (`drover.pipeline.contract.external_inputs.gathered`).
-            `outside_code(config)`: the source files from outside of Drover that a configuration names, by their
-                modules' names; a change there is recorded and warned of as well.
-            `renews(old, new)`: of two fingerprints, whether a finished stage may go from one to the other without being
-                forced. Its body keeps each of its results under an identity of its own.
-            `due(config, folder, manifest)`: what is still to be done although its outputs are made; "" for nothing. Its
-                body then finds the manifest there.
+
+            - `files(config)`: input files that no stage made, as (name, path) pairs; they are hashed before it begins.
+            - `unit_files(config)`: those that its units hash while they read them; before, they are only listed. The
+              body commits with records of them (`drover.pipeline.contract.external_inputs.gathered`).
+            - `outside_code(config)`: the source files from outside of Drover that a configuration names, by their
+              modules' names; a change there is recorded and warned of as well.
+            - `renews(old, new)`: of two fingerprints, whether a finished stage may go from one to the other without
+              being forced. Its body keeps each of its results under an identity of its own.
+            - `due(config, folder, manifest)`: what is still to be done although its outputs are made; "" for nothing.
+              Its body then finds the manifest there.
     """
 
     name: str

@@ -72,7 +72,7 @@ def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
 
 
 def test_the_configuration_of_the_page_extends_a_llama_of_the_hub(config, tmp_path, monkeypatch):
-    [text] = re.findall(r"```yaml\n(name: longer\n.*?)```", (REPOSITORY / "docs/training.md").read_text(), re.DOTALL)
+    [text] = re.findall(r"```yaml\n(name: longer\n.*?)```", (REPOSITORY / "docs/continue.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     folder, published = tmp_path / "models/Llama-3.2-1B", PRESETS["llama3.2_1b"]
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The table of docs/training.md: what a rank of the shipped configurations holds and exchanges.
+"""The table of docs/memory.md: what a rank of the shipped configurations holds and exchanges.
 
     python -m tests.rehearsal.published_table     all of its rows (minutes), to be put into the page
 """

@@ -128,7 +128,7 @@ def test_the_shipped_large_runs_are_rehearsed(name, ranks, layers, groups):
 @pytest.mark.slow
 def test_the_page_has_the_table_that_the_command_makes(capsys):
     """Its heading and first row are made again; the others take minutes."""
-    page = (REPOSITORY / "docs/training.md").read_text()
+    page = (REPOSITORY / "docs/memory.md").read_text()
     path, ranks, _ = PUBLISHED[0]
     for line in table([row(load_config(REPOSITORY / path), ranks)]):
         assert line in page

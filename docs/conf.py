@@ -1,0 +1,116 @@
+"""The documentation's site (`make docs`), by Sphinx. Pages of reference are made from the code whenever it is built."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+sys.path.insert(0, str(REPOSITORY))
+
+project = "Drover"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "Drover"
+html_show_sourcelink = html_copy_source = False
+highlight_language = "text"
+exclude_patterns = ["_build"]
+myst_heading_anchors = 4
+myst_enable_extensions = ["deflist"]
+myst_links_external_new_tab = True
+suppress_warnings = ["misc.highlighting_failure", "myst.header"]
+autodoc_member_order = "bysource"
+
+
+MADE = HERE / "made"
+"""Folder of the pages that are made; git ignores it."""
+COPIED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md",
+          "results.md": "benchmarks/RESULTS.md", "tasks.md": "configs/tasks/README.md"}
+"""Page of the site: file of the repository."""
+INTERFACES = {
+    "Filter": "drover.pipeline.data.filters.base.Filter",
+    "Optimizer": "drover.pipeline.training.optimizers.base.Optimizer",
+    "Attention backend": "drover.model.attention.backend.Backend",
+    "Logger": "drover.pipeline.training.sinks.base.SinkSettings",
+    "Hook of training": "drover.pipeline.training.hooks.Hook",
+    "Stage": "drover.pipeline.contract.stages.Stage",
+}
+"""What can be added without a change to Drover, and the class to derive from."""
+
+
+def setup(app: Sphinx) -> None:
+    """Make the generated pages before Sphinx looks for pages."""
+    MADE.mkdir(exist_ok=True)
+    pages = {"settings.md": settings(), "commands.md": commands(), "interfaces.md": interfaces(),
+             **{page: (REPOSITORY / path).read_text() for page, path in COPIED.items()}}
+    for name, text in pages.items():
+        path = MADE / name
+        if not path.is_file() or path.read_text() != text:  # an unchanged page is not rendered again
+            path.write_text(text)
+    app.connect("source-read", _lead_links)
+
+
+def _lead_links(app: Sphinx, page: str, source: list[str]) -> None:
+    """Links to a file of the repository lead to its page; where the site has none, only their text stays."""
+    if page.startswith("made/"):
+        source[0] = re.sub(r"\]\((?:\.\./)*docs/", "](../", source[0])
+        return
+    for name, path in COPIED.items():
+        source[0] = source[0].replace(f"](../{path}", f"](made/{name}")
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", source[0])
+
+
+def settings() -> str:
+    """Every setting with its type and default, a chapter for each section."""
+    from drover.pipeline.config.explaining import explain
+    from drover.pipeline.config.loading import load_config
+
+    config = load_config(REPOSITORY / "configs/demo.yaml", [], check=False)
+    return "\n".join(["# Settings", "", "`drover explain KEY` prints the same with the value that your configuration "
+                      "gives. Below, \"now\" is the value of `configs/demo.yaml`.", "", *_entries(explain(config))])
+
+
+def _entries(text: str) -> Iterator[str]:
+    """Entries of `explain` as Markdown."""
+    yield from ("## The run", "")
+    for entry in text.split("\n\n"):
+        key, *rest = entry.split("\n")
+        if ": " in key:
+            name, _, meaning = key.partition(": ")
+            yield from (f"{'###' if '.' in name else '##'} {name}", "", _escaped(meaning), "")
+        else:
+            yield from (f"`{key}`", *(f": {_escaped(line.strip())}" if number == 0 else f"  {_escaped(line.strip())}"
+                                      for number, line in enumerate(rest)), "")
+
+
+def _escaped(text: str) -> str:
+    """Plain text as Markdown."""
+    kind = re.match(r"type: (.*?)   default: (.*?)   now: (.*)", text)
+    if kind:
+        return f"\\\n  type `{kind[1]}`, default `{kind[2]}`, now `{kind[3]}`"
+    return re.sub(r"([<>*_|\[\]])", r"\\\1", text)
+
+
+def commands() -> str:
+    """The help of every subcommand."""
+    from drover.__main__ import COMMANDS, program
+
+    lines = ["# Commands", ""]
+    for name, (_, text) in COMMANDS.items():
+        parser = program(name).parser()
+        parser.prog = f"drover {name}"
+        lines += [f"## drover {name}", "", f"{text[0].upper()}{text[1:]}.", "",
+                  "```text", parser.format_help().rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def interfaces() -> str:
+    """The classes from which plug-ins derive."""
+    return "\n".join(["# Interfaces for your code", "", "[Extending](../extending.md) has an example of each.", "",
+                      *(f"## {title}\n\n```{{eval-rst}}\n.. autoclass:: {name}\n   :members:\n```\n"
+                        for title, name in INTERFACES.items())])

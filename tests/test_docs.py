@@ -1,0 +1,67 @@
+"""The documentation builds without a warning, and is written as docs/style.md asks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+README = REPOSITORY / "README.md"
+PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+WRITTEN = [page for page in PAGES if page.stem not in ("matrix", "style")]  # one is made, the other names the words
+FORBIDDEN = re.compile(
+    r"\b(is|are) (said|told|asked)\b|\bwhich (is said|says)\b|\b(afresh|anew|laid over|likeliest|owed|near[- ]copies|"
+    r"let go|time lost by waiting|last word|set aside|goes on|told)\b", re.IGNORECASE)
+"""Words of our own for what the field has a term for, and turns that have to be read twice."""
+
+
+def prose(text: str) -> str:
+    """Paragraphs and items of a page: no code, tables, headings or addresses of links."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)|!\[[^\]]*\]", "]", text)
+    return "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "    ")))
+
+
+def sentences(text: str) -> list[str]:
+    """Of prose; each item of a list is one at least."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose(text)):
+        found += re.split(r"(?<=[.:;!?])\s+(?=[A-Z`*\[])", " ".join(paragraph.split()))
+    return [sentence for sentence in found if re.search(r"\w", sentence)]
+
+
+def words(text: str) -> int:
+    """Code in backticks is one."""
+    return len(re.findall(r"\w[\w'’-]*", re.sub(r"`[^`]*`", "code", text)))
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """A link or anchor that leads nowhere is one."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for page, part in {"made/settings": "train.lr", "made/commands": "drover rehearse", "made/interfaces": "on_step",
+                       "made/changelog": "0.1.0", "getting-started": "bits per byte"}.items():
+        assert part in (tmp_path / f"site/{page}.html").read_text()
+
+
+def test_the_readme_is_short():
+    assert words(prose(README.read_text())) <= 900
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_sentences_are_short_and_in_the_words_of_the_field(page):
+    text = page.read_text()
+    lengths = [words(sentence) for sentence in sentences(text)]
+    assert sum(lengths) <= 17 * len(lengths), sorted(sentences(text), key=words)[-5:]
+    assert not (found := FORBIDDEN.search(prose(text))), found
+
+
+def test_every_page_is_in_the_contents():
+    named = set(re.findall(r"^[\w/-]+$", (REPOSITORY / "docs/index.md").read_text(), re.MULTILINE))
+    assert {page.stem for page in PAGES if page not in (README, REPOSITORY / "docs/index.md")} <= named
