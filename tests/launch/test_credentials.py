@@ -8,7 +8,7 @@ import string
 
 import pytest
 
-from drover.launch.credentials import credential_problems, is_secret
+from drover.launch.credentials import credential_problems, is_secret, known_form
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
@@ -50,12 +50,19 @@ def test_known_forms_are_refused_wherever_they_stand(kind):
     token = TOKENS[kind]
     source = [{"kind": "files", "name": "t", "paths": [f"/data/{token}"]}]
     for problems in (found(environment={"MY_AUTH": "x"}, setup=[f"login {token}"]),
-                     found(environment_of_jobs={"ANYTHING": token}), found(wrap=["run", token]),
+                     found(environment_of_jobs={"ANYTHING": token}),
+                     found(wrap=["run", token]), found(extra={"comment": token}),
                      found(train={"extra": {"comment": token}}),
                      *([found(config={"shard": {"sources": source}})] if kind not in ("header", "address") else [])):
         assert len(problems) == 1 and "looks like a secret (" in problems[0], (kind, problems)
         assert "launch.secrets" in problems[0] and "only you can read" in problems[0], "the way on"
         assert token not in problems[0], "it is not shown either"
+
+
+def test_a_password_in_a_sources_address():
+    problem, = found(config={"shard": {"sources": [{"kind": "files", "name": "t", "paths": [TOKENS["address"]]}]}})
+    assert problem.startswith("shard.sources.0.paths.0 holds what looks like a secret (a password in an address)")
+    assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
 
 
 @pytest.mark.parametrize(("name", "value", "secret"), [
@@ -92,6 +99,15 @@ def test_secrets_of_the_shell_are_recognised_by_their_values():
     assert not found({"HOME": "/home/me", "GPG_KEY": "short", "VAULT": word}, {"name": word})
 
 
+def test_a_key_that_is_known_by_its_variable_is_told():
+    assert found(environment_of_jobs={"AZURE_AccountKey": drawn(32)})
+
+
+def holding(folder, *secrets):
+    return [path for path in folder.rglob("*") if path.is_file()
+            and any(secret.encode() in path.read_bytes() for secret in secrets)]
+
+
 def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     """Of a file that is in no commit; and what git ignores stays behind."""
     checkout, run = tmp_path / "checkout", tmp_path / "run"
@@ -107,4 +123,33 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     assert not run.exists()
     mine.write_text("setup: []\n")
     snapshot_of(run, checkout)
-    assert not [path for path in run.rglob("*") if path.is_file() and TOKENS["hf"].encode() in path.read_bytes()]
+    assert not holding(run, *TOKENS.values()), "nor an ignored file"
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_nothing_is_written_of_what_is_refused(slurm, cluster):
+    said = slurm.refused("--stage", "all", "--cluster", cluster, f"launch.environment={{MY_AUTH: {TOKENS['hf']}, "
+                         f"TOKENIZERS_PARALLELISM: 'false'}}", f"launch.setup=['export WANDB_API_KEY={WANDB}']")
+    assert "launch.environment.MY_AUTH holds what looks like a secret (a Hugging Face token)" in said
+    assert "launch.setup.0 holds what looks like a secret, WANDB_API_KEY" in said
+    assert "TOKENIZERS" not in said and not slurm.run.exists() and not list(slurm.queue.iterdir())
+    assert TOKENS["hf"] not in said and WANDB not in said
+
+
+def test_no_canary_reaches_a_file_or_the_terminal(slurm):
+    """The ways that are offered: the shell's variables by name, and a file that the jobs source."""
+    canaries = {"HF_TOKEN": TOKENS["hf"], "WANDB_API_KEY": WANDB, "VAULT": "correct-horse-battery",
+                "GIT_PASSWORD": "p4ssw0rd"}
+    file = slurm.work.parent / "secrets.sh"
+    file.touch(0o600)
+    file.write_text(f"export AWS={TOKENS['aws']}\n")
+    git(slurm.work.parent, "init", "-q", str(slurm.checkout))
+    git(slurm.checkout, "add", ".")
+    git(slurm.checkout, "commit", "-qm", "all")
+    git(slurm.checkout, "remote", "add", "origin", TOKENS["address"])
+    shown = slurm.accepted("--stage", "all", "launch.encode.array=2", f"launch.setup=['. {file}']",
+                           "launch.secrets=[HF_TOKEN, VAULT]", "launch.environment={TOKENIZERS_PARALLELISM: 'false'}",
+                           **canaries)
+    assert len(list(slurm.queue.iterdir())) == 8 and (slurm.run / "code").is_dir()
+    secrets = [*canaries.values(), TOKENS["aws"], TOKENS["address"]]
+    assert not holding(slurm.work, *secrets) and not any(secret in shown for secret in secrets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import json
 import os
 import pwd
 import re
@@ -128,15 +129,15 @@ def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, 
 
 
 def test_a_group_can_be_trusted(submitted, monkeypatch):
-    """It may write what is executed; a folder that everybody may write is no group's."""
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, contained=True)
     for name in EXECUTED:
         path = place(submitted, name)
         path.chmod(path.stat().st_mode | 0o020)
-    assert check(trusting) == "" and owner_problems([Path(submitted.run)], "no such group")
+    assert check(trusting) == ""
+    assert owner_problems([Path(submitted.run)], "no such group") and owner_problems([Path(submitted.run)], None)
     path.chmod(path.stat().st_mode | 0o002)
-    assert "may be written by everybody" in check(trusting)
+    assert "may be written by everybody" in check(trusting), "that is no group"
 
 
 def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
@@ -144,7 +145,8 @@ def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
     monkeypatch.setattr(trust, "node_folder", lambda: Path("/proc/nowhere"))
     own = pwd.getpwuid(Path(submitted.run).stat().st_uid)
-    assert not own.pw_uid or "belongs to" in check(submitted)
+    if own.pw_uid:
+        assert "belongs to" in check(submitted)
     assert check(saved(submitted, trusted_group=grp.getgrgid(own.pw_gid).gr_name)) == ""
 
 
@@ -230,24 +232,29 @@ def test_the_configuration_is_compared_whoever_owns_it(submitted):
 def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(submitted, monkeypatch):
     code, content = Path(submitted.code), submitted.code_sha256
     copy = local_copy(code, content)
-    module = copy / "drover/launch/a.py"
-    whole = module.read_text()
-    assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700 and (copy / "snapshot.json").exists()
+    (copy / "drover/launch/a.py").write_text("damaged")
+    assert local_copy(code, content) == copy and "damaged" not in (copy / "drover/launch/a.py").read_text()
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    for step, compared in (("0", True), ("0", False), ("1", True)):  # the first task of a step compares it for all
-        monkeypatch.setenv("SLURM_STEP_ID", step)
-        module.write_text("damaged")
-        assert local_copy(code, content) == copy and (module.read_text() == whole) == compared
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    local_copy(code, content)
+    (copy / "drover/launch/a.py").write_text("damaged")
+    local_copy(code, content)
+    assert "damaged" in (copy / "drover/launch/a.py").read_text(), "the step's first task has compared it"
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    local_copy(code, content)
+    assert "damaged" not in (copy / "drover/launch/a.py").read_text()
     old, recent = copy.with_name("code-old"), copy.with_name("code-recent")
     for other in (old, recent):
         other.mkdir()
         archive_of(other).touch()
         other.with_suffix(".compared").touch()
     os.utime(old.with_suffix(".compared"), (0, 0))
+    shutil.rmtree(copy)
+    assert local_copy(code, content).is_dir() and recent.is_dir() and not old.exists() and not archive_of(old).exists()
     archive_of(code).write_bytes(b"PK")
     shutil.rmtree(copy)
     assert local_copy(code, content).is_dir(), "the node has the archive as well"
-    assert recent.is_dir() and not old.exists() and not archive_of(old).exists()
     archive_of(copy).write_bytes(b"PK")
     monkeypatch.setenv("SLURM_STEP_ID", "2")
     with pytest.raises(ValueError, match="other code"):
@@ -255,25 +262,43 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
 
 
 def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
-    step = srun_command(submitted, tmp_path, ["true"])
-    values, program = step[step.index("node") + 1], step[step.index("node") - 1]
-    assert not any(submitted.code in word for word in step[:step.index("node")]), "what looks is not taken from it"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins",
-                   **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(tmp_path))}
+    values = json.dumps({name: vars(submitted)[name] for name in trust.CODE})
+    command = [sys.executable, "-I", trust.__file__, "node", values, "sh", "-c", "echo $PYTHONPATH"]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins", "TMPDIR": str(tmp_path)}
 
     def run():
-        done = subprocess.run([sys.executable, "-I", "-c", program, "node", values, "sh", "-c", "echo $PYTHONPATH"],
-                              env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
+    status, said = run()
     copy = tmp_path / f"drover-{os.getuid()}" / f"code-{submitted.code_sha256[:16]}"
-    assert run() == (0, f"{copy}:/plugins\n")
+    assert (status, said) == (0, f"{copy}:/plugins\n")
+    environment["TMPDIR"] = environment["TEMP"] = environment["TMP"] = str(tmp_path)
     shutil.rmtree(copy.parent)
     copy.parent.touch()  # no room, or somebody else's
     status, said = run()
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
     (Path(submitted.code) / "drover/launch/a.py").write_text("evil")
     assert run()[0] == 2
+    copy.parent.unlink()
+    assert run()[0] == 0, "it comes from the archive"
+    shutil.rmtree(copy.parent)
+    archive_of(Path(submitted.code)).write_bytes(b"PK")
+    assert run()[0] == 2
+    step = srun_command(submitted, tmp_path, ["true"])
+    before = step[:step.index("node")]
+    assert not any(submitted.code in word for word in before), "what looks at the copy is not taken from there"
+    assert "def local_copy(" in before[-1]
+
+
+def test_the_archive_proves_nothing_by_itself(submitted, checkout):
+    """Whoever changes the code can change its archive as well; a new submission makes both anew."""
+    code, submitted = Path(submitted.code), saved(submitted, contained=True)
+    (code / "drover/launch/a.py").write_text("import evil\n")
+    shutil.make_archive(str(code), "zip", code)
+    assert "is not what was submitted, or gone. Nothing was started" in check(submitted)
+    assert snapshot_of(Path(submitted.run), checkout) == code
+    assert check(submitted) == "" and "evil" not in (code / "drover/launch/a.py").read_text()
 
 
 def test_another_spec_is_not_done(submitted):
@@ -281,6 +306,14 @@ def test_another_spec_is_not_done(submitted):
     assert "what the job has to do, is not what was submitted" in check(submitted)
     path_of(submitted).write_text("{")
     assert "cannot be read" in check(submitted)
+
+
+def test_a_run_folder_may_be_kept_elsewhere(submitted, tmp_path):
+    Path(submitted.run).rename(tmp_path / "elsewhere")
+    Path(submitted.run).symlink_to(tmp_path / "elsewhere")
+    assert check(submitted) == ""
+    (tmp_path / "elsewhere").chmod(0o777)
+    assert "may be written by everybody (mode 0777)" in check(submitted)
 
 
 # ---- the script
@@ -302,11 +335,14 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
                               env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104", "TMPDIR": str(tmp_path)})
         return done.returncode, done.stdout + done.stderr
 
-    code, copy = Path(slurm.chain.code), tmp_path / f"drover-{os.getuid()}"
-    (code / "drover/launch/new.py").write_text("evil")
+    code = Path(slurm.chain.code)
+    copy = tmp_path / f"drover-{os.getuid()}"
     status, said = run()
     assert status == 0 and re.fullmatch(rf"started from {copy}/code-[0-9a-f]+\n", said)
-    assert not list(copy.rglob("new.py")), "this node has what was submitted"
+    (code / "drover/launch/new.py").write_text("evil")
+    assert run()[0] == 0 and not list(copy.rglob("new.py")), "this node has what was submitted"
+    shutil.rmtree(copy)
+    assert run()[0] == 0, "as an archive it is whole"
     shutil.rmtree(copy)
     archive_of(code).unlink()
     status, said = run()
@@ -329,27 +365,47 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 # ---- caches
 
 
-def test_a_private_folder(tmp_path):
+def test_a_private_folder(tmp_path, monkeypatch):
     os.umask(0)
     made = private_folder(tmp_path / "mine")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    made.chmod(0o755)  # as earlier versions made it: others could only read
+    assert private_folder(made) == made and stat.S_IMODE(made.stat().st_mode) == 0o700
+    (tmp_path / "file").touch(0o600)
     (tmp_path / "link").symlink_to(made)
-    made.chmod(0o702)
-    with pytest.raises(PermissionError, match="may be written by everybody"):
-        private_folder(tmp_path / "link")
+    for path, mode in ((made, 0o702), (tmp_path / "link", 0o702)):
+        path.chmod(mode)
+        with pytest.raises(PermissionError, match="may be written by everybody"):
+            private_folder(path)
+    with pytest.raises(FileExistsError):
+        private_folder(tmp_path / "file")
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+    made.chmod(0o770)
+    with pytest.raises(PermissionError, match="may be written by the group"):
+        private_folder(made)
     if ROOT:
         made.chmod(0o700)
-        os.chown(tmp_path / "link", OTHER, -1, follow_symlinks=False)
-        with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
-            private_folder(tmp_path / "link")
+        for path in (tmp_path / "link", made):
+            os.chown(path, OTHER, -1, follow_symlinks=False)
+            with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
+                private_folder(path)
 
 
 def test_compilers_keep_what_they_run_again_in_private():
     node = {"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"}
     assert defaults({**node, "TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
     assert not node_folder().exists(), "the user's own are the user's own affair"
+    found = defaults(node)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        assert node_folder() in Path(defaults(node)[name]).parents
+        assert node_folder() in Path(found[name]).parents
+    assert stat.S_IMODE(node_folder().stat().st_mode) == 0o700
     node_folder().chmod(0o777)
-    with pytest.raises(UserError, match=r"may be written by everybody.*\(on n7\)\. Remove it there \(`rm -r "):
+    with pytest.raises(UserError, match=r"may be written by everybody.*\(on n7\)\. Remove it there \(`rm -r .*"
+                                        r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
         defaults(node)
+
+
+def test_the_check_needs_nothing_but_the_standard_library():
+    result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "check", "/nowhere/a/b/c.json", "0"],
+                            capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and result.stderr.startswith("refused: /nowhere/a/b/c.json")

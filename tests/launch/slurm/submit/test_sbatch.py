@@ -5,6 +5,8 @@ What the jobs do is tested on a real cluster in tests/slurm.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import re
 import subprocess
@@ -264,3 +266,28 @@ def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monk
     config.write_text(config.read_text().replace("cpus: 3", "cpus: 4"))
     with pytest.raises(UserError, match="is not what was submitted"):
         Evaluations(spec, print).to_submit()
+
+
+def test_a_file_system_without_locks(slurm, monkeypatch):
+    def none(*_, **more):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    slurm.accepted("--stage", "all", "launch.encode.array=2")
+    assert len(slurm.chain.jobs) == 8
+
+
+def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm):
+    said = slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1", "train.steps=200000000",
+                         "train.warmup_steps=3")
+    assert "checkpoints" in said and "are free where" in said
+    assert "not divisible by 6 data-parallel ranks" in slurm.refused(
+        "--stage", "all", "--nodes", "3", "--dry-run")
+
+
+def test_a_profile_is_named_on_the_command_line(slurm):
+    (slurm.work / "clusters").mkdir()
+    (slurm.work / "clusters/ours.yaml").write_text("partition: gpu\nenvironment: {NCCL_DEBUG: INFO}\n")
+    assert "slurm (profile ours)" in slurm.accepted("--stage", "all", "--cluster", "ours")
+    assert option((slurm.queue / "104").read_text(), "partition") == "gpu"
+    assert JobSpec.load(Path(slurm.chain.jobs[3].spec)).environment["NCCL_DEBUG"] == "INFO"
