@@ -39,7 +39,7 @@ def test_the_table_says_what_the_extras_bring():
 def test_the_extras_are_those_that_were_promised():
     assert set(PROJECT["optional-dependencies"]) == {
         "all", "eval", "deepspeed", "slurm", "hub", "tensorboard", "wandb", "mlflow", "clean", "fast", "objects",
-        "serve", "fp8", "dev"}
+        "serve", "fp8", "docs", "dev"}
     assert requirements("all")["drover"].extras == {"deepspeed", "slurm", "hub", "tensorboard"}
     assert {"torch", "webdataset", "sentencepiece", "pyarrow"} <= set(requirements())
 

@@ -140,8 +140,9 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
         "from drover.pipeline.contract.stages import Stage, register_stage\n"
         "from drover.pipeline.contract.tasks import Unit\n"
         f"from drover.pipeline.core.files import output_record, write_json\n{code}")
-    (place / "c.yaml").write_text(f"{(place / 'c.yaml').read_text()}plugins: [words.py]\n")
     assert call(place, "shard", copy_corpus) == 0
+    # From here on in processes of their own: a plugin that this one imported would stay for all other tests.
+    (place / "c.yaml").write_text(f"{(place / 'c.yaml').read_text()}plugins: [words.py]\n")
     for told in ("words     done in", "words     up to date"):
         assert told in run_python(place / "words.py", "--config", place / "c.yaml").stdout
     assert read_json(place / "runs/a/words/text.json") == {"words": 2}

@@ -44,7 +44,7 @@ def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_
     for told in ("The memory of rank 0's device did not suffice in step 1 (DROVER_FAULTS asks for it)", "of weights, ",
                  "of optimizer's states; the rest", "The largest by module: ", "--ranks 1 --memory <GB of a GPU>"):
         assert told in first.stderr
-    _, _, command = first.stderr.partition("python -m drover.tools.rehearse ")
+    _, _, command = first.stderr.partition("drover rehearse ")
     assert rehearse(shlex.split(command.splitlines()[0].replace("<GB of a GPU>", "80"))) == 0
     later = run_with_faults(fresh, "memory:rank=0,step=3", "train.steps=4", expect=1)
     assert "did not suffice in step 3" in later.stderr and "OutOfMemoryError" in later.stderr

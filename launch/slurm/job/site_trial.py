@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -13,15 +12,20 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from drover.launch.devices import smi, visible_gpus
 from drover.launch.slurm.job.node_trial import Report, check_node, measure
 from drover.launch.slurm.start_logs import labelled
+from drover.pipeline.contract.locks import lock
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_text
 
 POLL_S = 0.01
+LOCK = "trial"
+"""Name of the lock that the first node holds."""
 RUNTIMES = ("apptainer", "singularity", "podman", "enroot")
 
 
@@ -83,7 +87,7 @@ def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
 
     Every node looks for the file before it is there, so that a client that remembers its absence shows.
     """
-    flag, lock, until = folder / "flag", folder / "lock", time.monotonic() + limit_s
+    flag, until = folder / "flag", time.monotonic() + limit_s
 
     def waited(done: Callable[[], bool]) -> bool:
         while not done():
@@ -96,23 +100,19 @@ def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
     if facts.rank == 0:
         if not waited(lambda: len(list(folder.glob("ready-*"))) == world - 1):
             return
-        with open(lock, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            (folder / "flag.tmp").write_text(repr(time.time()))
-            (folder / "flag.tmp").rename(flag)
+        with lock(folder, LOCK) or nullcontext():
+            write_text(flag, repr(time.time()))
             waited(lambda: len(list(folder.glob("tried-*"))) == world - 1)
         return
-    lock.touch()
     flag.exists()
     (folder / f"ready-{facts.rank}").touch()
     if waited(flag.exists):
         facts.visible_s = time.time() - float(flag.read_text())
-        with open(lock, "a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            with lock(folder, LOCK) or nullcontext():
                 facts.locked_out = False
-            except OSError:
-                facts.locked_out = True
+        except UserError:
+            facts.locked_out = True
         (folder / f"tried-{facts.rank}").touch()
 
 
