@@ -139,7 +139,8 @@ def _departures(model: ModelConfig) -> list[str]:
 
 
 def by_hand(job: Job) -> str:
-    """The job's command as a line for a shell."""
+    """The job's command as a line for a shell, with its container and what srun is given beside the job's shape."""
     environment = {**job.environment, "PYTHONPATH": code_path(job.code)}
     settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
-    return " ".join([*settings, shlex.join(job.command)])
+    step = ["srun", *job.srun_args] if job.srun_args else []
+    return " ".join([*settings, shlex.join([*step, *job.wrap, *job.command])])

@@ -6,13 +6,14 @@ import os
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 SMI_S = 30.0
 """For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded."""
 
 
-MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+MASKS = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
 """Variables that say which GPUs a process may use: NVIDIA's, and AMD's, of whose the one with fewest holds."""
 
 
@@ -22,8 +23,16 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
              for mask in MASKS if mask in environment]
     if masks:
         return min(map(len, masks))
-    amd = len(list(devices.glob("dri/renderD*"))) if (devices / "kfd").exists() else 0
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*")) or amd
+    nvidia = sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
+    return nvidia or (len(list(devices.glob("dri/renderD*"))) if for_amd() and (devices / "kfd").exists() else 0)
+
+
+def for_amd() -> bool:
+    """Whether torch here is the build for AMD's GPUs. To another build a device of AMD's is a screen."""
+    try:
+        return "rocm" in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def smi(query: str) -> list[list[str]] | None:

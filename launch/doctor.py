@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,9 @@ from drover.launch.plan import in_container
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
 from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts, read_facts
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
+from drover.launch.slurm.submit.options import GPUS, long_options
+from drover.launch.slurm.submit.sbatch import uninterrupted
+from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
@@ -39,6 +43,7 @@ from drover.pipeline.core.console import aligned
 from drover.pipeline.core.errors import UserError
 
 PACKAGE = Path(drover.__file__).parent
+JOB = "drover"
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 CLOCK_S = 1.0
 """Clocks that are further apart confuse logs; a preflight refuses 5 s."""
@@ -100,7 +105,7 @@ def work(options: argparse.Namespace) -> int:
         print("\n".join(aligned([("what", "", "found", "advice"), *((finding.what, finding.state, finding.found,
                                                                     finding.advice) for finding in findings)])))
         if options.write:
-            print(f"\nwrote {options.write}; use it with --cluster {Path(options.write).stem}")
+            print(f"\nwrote {options.write}; use it with --cluster {options.write}")
     return int(any(finding.state == PROBLEM for finding in findings))
 
 
@@ -147,14 +152,20 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
     if not here:
         yield Finding(f"job in {name}", PROBLEM, "there is no such partition", "sinfo lists them")
         return
+    new = not runs.exists()
     runs.mkdir(parents=True, exist_ok=True)
-    folder = Path(mkdtemp(prefix=".doctor-", dir=runs)).absolute()
+    folder, scheduler = Path(mkdtemp(prefix=".doctor-", dir=runs)).absolute(), Scheduler()
     (folder / "launch").mkdir()  # where a node's check writes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a killed command leaves no job either
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         nodes = 2 if sum(kind.nodes for kind in here) > 1 else 1
-        script = _script(name, nodes, bool(max(kind.gpus for kind in here)), launch, folder)
-        scheduler = Scheduler()
-        number, problem = scheduler.submit(script)
+        gpus = bool(max(kind.gpus for kind in here))
+        code, content = planned_snapshot(folder)
+        take_snapshot(code, content)
+        script = _script(name, nodes, gpus, launch, folder, code)
+        with uninterrupted():
+            number, problem = scheduler.submit(script)
         if problem is not None:
             yield Finding(f"job in {name}", PROBLEM, f"sbatch refused it: {problem}",
                           "the profile may lack account, qos or constraint")
@@ -162,13 +173,18 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
         reason = _wait(scheduler, number, wait)
         facts[name] = read_facts(folder)
         log = (folder / "job.log").read_text(errors="replace").strip() if (folder / "job.log").is_file() else ""
-        yield from judge(name, nodes, facts[name], reason, log)
+        yield from judge(name, nodes, gpus, facts[name], reason, log)
     finally:
+        scheduler.cancel(f"--name={JOB}{folder.name}")  # also one whose number was lost
         shutil.rmtree(folder, ignore_errors=True)
+        if new:
+            with suppress(OSError):
+                runs.rmdir()
 
 
-def judge(name: str, nodes: int, facts: Sequence[NodeFacts], reason: str, log: str) -> Iterator[Finding]:
-    """What the nodes' reports mean. reason: why the job did not end, if so. log: what it printed outside of reports."""
+def judge(name: str, nodes: int, gpus: bool, facts: Sequence[NodeFacts], reason: str, log: str) -> Iterator[Finding]:
+    """What the nodes' reports mean. gpus: whether each was asked for one. reason: why the job did not end, if so. log:
+    what it printed outside of reports."""
     if not facts:
         last = log.splitlines()[-1] if log else "no node reported"
         yield Finding(f"job in {name}", PROBLEM, reason or last, "" if reason else
@@ -185,8 +201,11 @@ def judge(name: str, nodes: int, facts: Sequence[NodeFacts], reason: str, log: s
         slow = max(imports) > SLOW_IMPORT_S
         yield Finding("  Python", NOTE if slow else OK, f"{facts[0].python}, torch {facts[0].torch}, imported in "
                       f"{max(imports):.1f} s", "put the environment on a local disk or into a container" * slow)
-    gpus = sorted({f"{node.gpus} x {node.gpu or 'unknown'}" for node in facts if node.gpus})
-    yield Finding("  devices", OK, f"{', '.join(gpus) or 'no GPUs'}; {min(node.cpus for node in facts)} cores")
+    kinds = sorted({node.gpu or "a GPU of unknown name" for node in facts if node.gpus})
+    absent = gpus and not all(node.gpus for node in facts)
+    found = f"{', '.join(kinds) or 'no GPU'}; {facts[0].cpus} cores a node"
+    yield Finding("  devices", PROBLEM if absent else OK, found,
+                  "a GPU was asked for; look at the partition's GRES and at launch.gpu_type" if absent else "")
     if runtimes := sorted({name for node in facts for name in node.runtimes}):
         yield Finding("  containers", OK, ", ".join(runtimes), "container: {image: ...} runs the stages in one")
     if len(facts) > 1:
@@ -197,8 +216,9 @@ def _judge_together(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
     """What only several nodes show: the clocks, the shared folder, the network."""
     clocks = [node.clock_at for node in facts if node.clock_at is not None]
     apart = max(clocks) - min(clocks) if clocks else 0.0
-    yield Finding("  clocks", OK if apart <= CLOCK_S else PROBLEM, f"{apart:.2f} s apart",
-                  "" if apart <= CLOCK_S else "ask the site to synchronize them")
+    if len(clocks) > 1:
+        yield Finding("  clocks", OK if apart <= CLOCK_S else PROBLEM, f"{apart:.2f} s apart",
+                      "" if apart <= CLOCK_S else "ask the site to synchronize them")
     others = [node for node in facts if node.visible_s is not None]
     if others:
         seen = max(node.visible_s or 0.0 for node in others)
@@ -223,7 +243,8 @@ def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str
         per = gpu.cpus // max(1, gpu.gpus) if gpu.gpus else min(4, gpu.cpus)
         lines += [f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
                   f"cpus: {max(1, per)}  # {gpu.cpus} cores a node" + f", {gpu.gpus} GPUs" * bool(gpu.gpus),
-                  'mem: "0"  # all that a node has', "# account: my-project", "# setup: [module load cuda]"]
+                  'train: {mem: "0"}  # all that a node has', 'evaluate: {mem: "0"}',
+                  "# account: my-project", "# setup: [module load cuda]"]
     if any(node.runtimes for nodes in facts.values() for node in nodes):
         lines.append("# container: {image: /shared/images/drover.sif}")
     lines.append(f"requeue: {str(settings.get('JobRequeue') != '0').lower()}")
@@ -248,22 +269,28 @@ def _described(kind: NodeKind) -> str:
 def _usual_partitions(launch: LaunchConfig, kinds: Sequence[NodeKind]) -> list[str]:
     """The partition of the profile, or the site's default, or its first."""
     usual = [kind.partition for kind in kinds if kind.usual] or [kinds[0].partition]
-    return [launch.partition] if launch.partition else usual[:1]
+    return launch.partition.split(",") if launch.partition else usual[:1]
 
 
-def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder: Path) -> str:
-    """The job's script: the environment of the profile, and one task on each node."""
-    asked = {"job-name": "drover-doctor", "partition": partition, "nodes": nodes, "ntasks-per-node": 1,
+def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder: Path, code: Path) -> str:
+    """The job's script: the environment of the profile, and one task on each node, from a copy of the code."""
+    asked = {**long_options(launch.extra), "job-name": f"{JOB}{folder.name}", "partition": partition,
+             "nodes": nodes, "ntasks-per-node": 1,
              "time": MINUTES, "output": folder / "job.log", "account": launch.account, "qos": launch.qos,
-             "constraint": launch.constraint, "gpus-per-node": 1 if gpus else None, "chdir": Path.cwd()}
+             "constraint": launch.constraint, "chdir": Path.cwd(),
+             "gpus-per-node": (f"{launch.gpu_type}:1" if launch.gpu_type else 1)
+             if gpus and launch.extra.keys().isdisjoint(GPUS) else launch.extra.get("gpus-per-node")}
     python = shlex.quote(launch.runner_python or sys.executable)
-    wrap, srun_args = in_container(launch.container, [folder, PACKAGE.resolve().parent, Path.cwd()], int(gpus))
+    wrap, srun_args = in_container(launch.container, [folder, Path.cwd()], int(gpus),
+                                   ["PYTHONPATH", *launch.environment])
     command = shlex.join([*wrap, *launch.wrap, launch.python or sys.executable, "-m",
                           "drover.launch.slurm.job.site_trial", str(folder), str(TRIAL_S)])
-    srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={folder}/node%n.log", *srun_args,
+    srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={str(folder).replace('%', '%%')}/node%n.log",
+                       *srun_args,
                        *launch.srun_args])
-    source = shlex.quote(str(PACKAGE.resolve().parent))
-    return "\n".join(["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in asked.items() if value),
+    source = shlex.quote(str(code))
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+                                       for name, value in asked.items() if value),
                       *launch.setup, *(f"export {name}={shlex.quote(value)}"
                                        for name, value in launch.environment.items()),
                       f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}} MASTER_ADDR=$(hostname) "

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from drover.launch.checks import refuse_stale
-from drover.launch.devices import smi, visible_gpus
+from drover.launch.devices import MASKS, smi, visible_gpus
 from drover.launch.host import Host, StepEnd, process_end
 from drover.launch.plan import Job, Machine, Options
 from drover.launch.processes import Each, Environment, Processes, stop_requests, tell
@@ -73,7 +73,7 @@ def find_machine(device: str = "auto") -> Machine:
     rows = smi("--query-gpu=memory.total")
     sizes = [int(mib) << 20 if mib.isdigit() else 0 for mib, *_ in rows or ()]  # 0: not known
     gpus = visible_gpus({}) if rows is None else len(rows)
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
+    if not MASKS.isdisjoint(os.environ):
         gpus = min(gpus, visible_gpus(os.environ))
     return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
 

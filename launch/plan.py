@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -93,7 +94,7 @@ class Job(JobSpec):
     @property
     def own_python(self) -> bool:
         """Whether the stage runs with this process's Python, and so finds the packages that this one sees."""
-        return self.command[0] == sys.executable and not self.contained
+        return Path(self.command[0]).absolute().parent == Path(sys.executable).parent and not self.contained
 
     @property
     def to_run(self) -> bool:
@@ -182,7 +183,8 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         threads = max(threads, launch.processes or 0)
     if spec.ranks:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    wrap, srun_args = in_container(launch.container, [config.folder.absolute(), Path.cwd()], gpus)
+    wrap, srun_args = in_container(launch.container, [config.folder.absolute(), Path.cwd()], gpus,
+                                   ["PYTHONPATH", *environment])
     contained = slurm and bool(wrap or srun_args or launch.wrap)
     if contained:  # else the job's script says where its node has the code
         environment["PYTHONPATH"] = code_path(options.code)
@@ -204,8 +206,12 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains else 0)
 
 
-def in_container(container: Container, folders: list[Path], gpus: int) -> tuple[list[str], list[str]]:
-    """How a container starts a stage: a command to put before the stage's, and options of srun."""
+def in_container(container: Container, folders: list[Path], gpus: int, variables: Iterable[str] = ()
+                 ) -> tuple[list[str], list[str]]:
+    """How a container starts a stage: a command to put before the stage's, and options of srun.
+
+    variables: of the job, which hold in the container whatever the image says.
+    """
     if container.image is None:
         return [], []
     mounts = list(dict.fromkeys([*(f"{folder}:{folder}" for folder in folders),
@@ -213,9 +219,11 @@ def in_container(container: Container, folders: list[Path], gpus: int) -> tuple[
     work = str(folders[-1])
     if container.runtime == "pyxis":
         return [], [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}",
-                    f"--container-workdir={work}", *container.options]
+                    f"--container-workdir={work}", f"--container-env={','.join(variables)}", *container.options]
     if container.runtime == "podman":
+        # In the step's own control group: it ends with the step, and sees the step's GPUs alone.
         return ["podman", "run", "--rm", "--env-host", "--network=host", "--ipc=host", "--pid=host",
+                "--cgroups=disabled", *(f"--env={name}" for name in variables),
                 *(["--device=nvidia.com/gpu=all"] * bool(gpus)), *(f"--volume={mount}" for mount in mounts),
                 f"--workdir={work}", *container.options, container.image], []
     return ["apptainer", "exec", *(["--nv"] * bool(gpus)), *(f"--bind={mount}" for mount in mounts), f"--pwd={work}",

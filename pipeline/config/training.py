@@ -53,7 +53,7 @@ class CheckpointConfig(Section):
     """Address in an object store (`s3://bucket/runs/mine`, `gs://`, `az://`, `file:///`) to which each checkpoint is
     copied while training goes on, for this run alone; null: nowhere. A start that finds a newer checkpoint there than
     in the run's folder, which may be gone, fetches it and goes on from it. `keep` and `permanent_every` hold there too.
-    Credentials come from the environment. docs/logging.md says more."""
+    Credentials come from the environment. docs/checkpoints.md says more."""
 
 
 class TokenCacheConfig(Section):

@@ -50,8 +50,8 @@ class Norms(Hook):
 
     def before_update(self, loop: Loop) -> None:
         """Begin to measure, if this step is one of those."""
-        if not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1):
-            self._norms = StepNorms(loop.engine, loop.ranks.exact)
+        due = not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1)
+        self._norms = StepNorms(loop.engine, loop.ranks.exact) if due else None  # not those of a step that was undone
 
     def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
         """See Hook."""

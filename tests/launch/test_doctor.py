@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 
 import pytest
 
-from drover.launch.doctor import NOTE, OK, PROBLEM, judge, main, profile
+from drover.launch.doctor import NOTE, OK, PROBLEM, _script, judge, main, profile
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
 from drover.launch.slurm.job.site_trial import NodeFacts
 from drover.launch.slurm.scheduler import NodeKind
@@ -17,8 +18,8 @@ FIRST = NodeFacts(0, "n1", torch="2.13.0", import_s=3.0, cpus=8, clock_at=100.0,
 SECOND = replace(FIRST, rank=1, node="n2", visible_s=0.1, locked_out=True)
 
 
-def states(*facts, nodes=2, reason="", log=""):
-    return {finding.what.strip(): finding.state for finding in judge("gpu", nodes, facts, reason, log)}
+def states(*facts, nodes=2, gpus=False, reason="", log=""):
+    return {finding.what.strip(): finding.state for finding in judge("gpu", nodes, gpus, facts, reason, log)}
 
 
 def test_healthy_nodes_have_no_problem():
@@ -42,8 +43,22 @@ def test_what_is_wrong_with_a_node_shows_alone(what, state, change):
     ("", "bash: /home/me/.venv/bin/python: No such file or directory", "No such file"),
     ("", "", "no node reported")])
 def test_a_job_without_reports_says_why(reason, log, part):
-    [finding] = judge("gpu", 2, [], reason, log)
+    [finding] = judge("gpu", 2, True, [], reason, log)
     assert finding.state == PROBLEM and part in finding.found
+
+
+def test_gpus_that_were_asked_for_and_are_not_there_are_a_problem():
+    assert states(FIRST, SECOND, gpus=True)["devices"] == PROBLEM
+
+
+def test_the_script_quotes_what_it_is_given(tmp_path):
+    launch = load_config(REPOSITORY / "configs/demo.yaml", ["launch.gpu_type=h100", "launch.extra={reservation: ours}"],
+                         check=False).launch
+    folder = tmp_path / "a run 100%"
+    text = _script("gpu", 2, True, launch, folder, folder / "code")
+    subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
+    assert f"#SBATCH --output='{folder}/job.log'" in text and "a run 100%%/node%n.log" in text
+    assert "#SBATCH --gpus-per-node=h100:1" in text and "#SBATCH --reservation=ours" in text
 
 
 def test_a_node_that_did_not_report_is_a_problem():

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drover.launch.devices import smi, visible_gpus
+from drover.launch.devices import for_amd, smi, visible_gpus
 from drover.launch.processes import answer_of
 
 FIELDS = 4
@@ -81,12 +81,12 @@ def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> 
     return found
 
 
-def check_gpus(wanted: int, driver: Path = Path("/dev/nvidiactl")) -> list[str]:
+def check_gpus(wanted: int) -> list[str]:
     """What is wrong with the job's GPUs of this node, as their driver sees it. A driver that does not know a field, or
     answers in another form, says nothing of their health."""
     if (seen := visible_gpus(os.environ)) < wanted:
         return [f"{seen} GPUs instead of {wanted}"]
-    if not driver.exists():  # another maker's: what is known of their health a site's own test says
+    if for_amd():  # what is known of their health a site's own test says
         return []
     rows = smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown,"
                "clocks_throttle_reasons.hw_thermal_slowdown")
@@ -132,7 +132,7 @@ def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
     report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
     if int(os.environ["LOCAL_RANK"]) == 0:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
-        if health_check and (problem := failed(health_check, limit_s)):
+        if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
     _send(report)
     measure(report, limit_s)

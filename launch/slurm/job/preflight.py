@@ -20,7 +20,7 @@ from statistics import median
 
 from drover.launch.host import Host
 from drover.launch.processes import Each
-from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, PRODUCT, SPACE, Report
+from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
@@ -109,10 +109,10 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
 
     sick = {report.node: report.problems for report in reports if report.problems}
     bad.update({node: next(iter(problems.values())) for node, problems in sick.items()})
-    for kind in (SPACE, FOLDER):
+    for kind, shared in ((SPACE, "the folder"), (FOLDER, "the folder"), (OWN, "launch.health_check")):
         found = [problems[kind] for problems in sick.values() if kind in problems]
         if found and (kind == SPACE or 2 * len(found) > count):
-            result.reason = f"{found[0]} ({counted(found)}; the folder is shared, so no node is to blame)"
+            result.reason = f"{found[0]} ({counted(found)}; {shared} is shared, so no node is to blame)"
             return result
     if len(bad) > most:
         result.reason = (f"{next(iter(bad.values()))} ({counted(bad)}; {named(bad)}; {common}. Look at these nodes; if "

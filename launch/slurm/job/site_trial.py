@@ -63,7 +63,7 @@ def try_site(folder: Path, limit_s: float) -> None:
     """Do this task's part and print it."""
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     facts = NodeFacts(rank, os.environ.get("SLURMD_NODENAME") or platform.node())
-    facts.cpus, facts.gpus = len(os.sched_getaffinity(0)), visible_gpus(os.environ)
+    facts.cpus, facts.gpus = os.cpu_count() or 0, visible_gpus(os.environ)
     if facts.gpus:
         facts.gpu = next(iter(smi("--query-gpu=name") or [[""]]))[0]
     facts.runtimes = [name for name in RUNTIMES if shutil.which(name)]
@@ -123,7 +123,8 @@ def exchange(facts: NodeFacts, world: int, limit_s: float) -> None:
     try:
         measure(report, limit_s)
     except Exception as error:  # noqa: BLE001 - a network that does not work is a finding
-        facts.problems["network"] = f"an all-reduce failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+        why = (str(error) or "?").splitlines()[0]
+        facts.problems["network"] = f"an all-reduce failed: {type(error).__name__}: {why}"
     facts.times, facts.clock_at = report.times, report.clock_at
 
 

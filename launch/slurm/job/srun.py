@@ -94,7 +94,8 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[st
     copying = [sys.executable, "-I", "-c", Path(trust.__file__).read_text(), "node",
                json.dumps({name: vars(spec)[name] for name in trust.CODE})]
     # With pyxis srun starts the task itself inside the container; elsewhere each rank becomes the container's program.
-    python = spec.command[0] if spec.contained and not spec.wrap else sys.executable
+    inside = any(word.startswith("--container-image") for word in spec.srun_args)
+    python = spec.command[0] if inside else sys.executable
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
             "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",

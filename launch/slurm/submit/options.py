@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from drover.launch.plan import OPTIONS, Job
 from drover.pipeline.config.launching import LaunchConfig
@@ -10,9 +11,10 @@ from drover.pipeline.contract.stages import STAGES
 
 RANKS = "launch.gpus_per_node or launch.processes"
 NONE = ""
+SRUN = ("label", "overlap", "distribution", "kill-on-bad-exit")
+"""Options of srun that the launcher sets, besides those that sbatch has as well."""
 DECIDED = {
     "array": "launch.<stage>.array", "chdir": NONE, "clusters": NONE,
-    **dict.fromkeys(("container", "container-image", "container-mounts", "container-workdir"), "launch.container"),
     "cpus-per-gpu": "launch.cpus", "cpus-per-task": "launch.cpus", "error": NONE, "exclude": "launch.exclude",
     "export": "launch.environment and launch.secrets", "export-file": "launch.environment and launch.secrets",
     "job-name": "name", "kill-on-invalid-dep": NONE, "mem": "launch.mem", "no-requeue": "launch.requeue: false",
@@ -63,17 +65,40 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
                 yield f"{where} holds {name}; write the long name of sbatch's option -{name} (man sbatch)."
             elif where == "launch.extra" and name in OPTIONS:
                 yield f"{where} holds {name}. Say it with launch.{name}; a stage's own stands in its extra."
-            elif name in DECIDED:
-                way = f"Say it with {DECIDED[name]}." if DECIDED[name] else "Leave it out."
+            elif name in DECIDED or name.startswith("container"):
+                setting = DECIDED.get(name, "launch.container")
+                way = f"Say it with {setting}." if setting else "Leave it out."
                 yield f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}"
+    for word in launch.srun_args:
+        name = word.lstrip("-").partition("=")[0]
+        if name in DECIDED or name in SRUN or name.startswith("container"):
+            yield f"launch.srun_args holds {word}, which the launcher sets or launch.container does. Leave it out."
+    yield from container_problems(launch)
     for job in jobs:
         asked, memory = gpus_asked(job), {"mem-per-cpu", "mem-per-gpu"} & options_of(job).keys()
+        if asked is not None and launch.gpu_type:
+            yield (f"{job.key}: launch.gpu_type and {asked[0]} in launch.extra both say which GPUs the job gets. Leave "
+                   f"one out.")
         if asked is not None and asked[1] != job.gpus_per_node:
             yield (f"{job.key}: launch.extra asks for {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
                    f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them agree.")
         if memory and job.asked.mem is not None:
             yield (f"{job.key}: launch.mem and {memory.pop()} in launch.extra both say how much memory the job gets. "
                    f"Leave one out.")
+
+
+def container_problems(launch: LaunchConfig) -> Iterator[str]:
+    """What in the settings of the container, and of what is tried on nodes, cannot work."""
+    container = launch.container
+    if container.image is None and (container.mounts or container.options):
+        yield "launch.container has mounts or options, but no image. Set launch.container.image."
+    if container.image is not None and launch.python is None:
+        yield ("launch.container.image is set, but launch.python is not: the Python that submits is none of the "
+               "image's. Set launch.python to the one inside, such as python3.")
+    if container.image is not None and set(",:") & set(str(Path.cwd())):
+        yield f"The working directory {Path.cwd()} has a comma or a colon, so no container can mount it."
+    if launch.health_check and not launch.preflight:
+        yield "launch.health_check is part of the preflight, which launch.preflight=false leaves out. Drop one of them."
 
 
 def _is_gpu(resource: str) -> bool:

@@ -52,7 +52,7 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
         if not job.to_run:
             continue
         try:
-            with _uninterrupted():  # what is said of an interrupt is true: a job that Slurm has is recorded
+            with uninterrupted():  # what is said of an interrupt is true: a job that Slurm has is recorded
                 submitted[job.key] = submit_job(config, replace(job, files=files),
                                                 {key: entry.id for key, entry in submitted.items()})
         except (UserError, OSError, KeyboardInterrupt) as error:
@@ -65,7 +65,7 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits until this is over."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 
 import pytest
 
@@ -139,24 +138,26 @@ def smi(folder, gpus, processes="", before=""):
 def test_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    check = partial(check_gpus, driver=tmp_path)
-    assert check(4) == ["2 GPUs instead of 4"]
-    assert check_gpus(2, tmp_path / "absent") == [], "another maker's, whose driver is not asked"
+    assert check_gpus(4) == ["2 GPUs instead of 4"]
+    assert check_gpus(2) == ["nvidia-smi does not answer"], "the driver is gone"
+    with monkeypatch.context() as amd:
+        amd.setattr(node_trial, "for_amd", lambda: True)
+        assert check_gpus(2) == [], "another maker's, whose driver is not asked"
     smi(tmp_path, "0, [N/A], Not Active, Not Active\\n")
-    assert check(2) == []
+    assert check_gpus(2) == []
     smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
-    assert check(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
+    assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
                              "other processes compute on its GPUs (process 1)"]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
     smi(tmp_path, "", before="exit 9")
-    assert check(2) == ["nvidia-smi does not answer"]
+    assert check_gpus(2) == ["nvidia-smi does not answer"]
     for driver in ({"before": "case $1 in *ecc*) exit 2;; esac", "gpus": "0\\n"}, {"gpus": "0, 0, a new field\\n"}):
         smi(tmp_path, **driver)
-        assert check(2) == [], "a driver that does not know the fields says nothing of the GPUs' health"
+        assert check_gpus(2) == [], "a driver that does not know the fields says nothing of the GPUs' health"
     smi(tmp_path, "0, 0, Not Active, Not Active\\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
-    assert check(1) == [] and "--id" not in (tmp_path / "calls").read_text().splitlines()[-1]
+    assert check_gpus(1) == [] and "--id" not in (tmp_path / "calls").read_text().splitlines()[-1]
 
 
 @pytest.fixture

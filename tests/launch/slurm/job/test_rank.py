@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from drover.launch import devices
 from drover.launch.devices import visible_gpus
 from drover.launch.slurm.job.rank import SAVES, rank_environment
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
@@ -46,13 +47,15 @@ def test_visible_gpus(tmp_path, visible, count):
     assert visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == count
 
 
-def test_visible_gpus_of_amd(tmp_path):
-    """Of two masks the narrower holds. A screen's device is none without AMD's driver for computing."""
+def test_visible_gpus_of_amd(tmp_path, monkeypatch):
+    """Of two masks the narrower holds. A screen's device is none without AMD's driver and build of torch."""
     (tmp_path / "dri").mkdir()
     for number in (128, 129):
         (tmp_path / f"dri/renderD{number}").touch()
     assert visible_gpus({}, tmp_path) == 0
     (tmp_path / "kfd").touch()
+    assert visible_gpus({}, tmp_path) == 0
+    monkeypatch.setattr(devices, "for_amd", lambda: True)
     assert visible_gpus({}, tmp_path) == 2
     assert visible_gpus({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}, tmp_path) == 1
 

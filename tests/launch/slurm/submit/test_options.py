@@ -50,10 +50,11 @@ def test_gpus_are_asked_for_once(script, extra):
     ({"account": "a"}, "launch.extra holds account. Say it with launch.account; a stage's own stands in its extra."),
     ({"c": "9"}, "launch.extra holds c; write the long name of sbatch's option -c (man sbatch)."),
     ({"test-only": True}, "Say it with --dry-run"),
+    ({"gres": "gpu:h100:8"}, "train: launch.gpu_type and gres in launch.extra both say which GPUs the job gets"),
     ({"mem-per-cpu": "4G"}, "train: launch.mem and mem-per-cpu in launch.extra both say how much memory")])
 def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
     said = launcher.refused("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "train.micro_batch=1",
-                            "launch.gpus_per_node=8", "launch.train.nodes=2", "launch.mem=64G",
+                            "launch.gpus_per_node=8", "launch.train.nodes=2", "launch.mem=64G", "launch.gpu_type=h100",
                             f"launch.extra={json.dumps(extra)}")
     assert told in said
 

@@ -91,6 +91,11 @@ def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it():
     assert "-I" in srun_command(spec(), Path("/logs"), [PYTHON])
 
 
+def test_the_dry_run_shows_the_container(launcher):
+    shown = launcher.accepted(*TWO_NODES, f"launch.python={PYTHON}", "launch.container={image: i, runtime: pyxis}")
+    assert "srun --container-image=i --container-mounts=" in shown
+
+
 @pytest.mark.parametrize("extra", ["container-image", "container-mounts"])
 def test_a_container_of_the_batch_script_is_refused_with_the_setting(launcher, extra):
     assert "Say it with launch.container" in launcher.refused(*TWO_NODES, f'launch.extra={{"{extra}": "x"}}')
