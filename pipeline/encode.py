@@ -43,7 +43,7 @@ BATCH_BYTES = 2_000_000
 
 
 def encode(work: Work) -> None:
-    """The stage: one unit per text shard, each compared with it."""
+    """The stage: one unit per text shard, then the counts of both sides compared."""
     shards, manifest = work.input("shard")
     tokenizer, made = work.input("tokenizer")
     work.check(work.committed("tokenizer"))
@@ -60,6 +60,7 @@ def encode(work: Work) -> None:
     done = work.do_units("encode", units, partial(encode_shard, fast=fast is not None), "shards")
     outputs = [record["outputs"][0] for record in done]
     counts = counted(outputs)
+    reconcile(counted(records), counts)
     total = counts["total"]
     work.say(f"{total['tokens']:,} tokens of {total['docs']:,} documents, "
              f"{total['text_bytes'] / max(1, total['tokens'] - 2 * total['docs']):.3f} bytes per token of text")
@@ -195,6 +196,19 @@ def counted(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
             for sums in (own, counts["total"]):
                 sums[name] = sums.get(name, 0) + record[name]
     return counts
+
+
+def reconcile(texts: dict[str, Any], tokens: dict[str, Any]) -> None:
+    """UserError unless the token shards hold the documents and bytes of the text shards, source by source."""
+    problems = []
+    for split, sources in texts["splits"].items():
+        for source, own in sources.items():
+            found = tokens["splits"].get(split, {}).get(source, {})
+            problems += [f"{split} {source}: {own[name]} {name} in the text shards, {found.get(name, 0)} in the token "
+                         f"shards" for name in ("docs", "text_bytes") if found.get(name) != own[name]]
+    if problems:
+        raise UserError(f"The token shards do not hold what the text shards hold:\n{listed(problems)}\n"
+                        f"Run encode with --force; if that does not help, run shard with --force.")
 
 
 def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEncoder, reference: Tokenizer,

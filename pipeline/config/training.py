@@ -246,8 +246,7 @@ class TrainConfig(Section):
     cache: TokenCacheConfig = execution({}, validate_default=True)
     """For `tokens_from`: what is kept on each node."""
     loader_threads: PositiveInt = execution(1)
-    """Threads that read and pack batches ahead; 16 at least where parts of token shards are read from a store. They
-    never change which samples a batch holds."""
+    """Threads that read and pack batches ahead. They never change which samples a batch holds."""
     shard_checks: bool | Literal["all"] = execution(True)
     """Whether token shards are hashed beside training and compared with what encode committed: each when it is first
     used, by one rank, and held-out ones; a checkpoint waits until all that were used before the last one are. `all`:

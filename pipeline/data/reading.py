@@ -38,7 +38,7 @@ from drover.pipeline.data.documents import (
     raise_unless_damage,
     to_json,
 )
-from drover.pipeline.data.filters.chain import Chain, Dropped, few_reasons
+from drover.pipeline.data.filters.chain import Chain, Dropped
 from drover.pipeline.data.hub import hub_rows
 from drover.pipeline.data.planning.signatures import Signer
 from drover.pipeline.data.readers import file_records, python_records
@@ -122,7 +122,7 @@ def stage_unit(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         outputs.append(output_record(folder, aside, split=DROPPED, source=source["name"],
                                      docs=sum(own["documents"] for own in gone),
                                      text_bytes=sum(own["bytes"] for own in gone)))
-    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": few_reasons(chain.counts), "inputs": inputs,
+    return {"documents": len(rows) // INDEX.itemsize, **counts, "filters": chain.counts, "inputs": inputs,
             "fields": {name: fields[name] for name in source.get("meta_fields") or ()},
             "card": card.record(), "findings": chain.findings(), "outputs": outputs}
 

@@ -1,23 +1,24 @@
 """Text shards: WebDataset tars with one `.json` member a document. Written here, read by the stages that follow.
 
-Where a whole shard is read for its texts, webdataset reads it, and the file's hash proves what was read. Elsewhere
-tarfile does, and each text is compared with its key: webdataset's import takes a second, as it brings torch.
+Where a whole shard is read for its texts, webdataset reads it, and the file's hash proves what was read. Elsewhere, and
+where documents are picked or a shard is proved as it was written, only tars of the form that is written here are read:
+plain members without extended headers. webdataset's import takes a second, as it brings torch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import orjson
 
-from drover.pipeline.contract.input_check import committed, refuse_changed
+from drover.pipeline.contract.input_check import committed, refuse_changed, wrong
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file
@@ -37,7 +38,7 @@ _EMPTY = tarfile.TarInfo().tobuf()
 """The header of a member without a name and content. Name, size (octal, at 124) and sum of all bytes (at 148, itself
 counted as spaces) are what differs in others."""
 _EMPTY_SUM = sum(_EMPTY) - sum(_EMPTY[148:156]) + 8 * ord(" ") - sum(_EMPTY[124:135])
-_WRONG = (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
+_WRONG = (ValueError, KeyError, TypeError, AttributeError)
 """What is raised of a file that is no text shard."""
 _MEND = "Delete the file and run the stage shard again: it makes only what is missing."
 
@@ -57,34 +58,37 @@ def shard_records(manifest: Manifest, split: str, source: str | None = None) -> 
     return [record for record in records if source in (None, record["source"])]
 
 
-def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> str:
+def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
     """Write (key, JSON) pairs as a tar that appears whole or not at all; equal members give equal bytes.
 
     The bytes are those of webdataset's own TarWriter, whose import would bring torch into every worker.
-
-    Returns:
-        Hex sha256 of what was written.
     """
     with atomic_file(path) as file:
-        written, digest = 0, hashlib.sha256()
+        written = 0
         for key, member in members:
-            data = b"".join((_header(key + SUFFIX, len(member)), member, bytes(-len(member) % BLOCK)))
-            written += file.write(data)
-            digest.update(data)
-        rest = END + bytes(-(written + len(END)) % tarfile.RECORDSIZE)
-        file.write(rest)
-        digest.update(rest)
-    return digest.hexdigest()
+            written += file.write(b"".join((_header(key + SUFFIX, len(member)), member, bytes(-len(member) % BLOCK))))
+        written += file.write(END)
+        file.write(bytes(-written % tarfile.RECORDSIZE))
 
 
 def _header(name: str, size: int) -> bytes:
-    """A member's header as tarfile writes it, ten times as fast; time, user and group are 0 and empty."""
+    """A member's header as tarfile writes it; time, user and group are 0 and empty."""
     data, digits = name.encode("ascii"), b"%011o" % size
     if len(data) > _NAME or len(digits) > 11:
         raise ValueError(f"the member {name} of {size:,} bytes does not fit a plain header")
     total = _EMPTY_SUM + sum(data) + sum(digits)
     return b"".join((data, bytes(_NAME - len(data)), _EMPTY[_NAME:124], digits, _EMPTY[135:148], b"%06o\0" % total,
                      _EMPTY[155:]))
+
+
+def _parsed_header(header: bytes) -> tuple[str, int]:
+    """Name and size of a member; ValueError unless `write_members` makes this header for them."""
+    name, digits = header[:_NAME].rstrip(b"\0"), header[124:135]
+    if name.isascii() and name.endswith(SUFFIX.encode()) and digits.isdigit():
+        size = int(digits, 8)
+        if header == _header(name.decode(), size):
+            return name.decode(), size
+    raise ValueError(f"the member {name!r} is not a plain {SUFFIX} file")
 
 
 def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
@@ -112,28 +116,14 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
 
 
 def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[Document]:
-    """The documents of one shard, in order, one in memory at a time; with `only`, those of these numbers, from 0. That
-    members are missing, a tar does not always tell: compare their number.
+    """The documents of one shard, in order, one in memory at a time; with `only`, those of these numbers, from 0.
 
     Raises:
         UserError: naming the file and the place at which it is torn or not a text shard.
     """
-    place = "its beginning"
-    with _open(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for number in itertools.count():
-                    if (member := tar.next()) is None:
-                        break
-                    place = f"the member {member.name}"
-                    if member.offset_data + member.size > size:
-                        raise ValueError("it is said to end behind the file")
-                    tar.members.clear()  # type: ignore[attr-defined]
-                    if only is None or number in only:
-                        yield from_json(tar.extractfile(member).read(), member.name.removesuffix(SUFFIX))  # type: ignore[union-attr]
-        except _WRONG as error:
-            raise UserError(f"{path} is torn or no text shard, at {place}: {error}. {_MEND}") from None
+    with _opened(path) as shard:
+        for name, member in shard.members(only):
+            yield from_json(member, name[:-len(SUFFIX)])
 
 
 @dataclass
@@ -147,16 +137,18 @@ class Texts:
 
 def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterator[Texts]:
     """The documents of a shard of which the manifest has `record`, in batches of about `batch_bytes` of text. The file
-    is compared with its hash before, so texts are not compared with their keys.
+    is hashed while it is read, so texts are not compared with their keys.
 
     Raises:
-        UserError: the file is missing, is not what was committed, or holds another number of documents.
+        UserError: the file is missing, is not what was committed (also after batches were given: nothing that was made
+            of them may be kept then), or holds another number of documents.
     """
-    path, count, batch, size = folder / record["path"], 0, Texts(), 0
+    path, count, fault = folder / record["path"], 0, None
+    batch, size = Texts(), 0
     with _open(path) as file:
-        refuse_changed_shard(folder, record)
+        hashed = _Hashed(file)
         try:
-            for name, member in _members(file):
+            for name, member in _members(hashed):
                 text = orjson.loads(member)["text"]
                 encoded = len(text) if text.isascii() else len(text.encode())
                 batch.texts.append(text)
@@ -166,19 +158,40 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
                 if size >= batch_bytes:
                     yield batch
                     batch, size = Texts(), 0
-        except _WRONG as error:
-            raise UserError(f"{path} is no text shard: {error}. {_MEND}") from None
+        except Exception as error:  # noqa: BLE001 - whatever comes of other bytes: that they are others says more
+            fault = error
+        while hashed.read(_BUFFER):
+            pass
+    [expected] = committed(folder, [record], "shard")
+    if (found := hashed.digest.hexdigest()) != expected.sha256:
+        raise UserError(wrong(expected, found)) from fault
+    if fault is not None:
+        raise UserError(f"{path} is no text shard: {fault}. {_MEND}") from fault
     _refuse_other_count(path, count, record["docs"])
     if batch.texts:
         yield batch
 
 
-def _members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each member, by webdataset, which takes a torn or foreign tar for a shorter one."""
+def _members(file: _Hashed) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each member, by webdataset. It takes a torn or foreign tar for a shorter one: its hash is to
+    be compared, too."""
     from webdataset.tariterators import tar_file_iterator
 
     for member in tar_file_iterator(file):
         yield member["fname"], member["data"]
+
+
+class _Hashed:
+    """A file that is hashed while it is read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def read(self, count: int) -> bytes:
+        """As a file does."""
+        data = self._file.read(count)
+        self.digest.update(data)
+        return data
 
 
 def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
@@ -193,3 +206,50 @@ def _open(path: Path) -> IO[bytes]:
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_MEND}") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Shard]:
+    """The shard, open; UserError if it cannot be read, or what is read of it is no text shard."""
+    with _open(path) as file:
+        shard = _Shard(file)
+        try:
+            yield shard
+        except _WRONG as error:
+            raise UserError(f"{path} is torn or no text shard, at {shard.place}: {error}. {_MEND}") from None
+
+
+class _Shard:
+    """An open shard.
+
+    Attributes:
+        place: what was read last, for messages.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.place = file, "its beginning"
+        self._left = os.fstat(file.fileno()).st_size
+
+    def members(self, only: Collection[int] | None = None) -> Iterator[tuple[str, bytes]]:
+        """Name and content of each member; with `only`, of those of these numbers, from 0."""
+        number = 0
+        while (header := self._take(BLOCK)) != END[:BLOCK]:
+            name, size = _parsed_header(header)
+            self.place = f"the member {name}"
+            padded = -(-size // BLOCK) * BLOCK
+            if only is None or number in only:
+                yield name, self._take(padded)[:size]
+            elif padded > self._left:
+                raise ValueError(f"{self._left} of {size} bytes are there")
+            else:
+                self._file.seek(padded, os.SEEK_CUR)
+                self._left -= padded
+            number += 1
+        if self._take(BLOCK) != END[BLOCK:]:
+            raise ValueError("the mark that ends a tar is missing, so members may be")
+
+    def _take(self, count: int) -> bytes:
+        if count > self._left:
+            raise ValueError(f"{self._left} of {count} bytes are there, and the mark that ends a tar is missing")
+        self._left -= count
+        return self._file.read(count)

@@ -385,6 +385,7 @@ class Loop:
             load(path, self.engine, self.ranks, self.progress.updates)
         self.recorder.event("rolled_back", step=progress.step, train_s=train_s(progress),
                             lost_s=round(time.perf_counter() - self.step_began, 3))
+        self.recorder.flush()  # before the next step's line, by whose time it would be judged
         self._begin()
 
     # ---- the end

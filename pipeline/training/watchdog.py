@@ -160,8 +160,9 @@ class Watchdog:
 def main_stack() -> tuple[str, ...]:
     """Where the main thread is: `file:line function`, innermost last."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    calls = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # no file is read
-    return tuple(f"{call.filename}:{call.lineno} {call.name}" for call in reversed(calls))
+    # Not traceback's summaries: they look at files, which may be what hangs.
+    calls = [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in traceback.walk_stack(frame)]
+    return tuple(calls[::-1])
 
 
 def flight_records() -> dict[str, bytes]:

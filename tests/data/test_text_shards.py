@@ -57,11 +57,11 @@ def test_bytes_are_those_of_webdatasets_writer(tmp_path, members):
     assert (tmp_path / "ours.tar").read_bytes() == (tmp_path / "theirs.tar").read_bytes()
 
 
-def found(folder, record, only=None):
+def found(path, only=None):
     """Documents of a shard, and what is told of it."""
     documents = []
     try:
-        documents.extend(read_shard(folder, record, only))
+        documents.extend(read_documents(path, only))
     except UserError as error:
         return documents, str(error)
     return documents, None
@@ -70,8 +70,8 @@ def found(folder, record, only=None):
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10_239), byte=st.integers(0, 255), cut=st.booleans(),
        only=st.sampled_from([None, {0}, {1, 3}, set()]))
-def test_any_byte_may_be_wrong(shard, tmp_path, record, place, byte, cut, only):
-    """Of headers, texts and ends: what is given has the shard's texts."""
+def test_any_byte_may_be_wrong(shard, tmp_path, place, byte, cut, only):
+    """Of headers, texts and ends: what is given are documents of the shard, or their letters are others."""
     data = bytearray(shard.read_bytes())
     place %= len(data)
     if cut:
@@ -79,10 +79,9 @@ def test_any_byte_may_be_wrong(shard, tmp_path, record, place, byte, cut, only):
     else:
         data[place] = byte
     (tmp_path / "harmed.tar").write_bytes(data)
-    whole, _ = found(tmp_path, record, only)
-    documents, told = found(tmp_path, {**record, "path": "harmed.tar"}, only)
+    whole, [documents, told] = found(shard, only)[0], found(tmp_path / "harmed.tar", only)
     assert told or len(documents) == len(whole)
-    assert all(one.text == other.text for one, other in zip(documents, whole, strict=False))
+    assert sum(one != other for one, other in zip(documents, whole, strict=False)) <= 1
 
 
 @pytest.mark.slow
@@ -95,18 +94,18 @@ def test_other_libraries_read_them(shard, tmp_path, streaming):
 
 
 def test_every_cut_is_noticed(shard, tmp_path, record):
-    """A tar cut between two members reads without an error in other readers: not here, where documents are counted.
-    Those before a cut are given first."""
+    """A tar cut between two members reads without an error in other readers; not here, not with the count either.
+    Documents before a cut are given first."""
     whole = shard.read_bytes()
     with tarfile.open(shard) as tar:
         members = list(tar)
     for size in [*(member.offset for member in members), 1, 600, 3000, len(whole) // 2, members[2].offset_data + 100]:
         shard.write_bytes(whole[:size])
-        seen, told = found(tmp_path, record)
-        assert re.search(r"web-00000\.tar (is torn|holds \d documents instead of 4).*shard again", told)
+        seen, told = found(shard)
+        assert re.search(r"web-00000\.tar is torn.*shard again", told)
     assert members[2].name in told and [document.text for document in seen] == [own.text for own in DOCUMENTS[:2]]
     shard.unlink()
-    assert "web-00000.tar is missing" in found(tmp_path, record)[1]
+    assert "web-00000.tar is missing" in found(shard)[1]
 
 
 @pytest.mark.parametrize(("count", "letter", "told"), [
@@ -158,15 +157,21 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     assert result.stdout.splitlines() == [f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
 
 
-def test_texts_are_given_of_a_shard_as_it_was_committed_alone(shard, tmp_path, record):
-    """webdataset reads one that was torn between two members without an error: the hash tells."""
-    assert [text for batch in read_texts(tmp_path, record, 3000) for text in batch.texts] == [
-        own.text for own in DOCUMENTS]
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 20_000), byte=st.integers(0, 255), cut=st.booleans())
+def test_webdatasets_reader_gives_no_text_of_a_shard_that_was_changed_without_saying_so(shard, tmp_path, record, place,
+                                                                                       byte, cut):
+    """Torn between two members it reads on without an error: the hash tells."""
     sound = shard.read_bytes()
-    for harmed in (sound[:-1], sound[:1024], sound + b"\0", sound.replace(b"short", b"shore")):
-        shard.write_bytes(harmed)
-        with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed"):
-            list(read_texts(tmp_path, record, 3000))
+    place %= len(sound)
+    data = sound[:place] if cut else sound[:place] + bytes([byte]) + sound[place + 1:]
+    harmed = tmp_path / "harmed"
+    (harmed / record["path"]).parent.mkdir(parents=True, exist_ok=True)
+    (harmed / record["path"]).write_bytes(data)
+    with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed") if data != sound \
+            else nullcontext():
+        assert [text for batch in read_texts(harmed, record, 3000) for text in batch.texts] == [
+            own.text for own in DOCUMENTS]
 
 
 def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
-from drover.pipeline.encode import chosen_dtype, prove
+from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
 from drover.pipeline.tokenization import fast, gate
 from drover.pipeline.tokenization.base import joined, reads_back
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
@@ -95,6 +95,16 @@ def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value,
     tokens[position] = vocabulary.bos_id if value == "bos" else value
     with pytest.raises(UserError, match=problem):
         prove(path, record, source, vocabulary, texts)
+
+
+def test_counts_that_do_not_agree_stop_the_stage():
+    def counts(*rows):
+        return counted([{"split": split, "source": "web", "docs": docs, "text_bytes": size, "tokens": 5}
+                        for split, docs, size in rows])
+    texts = counts(("train", 3, 30), ("heldout", 1, 10))
+    reconcile(texts, counts(("train", 2, 10), ("train", 1, 20), ("heldout", 1, 10)))
+    with pytest.raises(UserError, match=r"train web: 3 docs in the text shards, 2 in the token shards"):
+        reconcile(texts, counts(("train", 2, 30)))
 
 
 def test_a_text_shard_with_other_documents_than_its_record_stops_the_stage(run, copy):

@@ -87,7 +87,10 @@ class Chain:
     def _drop(self, counts: dict[str, Any], dropped: Dropped) -> Dropped:
         counts["documents"] += 1
         counts["bytes"] += len(dropped.document.text.encode())
-        counts["reasons"][dropped.reason] = counts["reasons"].get(dropped.reason, 0) + 1
+        reasons = counts["reasons"]
+        known = dropped.reason in reasons or len(reasons) < MOST_REASONS
+        reason = dropped.reason if known else OTHER_REASONS
+        reasons[reason] = reasons.get(reason, 0) + 1
         return dropped
 
 

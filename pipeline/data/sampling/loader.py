@@ -1,13 +1,16 @@
-"""Sample numbers into batches.
+"""Sample numbers into batches, read ahead in threads.
 
 The loader's state decides nothing: `batch_of(samples)` is the same whenever and wherever it is asked for.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +162,30 @@ class TrainingData:
     def plan_at(self, samples: int) -> str:
         """See Order."""
         return self.order.plan_at(samples)
+
+
+class Prefetcher:
+    """Calls `make(step)` for coming steps in threads, and gives the results in order.
+
+    The number of threads changes how early a batch is ready, never which batch it is.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], steps: range, threads: int) -> None:
+        self._make, self._steps = make, iter(steps)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader")
+        self._ahead: deque[Future[Batch]] = deque(self._pool.submit(make, step)
+                                                  for step in islice(self._steps, threads + 1))
+        self.waited_s = 0.0
+
+    def next(self) -> Batch:
+        """The next step's batch; `waited_s` is how long it kept the caller."""
+        began = time.perf_counter()
+        batch = self._ahead.popleft().result()
+        self.waited_s = time.perf_counter() - began
+        if (step := next(self._steps, None)) is not None:
+            self._ahead.append(self._pool.submit(self._make, step))
+        return batch
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -17,10 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.input_check import LEFT_AFTER_S, Expected, Pace, compared, lowest_priority
+from drover.pipeline.core.console import spelled
 from drover.pipeline.data.exclusion import Range, sample_numbers
 
 TOGETHER = 1 << 16
 """Samples whose shards are looked up at once."""
+SHOWN_STEPS = 1000
+"""Steps that are asked whether they read from a damaged shard."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class ShardChecks:
         self.damage: Damage | None = None
         self._later = deque(row for row in later if row % world == rank)
         self._known = dict[int, tuple[int, ...]]()  # what showed the state of shards that were compared, by row
-        self._uses = deque[_Use]()
+        self._uses, self._history = deque[_Use](), deque[_Use]()
         self._given, self._done, self._clean = 0, 0, 0
         self._pace, self._news = Pace(rest), threading.Condition()
         self._thread: threading.Thread | None = None
@@ -144,6 +147,7 @@ class ShardChecks:
 
     def _do(self, use: _Use) -> None:
         if use.samples is not None:
+            self._history.append(use)
             for rows in self._used(use) if self.checked < self._mine else ():
                 for row in rows[rows % self._world == self._rank].tolist():
                     self._compare(row, use.first)
@@ -152,6 +156,7 @@ class ShardChecks:
             if _state(self.expected(row).path) != state:
                 self._compare(row, self._clean + 1, again=True)
         if self.damage is None:
+            self._history = deque(entry for entry in self._history if entry.last > self._clean)
             self._clean = use.last
 
     def _used(self, use: _Use) -> Iterator[NDArray[np.int64]]:
@@ -166,12 +171,24 @@ class ShardChecks:
         file = self.expected(row)
         state = _state(file.path)
         if problem := compared(file, self._pace):
-            used = "No step reads from it: it is held-out text, or not used so far." if step is None else \
-                f"The first step that may have read it so is {step}."
-            self.damage = Damage(f"{problem} {used}", step)
+            self.damage = Damage(f"{problem}{self._readers(row, step)}", step)
         elif not self._pace.over.is_set():
             self.seen += state[1]
             self._known[row] = state
+
+    def _readers(self, row: int, step: int | None) -> str:
+        """Which of the steps since then read from the shard, in a sentence."""
+        if step is None:
+            return " No step reads from it: it is held-out text, or not used so far."
+        alone, together = list[_Use](), list[_Use]()
+        with self._news:
+            coming = list(self._uses)
+        for use in [*self._history, *coming][:SHOWN_STEPS]:
+            if use.last >= step and any(row in rows for rows in self._used(use)):
+                (alone if use.first == use.last else together).append(use)
+        told = [f"the steps {spelled(sorted({use.first for use in alone}))}"] if alone else []
+        told += [f"some of the steps {use.first}-{use.last}" for use in together]
+        return f" It was read by {' and '.join(told)}." if told else ""
 
 
 def _state(path: Path) -> tuple[int, ...]:

@@ -27,10 +27,17 @@ from typing import BinaryIO
 from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.core.files import lock_file, publish, sync
 from drover.pipeline.data.stored.figures import Figures
+from drover.pipeline.storage.outcomes import Missing
 
 CHUNK_BYTES = 1 << 20
 TRIES = 2
 """A shard is fetched so often before its content is said to be another."""
+FAILURES = 3
+"""Times that one shard may fail to come, without a byte between them; each request is repeated below this already."""
+PAUSE_S = 1.0
+"""Before a shard is asked for again; before each further time twice as long."""
+POLL_S = 0.05
+"""How often a process that needs a shard, or room, looks whether others have fetched what they were fetching."""
 RECENT_S = 60.0
 """What was fetched or opened in this time is not removed for a shard that is not needed yet."""
 _OWN = re.compile(r"[0-9a-f]{64}\.arrow")
@@ -58,13 +65,13 @@ class NodeCache:
         self._closed, self._number = threading.Event(), 0
         self._make_folder()
 
-    def open(self, name: str, sha256: str, size: int, read: Callable[[], BinaryIO], *,
+    def open(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], *,
              ahead: bool = False) -> int | None:
         """A descriptor, to be closed by the caller, of the shard with this hash, which is fetched if it is not there.
 
         Args:
             name: what to call it in errors.
-            read: opens it in the store.
+            read: opens it in the store, from this byte on.
             ahead: it is not needed yet: nothing that was fetched or opened a moment ago is removed for it.
 
         Returns:
@@ -88,9 +95,7 @@ class NodeCache:
                         break
                 if sha256 not in fetching and (ahead or size > self.limit or not fetching):
                     return None
-                # Then it is there, or there is something to remove.
-                _is_free(fetching.get(sha256) or next(iter(fetching.values())), wait=True)
-                if self._closed.is_set():
+                if self._closed.wait(POLL_S):  # then it is there, or there is something to remove
                     raise Closed
             return self._fetch(name, sha256, size, read, *reserved)
         finally:
@@ -131,12 +136,12 @@ class NodeCache:
             path.unlink(missing_ok=True)
         return None
 
-    def _fetch(self, name: str, sha256: str, size: int, read: Callable[[], BinaryIO], temporary: Path,
+    def _fetch(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], temporary: Path,
                writing: int) -> int | None:
         """Fetch the shard into the file that was reserved for it, and give that its name; a descriptor of it."""
         try:
             for attempt in range(TRIES):
-                if (found := self._download(writing, size, read)) == sha256:
+                if (found := self._download(name, writing, size, read)) == sha256:
                     break
                 if attempt + 1 < TRIES:
                     self.figures.add(retries=1)
@@ -163,16 +168,31 @@ class NodeCache:
         self.figures.add(fetched=1, fetched_bytes=size)
         return descriptor
 
-    def _download(self, descriptor: int, size: int, read: Callable[[], BinaryIO]) -> str:
-        """Write the shard's bytes to the file; hex sha256 of them. The store repeats requests that fail."""
-        digest, done = hashlib.sha256(), 0
-        with read() as stream:
-            while chunk := stream.read(CHUNK_BYTES):
-                if self._closed.is_set():
-                    raise Closed
-                _write(descriptor, chunk[:size - done], done)
-                digest.update(chunk)  # of what is too long, too: then the hash is another
-                done += len(chunk)
+    def _download(self, name: str, descriptor: int, size: int, read: Callable[[int], BinaryIO]) -> str:
+        """Write the shard's bytes to the file; hex sha256 of them. What breaks off goes on from there."""
+        digest, done, failures = hashlib.sha256(), 0, 0
+        while done < size:
+            before = done
+            try:
+                with read(done) as stream:
+                    while chunk := stream.read(CHUNK_BYTES):
+                        if self._closed.is_set():
+                            raise Closed
+                        _write(descriptor, chunk[:size - done], done)
+                        digest.update(chunk)  # of what is too long, too: then the hash is another
+                        done += len(chunk)
+                if done < size:
+                    raise UserError(f"{name} breaks off after {done:,} of {size:,} bytes.")
+            except Missing:
+                raise
+            except UserError as error:
+                failures = 1 if done > before else failures + 1
+                if failures >= FAILURES:
+                    raise
+                self.figures.add(retries=1)
+                self.say(f"fetching {name}: {error} Trying again")
+                if self._closed.wait(PAUSE_S * 2 ** (failures - 1)):
+                    raise Closed from None
         return digest.hexdigest()
 
     def _reserve(self, sha256: str, size: int, ahead: bool) -> tuple[Path, int] | None:
@@ -237,17 +257,16 @@ class NodeCache:
                 with suppress(FileNotFoundError):  # a fetch that failed, or what was written to since, by another
                     yield entry.name, entry.stat()
 
-    def _being_fetched(self) -> dict[str, Path]:
-        """The files of what is being fetched now, by hash. What killed processes were fetching is removed: it counts,
-        and may be what fills the disk."""
-        found = dict[str, Path]()
+    def _being_fetched(self) -> set[str]:
+        """Hashes of what is being fetched now. What killed processes were fetching is removed: it counts, and may be
+        what fills the disk."""
+        found = set()
         for entry in list(os.scandir(self.folder)):
             if _FETCHED.fullmatch(entry.name):
-                path = Path(entry.path)
-                if _is_free(path):
-                    path.unlink(missing_ok=True)
+                if _is_free(Path(entry.path)):
+                    Path(entry.path).unlink(missing_ok=True)
                 else:
-                    found[entry.name[:64]] = path
+                    found.add(entry.name[:64])
         return found
 
     def _path(self, sha256: str) -> Path:
@@ -270,14 +289,14 @@ def _stamp(sha256: str) -> int:
     return int(sha256[:7], 16) * 10**9
 
 
-def _is_free(path: Path, *, wait: bool = False) -> bool:
-    """Whether nobody holds the file locked, or, with `wait`, when nobody does; also if it is not there."""
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds the file locked; also if it is not there."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:
-        lock_file(descriptor, wait=wait)
+        lock_file(descriptor)
     except BlockingIOError:
         return False
     finally:

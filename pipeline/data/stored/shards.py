@@ -9,12 +9,11 @@ asked for. No hash tells whether such a part is right; it is of the object that 
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +26,17 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.data.stored.node_cache import NodeCache
+from drover.pipeline.data.stored.ranges import RangeMemory
 from drover.pipeline.data.token_shards import Descriptor, TokenShard
 from drover.pipeline.storage.outcomes import Changed, Entry, Missing
 from drover.pipeline.storage.store import Store
 
+MEMORY_BYTES = 1 << 28
+"""For parts of shards that were read ahead."""
 MEND = "Copy the run's shards there again (python -m drover.tools.copy_tokens), or give another train.tokens_from."
+TRIES = 3
+"""A part of a shard is asked for so often, each request being repeated below this already."""
+PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,10 @@ class StoredTokens:
     def __init__(self, settings: Settings, table: ShardTable, etags: list[str], say: Callable[[str], None]) -> None:
         self.settings, self.table, self.etags, self.say = settings, table, etags, say
         self.store, self.figures = Store(settings.url), Figures()
-        self._shards = weakref.WeakSet[StoredShard]()
-        self._lock, self._told = threading.Lock(), False
+        self._here, self._shards = threading.local(), weakref.WeakSet[StoredShard]()
+        self._lock, self._told = threading.Lock(), set[str]()
         self._cache: NodeCache | None = None
+        self._memory = RangeMemory(MEMORY_BYTES)
 
     def __call__(self, row: int, record: dict[str, Any], whole: int) -> StoredShard:
         """The shard in a row of the table (`drover.pipeline.data.shard_table.Opener`)."""
@@ -82,33 +88,42 @@ class StoredTokens:
                 self._cache = NodeCache(self.settings.folder, self.settings.limit, self.figures, self.say)
             return self._cache
 
-    def descriptor(self, row: int, *, ahead: bool = False) -> Descriptor | None:
-        """An open file with the whole shard; None where only parts are read, as there is no room for it. ahead: it is
-        not needed yet: nobody waits for it, and nothing goes for it that others need soon."""
+    @contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Within, this thread reads what is not needed yet: nobody waits for it, and nothing goes for it that others
+        need soon."""
+        self._here.ahead = True
+        try:
+            yield
+        finally:
+            self._here.ahead = False
+
+    @property
+    def _ahead(self) -> bool:
+        return getattr(self._here, "ahead", False)
+
+    def descriptor(self, row: int) -> Descriptor | None:
+        """An open file with the whole shard; None where only parts are read, as there is no room for it."""
         if not self.settings.whole:
             return None
         record = self.table.record(row)
         cache, size = self.cache, record["bytes"]
-        number = cache.open(self.name(row), record["sha256"], size, lambda: self._stream(row), ahead=ahead)
-        if number is None and not ahead and not self._told:
-            self._told = True
-            self.say(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
-                     f"{cache.limit / 1e9:.3f} GB, its disk has {shutil.disk_usage(cache.folder).free / 1e9:.3f} GB "
-                     f"left): parts of such shards are read from {self.settings.url}")
+        number = cache.open(self.name(row), record["sha256"], size, lambda start: self._stream(row, start),
+                            ahead=self._ahead)
+        if number is None and not self._ahead:
+            self._say_once(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
+                           f"{cache.limit / 1e9:.3f} GB, its disk has {_free(cache.folder) / 1e9:.3f} GB left): parts "
+                           f"of such shards are read from {self.settings.url}")
         return None if number is None else Descriptor(number)
 
     def read(self, row: int, start: int, stop: int) -> bytes:
-        """Bytes of a shard's object."""
+        """Bytes of a shard's object, from memory if they were read ahead."""
         began = time.perf_counter()
         try:
-            data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
-        except Changed:
-            raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
-                            f"{MEND}") from None
-        except Missing:
-            raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
-        self.figures.add(ranges=1, range_bytes=len(data), wait_s=time.perf_counter() - began)
-        return data
+            return self._memory.read((row, start, stop), lambda: self._read(row, start, stop))
+        finally:
+            if not self._ahead:
+                self.figures.add(wait_s=time.perf_counter() - began)
 
     def let_go(self) -> None:
         """Close files that were removed from the cache: until then, they take room on the disk."""
@@ -127,9 +142,35 @@ class StoredTokens:
             if self._cache is not None:
                 self._cache.close()
 
-    def _stream(self, row: int) -> BinaryIO:
+    def _stream(self, row: int, start: int) -> BinaryIO:
         size = int(self.table.record(row)["bytes"])
-        return self.store.stream(self.table.path(row), entry=Entry(self.table.path(row), size, "", 0.0))
+        return self.store.stream(self.table.path(row), start, entry=Entry(self.table.path(row), size, "", 0.0))
+
+    def _read(self, row: int, start: int, stop: int) -> bytes:
+        for left in reversed(range(TRIES)):
+            try:
+                data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
+                self.figures.add(ranges=1, range_bytes=len(data))
+                return data
+            except Changed:
+                raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
+                                f"{MEND}") from None
+            except Missing:
+                raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
+            except UserError as error:
+                if not left:
+                    raise
+                self.figures.add(retries=1)
+                self._say_once(f"reading a part of {self.name(row)}: {error} Trying again")
+                time.sleep(PAUSE_S)
+        raise AssertionError("unreachable")
+
+    def _say_once(self, text: str) -> None:
+        with self._lock:
+            new = text not in self._told
+            self._told.add(text)
+        if new:
+            self.say(text)
 
 
 class StoredShard(TokenShard):
@@ -155,3 +196,8 @@ class StoredShard(TokenShard):
             return self._read_file(file, offset, dtype, start, stop)
         at, size = offset + start * dtype.itemsize, (stop - start) * dtype.itemsize
         return np.frombuffer(self.tokens_of.read(self.row, at, at + size), dtype).copy()
+
+
+def _free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

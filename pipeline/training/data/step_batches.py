@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from numpy.typing import NDArray
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
-from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch
+from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.sampling.packing import make
 from drover.pipeline.data.stored.figures import told
 from drover.pipeline.data.stored.read_ahead import ReadAhead
@@ -24,9 +23,6 @@ from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table, refuse_cut_shards
 from drover.pipeline.training.data.stored_data import open_store
-
-REQUESTS = 16
-"""Parts of shards in a store that a rank asks for at once."""
 
 
 class StepBatches:
@@ -38,14 +34,10 @@ class StepBatches:
 
     Attributes:
         table: the token shards. opener: what opens them where they are in an object store. data: their order.
-        waited_s: how long the last batch kept its step waiting.
 
     Raises:
         UserError: a shard is not there at its full length, or cannot be packed; the same on every rank.
     """
-
-    waited_s: float
-    _loader: Generator[Batch, None, None]
 
     def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
                  say: Callable[[str], None]) -> None:
@@ -64,22 +56,21 @@ class StepBatches:
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
         """Read for the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
         self._began, self._excluded = progress, excluded
-        steps, threads = range(progress.step, self.config.train.steps), self.config.train.loader_threads
+        steps = range(progress.step, self.config.train.steps)
         if self.opener is not None:
             self._stop_ahead()
-            if self.opener.settings.whole:
-                self._ahead = ReadAhead(self.opener, self.data, self._numbers, steps)
-            else:  # each thread asks for one part of a shard at a time
-                threads = max(threads, REQUESTS)
-        # One more than threads: while a step takes its batch, the next is made.
-        self._loader = ordered_map(self._make, steps, threads + 1, name="loader")
+            longest = max(batch.sequence_length for batch in self._of_phase)
+            self._ahead = ReadAhead(self.opener, self.data, self._numbers, steps, longest)
+        self._loader = Prefetcher(self._make, steps, self.config.train.loader_threads)
 
     def next(self) -> Batch:
         """The next step's batch."""
-        began = time.perf_counter()
-        batch = next(self._loader)
-        self.waited_s = time.perf_counter() - began
-        return batch
+        return self._loader.next()
+
+    @property
+    def waited_s(self) -> float:
+        """How long the last batch kept its step waiting."""
+        return self._loader.waited_s
 
     def fields(self, tokens: int, padding: int) -> dict[str, Any]:
         """What a step's line in the log says of its batch of so many tokens, and of this rank's reading so far."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.data.provenance import documents_of, named, pieces
+from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.shard_table import Shards
 from tests.data.sampling.plain_loader import plain_batch
 from tests.token_shards import BATCH_TENSORS, assert_same_batches, training_data, write_numbered
@@ -71,3 +74,26 @@ def test_a_batch_is_split_into_micro_batches_with_their_own_targets(tmp_path):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
     for name in ("lengths", "padding"):
         assert sum((getattr(part, name) for part in parts), ()) == getattr(batch, name)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_prefetcher_keeps_the_order_of_slow_and_fast_batches(threads):
+    started = []
+
+    def make(step):
+        started.append(step)
+        time.sleep(0.02 if step % 3 == 0 else 0.0)
+        return step
+    ahead = Prefetcher(make, range(20), threads)
+    assert [ahead.next() for _ in range(3)] == [0, 1, 2] and max(started) <= 3 + threads
+    assert [ahead.next() for _ in range(17)] == list(range(3, 20)) and sorted(started) == list(range(20))
+    ahead.close()
+
+
+def test_an_error_while_reading_ahead_reaches_the_loop():
+    def make(step):
+        raise OSError("disk gone")
+    ahead = Prefetcher(make, range(3), threads=1)
+    with pytest.raises(OSError, match="disk gone"):
+        ahead.next()
+    ahead.close()

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.mixture import tokens_text
@@ -95,6 +97,25 @@ COUNTS = {"splits": {"train": {"web": {"tokens": 40_001}, "code": {"tokens": 400
 
 def plan_for(config):
     return planned(config, train_tokens(config, COUNTS))
+
+
+@given(tokens=st.tuples(*(st.integers(40, 3000) for _ in NAMES)), steps=st.integers(1, 900), mixed=st.booleans(),
+       ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=3))
+@settings(max_examples=30, deadline=None)
+def test_what_rollbacks_left_out_was_not_trained_on(tokens, steps, mixed, ranges):
+    pools = [Pool(*item) for item in zip(NAMES, tokens, strict=True)] if mixed else [Pool("all sources", sum(tokens))]
+    order = Order(pools, plan_of(steps=steps, batch_tokens=16,
+                                 mixture={"web": 3, "code": 1, "books": 2} if mixed else None), 3)
+    excluded = Excluded((first, first + count) for first, count in ranges)
+    order.leave_out(excluded)
+    numbers = excluded.numbers(0, 0, steps)
+    trained, drawn = order.locate(numbers).pool, order.locate(np.arange(order.end)).pool
+    assert order.end == numbers[-1] + 1
+    [(consumed, left_out, _)], epochs = order.taken(order.end), order.epochs(order.end)
+    for number, pool in enumerate(pools):
+        count = int((trained == number).sum())
+        assert consumed[pool.name] == 16 * count and epochs[pool.name] == 16 * count / pool.tokens
+        assert left_out[pool.name] == 16 * (int((drawn == number).sum()) - count)
 
 
 def test_limits_and_what_is_said():

@@ -29,9 +29,9 @@ class Source:
         self.names, self.asked = list(self.content), []
 
     def reader(self, number):
-        def read():
+        def read(start):
             self.asked.append(number)
-            return io.BytesIO(self.content[self.names[number]])
+            return io.BytesIO(self.content[self.names[number]][start:])
         return read
 
 
@@ -76,6 +76,11 @@ class Cache(NodeCache):
 @pytest.fixture
 def source():
     return Source()
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr("drover.pipeline.data.stored.node_cache.PAUSE_S", 0.0)
 
 
 NUMBERS = st.integers(0, 5)
@@ -142,7 +147,7 @@ def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path, source):
 
 @pytest.mark.parametrize(("content", "asked", "told"), [
     (bytes([77]) * SIZE, 2, "thing 2 is not what .*{} -> "), (bytes([2]) * SIZE + b"x", 2, "thing 2 is not what "),
-    (bytes([2]) * (SIZE - 1), 2, "thing 2 is not what ")])
+    (bytes([2]) * (SIZE - 1), 3, "thing 2 breaks off after 4,999 of 5,000 bytes")])
 def test_content_that_is_not_what_the_hash_says_is_refused_by_name_and_not_kept(tmp_path, source, content, asked, told):
     cache = Cache(tmp_path, source)
     source.content[source.names[2]] = content
@@ -152,10 +157,22 @@ def test_content_that_is_not_what_the_hash_says_is_refused_by_name_and_not_kept(
     assert not cache.there() and not list(cache.folder.glob("*.tmp"))
 
 
+def test_what_breaks_off_goes_on_from_there(tmp_path, source):
+    cache, starts, left = Cache(tmp_path, source), [], [1000, 1000, 0, SIZE]
+
+    def read(start):
+        starts.append(start)
+        return io.BytesIO(source.content[source.names[3]][start:start + left.pop(0)])
+    found = cache.open("thing 3", source.names[3], SIZE, read)
+    assert os.pread(found, 2 * SIZE, 0) == bytes([3]) * SIZE and starts == [0, 1000, 2000, 2000]
+    assert cache.figures.retries == 3 and len(cache.told) == 3
+    os.close(found)
+
+
 def test_a_store_that_does_not_answer_ends_in_its_own_words(tmp_path, source):
     cache = Cache(tmp_path, source)
 
-    def read():
+    def read(start):
         raise UserError("s3://a/b: read failed.")
     with pytest.raises(UserError, match="s3://a/b: read failed"):
         cache.open("thing", source.names[0], SIZE, read)
@@ -179,7 +196,7 @@ def test_only_what_is_the_caches_own_is_removed(tmp_path, source):
 def test_what_is_being_fetched_is_left_to_who_fetches_it(tmp_path, source):
     cache, begun, go, found = Cache(tmp_path, source), threading.Event(), threading.Event(), []
 
-    def read():
+    def read(start):
         begun.set()
         go.wait()
         return io.BytesIO(bytes(SIZE))
@@ -198,7 +215,7 @@ def test_threads_fetch_a_thing_once(tmp_path, source):
     cache, found, plain = Cache(tmp_path, source), [], source.reader
 
     def slow(number):
-        return lambda: (time.sleep(0.05), plain(number)())[1]
+        return lambda start: (time.sleep(0.05), plain(number)(start))[1]
     source.reader = slow
     for thread in together(*[lambda: found.append(cache.get(5))] * 8):
         thread.join()
@@ -247,7 +264,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path, source, place):
 def test_reading_ends_in_the_middle_when_it_is_closed(tmp_path, source):
     cache = Cache(tmp_path, source)
 
-    def read():
+    def read(start):
         cache.close()
         return io.BytesIO(bytes(SIZE))
     with pytest.raises(Closed):
