@@ -281,8 +281,10 @@ def place_problems(config: Config) -> Iterator[str]:
         elif source.kind == "hf":
             paths.append((f"source {source.name}", source.dataset))
     for item in config.shard.filters:
-        own = [getattr(item, "path", None), *(file.path for file in getattr(item, "files", []))]
-        paths += [(f"the filter {name_of(item)}", path) for path in own]
+        files = getattr(item, "files", [])  # of a filter of one's own, these settings may be anything
+        own = [item, *(files if isinstance(files, list) else [])]
+        paths += [(f"the filter {name_of(item)}", path) for one in own
+                  if isinstance(path := getattr(one, "path", None), str)]
     yield from (f"{key}: {said}" for key, path in paths if path and (said := not_a_path(path)))
 
 

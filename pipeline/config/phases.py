@@ -175,7 +175,9 @@ def only_phases_differ(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether of two identities of the train stage both have phases, and nothing else differs: then training goes on,
     and refuses by itself what would change phases that have begun (pipeline/training/resume.py)."""
     def without(identity: dict[str, Any]) -> dict[str, Any]:
-        train = {key: value for key, value in identity["config"]["train"].items()
+        config = identity.get("config", {})
+        train = {key: value for key, value in config.get("train", {}).items()
                  if key not in ("phases", "steps", "grain_tokens")}
-        return {**identity, "config": {**identity["config"], "train": train}}
-    return all(identity["config"]["train"].get("phases") for identity in (old, new)) and without(old) == without(new)
+        return {**identity, "config": {**config, "train": train}}
+    return all(identity.get("config", {}).get("train", {}).get("phases") for identity in (old, new)) \
+        and without(old) == without(new)

@@ -12,8 +12,10 @@ function that does the work of one attempt to `stage_main` (entry.py), and is st
 
     def words(work):                     # a `Work` (stage_work.py)
         shards, manifest = work.input("shard")
-        units = [Unit(Path(record["path"]).stem, {"name": Path(record["path"]).stem, "sha256": record["sha256"],
-                                                  "text": str(shards / record["path"])}) for record in manifest.outputs]
+        units = []
+        for record in manifest.outputs:
+            name = record["path"].replace("/", "-")
+            units.append(Unit(name, {"name": name, "sha256": record["sha256"], "text": str(shards / record["path"])}))
         records = work.do_units("count", units, count)
         work.commit([output for record in records for output in record["outputs"]], {"files": len(records)})
 

@@ -19,7 +19,7 @@ from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import Work, processes
-from drover.pipeline.contract.stages import STAGES, before
+from drover.pipeline.contract.stages import STAGES, Stage, before
 from drover.pipeline.contract.start_record import change_start, sound_start
 from drover.pipeline.contract.state import STATE, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
@@ -104,14 +104,19 @@ class StageAttempt:
     the others, who do it (`follow`).
 
     Attributes:
-        stage, body, options: what is to be done, and the command line.
+        name, body, options: what is to be done, and the command line.
         channel: the way to the other ranks; None where there are none.
         run: as this process reads it. part: the share of a phase that was asked for. workers: processes for units.
     """
 
     def __init__(self, name: str, body: Callable[[Work], None], options: argparse.Namespace) -> None:
-        self.name, self.stage, self.body, self.options = name, STAGES[name], body, options
+        self.name, self.body, self.options = name, body, options
         self.channel = Channel.here()
+
+    @property
+    def stage(self) -> Stage:
+        """The stage; one that a plugin registers is known once the configuration is loaded."""
+        return STAGES[self.name]
 
     def __call__(self) -> int:
         """Do what there is to do; the process's exit status."""

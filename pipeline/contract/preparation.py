@@ -75,7 +75,8 @@ def _tell_lost_units(run: Run, name: str, state: State) -> None:
 
 def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
     keep = STAGES[name].checkpoints
-    for old in (run.own_folder(name), *([run.folder / EVALUATIONS] if keep else [])):  # which are of the checkpoints
+    # Evaluations first: they are of the checkpoints, and must not be taken for those of new ones after a kill here.
+    for old in (*([run.folder / EVALUATIONS] if keep else []), run.own_folder(name)):
         if (aside := set_aside(old, keep=keep)) is not None:
             say(name, f"the old outputs are kept in {aside}")
     if name in before(["report"]):

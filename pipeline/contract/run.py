@@ -184,6 +184,7 @@ class Run:
         key = stage, kind, strict or manifest is None
         if key not in self._known_files:
             made = manifest or read_start(self.own_folder(stage))
+            STAGES[stage].function(kind)  # one that cannot be imported must not pass for files that are gone
             self._known_files[key] = look(
                 stage, partial(STAGES[stage].input_files, self.config, kind), made.files if made else [],
                 run_folder=self.folder, remember=manifest is not None, strict=key[2])

@@ -6,7 +6,7 @@ This table is all that the launcher and the run folder know of a stage.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +25,10 @@ IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
 """The folder on Python's path that holds `drover`: the repository, or where an installed package or a copy lies."""
 SNAPSHOT = "snapshot.json"
 """In IMPORTED_FROM, where that is the copy that a submission made: which commit it is of."""
+
+
+FUNCTIONS = {"files", "unit_files", "outside_code", "renews", "due"}
+"""What a stage may give functions for."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,14 @@ class Stage:
         """The module to run with `python -m`."""
         return self.own_module or f"drover.pipeline.{self.name}"
 
-    def call(self, function: str, *given: Any, otherwise: Any = None) -> Any:
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """One of its `functions`; None where it has none of that name. UserError if it cannot be imported."""
+        return imported(self.functions[name], self.name) if name in self.functions else None
+
+    def call(self, name: str, *given: Any, otherwise: Any = None) -> Any:
         """What one of its `functions` answers; `otherwise` where it has none of that name."""
-        return imported(self.functions[function], self.name)(*given) if function in self.functions else otherwise
+        function = self.function(name)
+        return otherwise if function is None else function(*given)
 
     def input_files(self, config: Config, *kinds: str) -> list[tuple[str, InputFile]]:
         """Files from outside the run, those of some of the functions `files` and `unit_files` (by default both), as
@@ -171,7 +180,8 @@ def register_stage(stage: Stage) -> None:
     configuration, its resources those that `launch` gives to all stages.
 
     Raises:
-        ValueError: the name is taken, it needs a stage that does not exist, or says no module of its own.
+        ValueError: the name is taken, it needs a stage or has a function that does not exist, or says no module of its
+            own.
     """
     known = STAGES.get(stage.name)
     if known is not None and known != stage:
@@ -180,6 +190,9 @@ def register_stage(stage: Stage) -> None:
         raise ValueError(f"The stage {stage.name!r} needs {', '.join(sorted(unknown))}: there is no such stage.")
     if not stage.own_module:
         raise ValueError(f"The stage {stage.name!r} must name the module that runs it, as own_module.")
+    if unknown := set(stage.functions) - FUNCTIONS:
+        raise ValueError(f"The stage {stage.name!r} has functions {', '.join(sorted(unknown))}; there are "
+                         f"{', '.join(sorted(FUNCTIONS))}.")
     STAGES[stage.name] = stage
 
 

@@ -118,8 +118,11 @@ def find_run(text: str, runs: str = RUNS) -> Path:
 
 
 def find_model(text: str) -> Path:
-    """The path of weights, or of a run by its name; a folder of text with a run's name is not meant."""
+    """The path of weights, or of a run by its name; a folder of text with a run's name is not meant. A name has no
+    slash."""
     path, named = Path(text), Path(RUNS) / text
+    if "/" in text:
+        return path
     weights = is_run(path) or any((path / name).is_file() for name in OF_WEIGHTS)
     return named if is_run(named) and not weights else path
 

@@ -78,7 +78,7 @@ class Folder:
                 except FileExistsError:
                     raise Exists(f"file://{path} is there already.") from None
                 finally:
-                    new.unlink()
+                    new.unlink(missing_ok=True)
                 sync(path.parent)
             return _entry(key, path.stat()).etag
         return self._told(f"/{key}", "write", write)

@@ -1,6 +1,7 @@
 """`plugins:` imports code from outside the package, in every process that is given the configuration."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from drover.pipeline.config.plugins import loaded_plugins, plugin_files, plugin_
 from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, register_stage
 from drover.pipeline.core.errors import UserError
+from tests.conftest import environment
 
 
 @pytest.fixture
@@ -81,3 +83,22 @@ def test_a_stage_that_cannot_be_is_refused(stage, message):
     with pytest.raises(ValueError, match=message):
         register_stage(stage)
     assert "ours" not in STAGES
+
+
+def test_settings_of_an_own_filter_may_be_called_path_and_files(tmp_path):
+    (tmp_path / "ours_of_paths.py").write_text(
+        "from typing import Any\nfrom drover.pipeline.data.filters.base import Filter\n"
+        "class F(Filter):\n    '''F.'''\n    path: Any = None\n    files: Any = None\n"
+        "    def __call__(self, document):\n        return document\n")
+    (tmp_path / "c.yaml").write_text("plugins: [ours_of_paths.py]\nshard: {filters: [{kind: 'ours_of_paths:F', "
+                                     "path: [a, b], files: [x, 5]}]}\n")
+    code = ("from drover.pipeline.config.checks import problems\n"
+            "from drover.pipeline.config.loading import load_config\nprint(problems(load_config('c.yaml', check=False)))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0 and "ours_of_paths" not in done.stdout, done.stderr
+
+
+def test_a_function_that_no_stage_has_is_refused():
+    with pytest.raises(ValueError, match="has functions file; there are due, files"):
+        register_stage(Stage("x", needs=(), reads=(), code=(), own_module="x", functions={"file": "a:b"}))

@@ -145,7 +145,19 @@ def test_the_stage_on_the_page_of_the_contract_is_all_that_one_has_to_write(plac
     (place / "c.yaml").write_text(f"{(place / 'c.yaml').read_text()}plugins: [words.py]\n")
     for told in ("words     done in", "words     up to date"):
         assert told in run_python(place / "words.py", "--config", place / "c.yaml").stdout
-    assert read_json(place / "runs/a/words/text.json") == {"words": 2}
+    assert read_json(place / "runs/a/words/text.txt.json") == {"words": 2}
+
+
+def test_a_plugin_may_register_a_stage_whose_module_is_another(place):
+    assert call(place, "shard", copy_corpus) == 0
+    (place / "registers.py").write_text(
+        "from drover.pipeline.contract.stages import Stage, register_stage\n"
+        "register_stage(Stage('other', needs=('shard',), reads=(), code=(), own_module='other_main'))\n")
+    (place / "other_main.py").write_text(
+        "import sys\nfrom drover.pipeline.contract.entry import stage_main\n"
+        "sys.exit(stage_main('other', lambda work: work.commit([], {})))\n")
+    (place / "c.yaml").write_text(f"{(place / 'c.yaml').read_text()}plugins: [registers.py]\n")
+    assert "other     done in" in run_python(place / "other_main.py", "--config", place / "c.yaml").stdout
 
 
 def test_git_state_of_a_snapshot_is_that_of_what_it_was_made_of(tmp_path, monkeypatch):

@@ -64,14 +64,16 @@ def test_what_sbatch_gets(launcher, name):
       "--bind=/scratch:/tmp", "--pwd=/work", SIF], []),
     ({"image": "ours/drover:1", "runtime": "podman", "options": ["--shm-size=8g"]},
      ["podman", "run", "--rm", "--env-host", "--network=host", "--ipc=host", "--pid=host",
+      "--cgroups=disabled", "--env=PYTHONPATH", "--env=A",
       "--device=nvidia.com/gpu=all", "--volume=/runs:/runs", "--volume=/work:/work", "--workdir=/work",
       "--shm-size=8g", "ours/drover:1"], []),
     ({"image": "ours/drover:1", "runtime": "pyxis", "mounts": ["/data"]}, [],
      ["--container-image=ours/drover:1", "--container-mounts=/runs:/runs,/work:/work,/data:/data",
-      "--container-workdir=/work"]),
+      "--container-workdir=/work", "--container-env=PYTHONPATH,A"]),
     ({}, [], [])])
 def test_how_a_container_starts_a_stage(container, wrap, srun_args):
-    assert in_container(Container(**container), [Path("/runs"), Path("/work")], 8) == (wrap, srun_args)
+    assert in_container(Container(**container), [Path("/runs"), Path("/work")], 8, ["PYTHONPATH", "A"]) == (
+        wrap, srun_args)
 
 
 def spec(**changes):
@@ -93,7 +95,7 @@ def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it():
 
 def test_the_dry_run_shows_the_container(launcher):
     shown = launcher.accepted(*TWO_NODES, f"launch.python={PYTHON}", "launch.container={image: i, runtime: pyxis}")
-    assert "srun --container-image=i --container-mounts=" in shown
+    assert "srun --container-image=i " in shown and f" {PYTHON} -m drover.pipeline.train" in shown
 
 
 @pytest.mark.parametrize("extra", ["container-image", "container-mounts"])
