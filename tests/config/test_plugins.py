@@ -93,7 +93,8 @@ def test_settings_of_an_own_filter_may_be_called_path_and_files(tmp_path):
     (tmp_path / "c.yaml").write_text("plugins: [ours_of_paths.py]\nshard: {filters: [{kind: 'ours_of_paths:F', "
                                      "path: [a, b], files: [x, 5]}]}\n")
     code = ("from drover.pipeline.config.checks import problems\n"
-            "from drover.pipeline.config.loading import load_config\nprint(problems(load_config('c.yaml', check=False)))")
+            "from drover.pipeline.config.loading import load_config\n"
+            "print(problems(load_config('c.yaml', check=False)))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0 and "ours_of_paths" not in done.stdout, done.stderr
