@@ -2,9 +2,8 @@
 
 import pytest
 
-from drover.launch import forecast
 from drover.launch.describe import stages_text
-from drover.launch.forecast import kept_checkpoints, matrix_rate
+from drover.launch.forecast import kept_checkpoints
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
@@ -21,12 +20,3 @@ def test_the_plan_shows_how_layers_are_cut():
     config = load_config(REPOSITORY / "configs/llama3_405b.yaml", ["parallel.pp_schedule=1f1b"])
     assert stages_text(config) == ("16 ranks, 16 stages: 7 layers and the embedding in the first, 8 in those between, "
                                    "7 and the output matrix in the last")
-
-
-def test_the_speed_is_by_processor_time_and_the_look_ends(monkeypatch):
-    # Two products, of 0.5 and 0.25 s of processor time; the clock on the wall stops the look after the second.
-    processor, wall = iter([0.0, 0.5, 1.0, 1.25]), iter([0.0, 0.05, 7.0])
-    monkeypatch.setattr(forecast.time, "process_time", lambda: next(processor))
-    monkeypatch.setattr(forecast.time, "perf_counter", lambda: next(wall))
-    monkeypatch.setattr(forecast, "SIZE", 64)
-    assert matrix_rate(cores=2) == 2 * 2 * 64**3 / 0.25
