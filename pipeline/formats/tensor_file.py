@@ -240,7 +240,7 @@ class PickleFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if not zipfile.is_zipfile(path) and path.stat().st_size:
+            if not _is_zip(path) and path.stat().st_size:
                 raise DamagedFileError(f"{path} is torn, or is no zip file, as torch.save has written since torch 1.6. "
                                        f"An older file can be read with torch.load(path, weights_only=True) and saved "
                                        f"again with torch.save")
@@ -272,3 +272,11 @@ class PickleFile:
         """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape."""
         target.copy_(self._tensors[name][tuple(slice(start, start + size) for start, size
                                                in zip(offset, target.shape, strict=True))])
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether a file has the end of a zip file, and one that Python reads."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # an end that says what cannot be
+        return False
