@@ -49,7 +49,8 @@ def test_the_image_is_made_of_what_is_there():
 @pytest.mark.slow
 def builds_images():
     """Whether there is docker, and a daemon that answers it."""
-    return shutil.which("docker") and not subprocess.run(["docker", "info"], capture_output=True, check=False).returncode
+    found = shutil.which("docker")
+    return found and not subprocess.run([found, "info"], capture_output=True, check=False).returncode
 
 
 @pytest.mark.skipif(not builds_images(), reason="no docker that answers, which builds the image")
