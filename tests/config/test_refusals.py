@@ -186,3 +186,8 @@ def test_profiled_ranks_are_there(tmp_path):
     config = load_config(write(tmp_path / "c.yaml", BASE), ["train.profile={start: 5, ranks: [0, 2]}"])
     assert rank_problems(config, 4) == []
     assert rank_problems(config, 2) == ["train.profile.ranks names 2, but there are 2 ranks, from 0 on."]
+
+
+def test_a_source_of_a_name_too_long_for_files_is_refused(tmp_path):
+    path = write(tmp_path / "c.yaml", f"{BASE}shard: {{sources: [{{kind: stdlib, name: {'x' * 230}}}]}}\n")
+    assert "has 230 bytes: names of files are made of it, so take at most 100" in refusal(path)
