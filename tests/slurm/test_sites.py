@@ -11,14 +11,16 @@ import pytest
 pytestmark = pytest.mark.slow
 SRUN = """#!/bin/bash
 # srun with pyxis: takes the options of the container away, and refuses to start a task without the mounts.
-image= mounts= others=()
+image= mounts= set= others=()
 for word in "$@"; do case "$word" in
   --container-image=*) image=${{word#*=}} ;;
   --container-mounts=*) mounts=${{word#*=}} ;;
+  --container-env=PYTHONPATH,*) set=yes ;;
   --container-workdir=*) ;;
   *) others+=("$word") ;;
 esac; done
 [ "$image" = ours/drover:1 ] || {{ echo "srun: error: pyxis: no image" >&2; exit 1; }}
+[ "$set" = yes ] || {{ echo "srun: error: pyxis: the image's PYTHONPATH would hold" >&2; exit 1; }}
 [[ ",$mounts," == *",$RUN:$RUN,"* ]] || {{ echo "srun: error: pyxis: the run folder is not mounted" >&2; exit 1; }}
 echo "$image" >> {folder}/started
 export INSIDE=pyxis
