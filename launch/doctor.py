@@ -33,7 +33,7 @@ from drover.launch.plan import in_container
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
 from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts, read_facts
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
-from drover.launch.slurm.submit.options import GPUS, long_options
+from drover.launch.slurm.submit.options import GPUS, directives, long_options
 from drover.launch.slurm.submit.sbatch import uninterrupted
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.config.launching import LaunchConfig
@@ -41,6 +41,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.command_line import Parser, Program, add_json, refuse_low
 from drover.pipeline.core.console import aligned
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_text
 
 PACKAGE = Path(drover.__file__).parent
 JOB = "drover"
@@ -97,7 +98,7 @@ def work(options: argparse.Namespace) -> int:
         findings += try_partition(name, kinds, launch, Path(options.runs_dir), options.wait, facts)
     if options.write:
         Path(options.write).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.write).write_text(profile(kinds, settings, facts))
+        write_text(Path(options.write), profile(kinds, settings, facts))
     if options.json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings],
                           "nodes": [asdict(node) for nodes in facts.values() for node in nodes]}, indent=1))
@@ -156,8 +157,9 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
     runs.mkdir(parents=True, exist_ok=True)
     folder, scheduler = Path(mkdtemp(prefix=".doctor-", dir=runs)).absolute(), Scheduler()
     (folder / "launch").mkdir()  # where a node's check writes
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a killed command leaves no job either
-    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # a killed command leaves no job either
+        if signal.getsignal(ending) == signal.SIG_DFL:  # nohup ignores one of them
+            signal.signal(ending, signal.default_int_handler)
     try:
         nodes = 2 if sum(kind.nodes for kind in here) > 1 else 1
         gpus = bool(max(kind.gpus for kind in here))
@@ -274,25 +276,21 @@ def _usual_partitions(launch: LaunchConfig, kinds: Sequence[NodeKind]) -> list[s
 
 def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder: Path, code: Path) -> str:
     """The job's script: the environment of the profile, and one task on each node, from a copy of the code."""
-    asked = {**long_options(launch.extra), "job-name": f"{JOB}{folder.name}", "partition": partition,
-             "nodes": nodes, "ntasks-per-node": 1,
-             "time": MINUTES, "output": folder / "job.log", "account": launch.account, "qos": launch.qos,
-             "constraint": launch.constraint, "chdir": Path.cwd(),
-             "gpus-per-node": (f"{launch.gpu_type}:1" if launch.gpu_type else 1)
-             if gpus and launch.extra.keys().isdisjoint(GPUS) else launch.extra.get("gpus-per-node")}
+    extra, one = long_options(launch.extra), f"{launch.gpu_type}:1" if launch.gpu_type else "1"
+    asked = {"account": launch.account, "qos": launch.qos, "constraint": launch.constraint,
+             "gpus-per-node": one if gpus and extra.keys().isdisjoint(GPUS) else None, **extra,
+             "job-name": f"{JOB}{folder.name}", "partition": partition, "nodes": nodes, "ntasks-per-node": 1,
+             "time": MINUTES, "output": folder / "job.log", "chdir": Path.cwd()}
     python = shlex.quote(launch.runner_python or sys.executable)
     wrap, srun_args = in_container(launch.container, [folder, Path.cwd()], int(gpus),
                                    ["PYTHONPATH", *launch.environment])
     command = shlex.join([*wrap, *launch.wrap, launch.python or sys.executable, "-m",
                           "drover.launch.slurm.job.site_trial", str(folder), str(TRIAL_S)])
     srun = shlex.join(["srun", "--export=ALL", "--label", f"--output={str(folder).replace('%', '%%')}/node%n.log",
-                       *srun_args,
-                       *launch.srun_args])
+                       *srun_args, *launch.srun_args])
     source = shlex.quote(str(code))
-    return "\n".join(["#!/bin/bash", *(f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-                                       for name, value in asked.items() if value),
-                      *launch.setup, *(f"export {name}={shlex.quote(value)}"
-                                       for name, value in launch.environment.items()),
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    return "\n".join(["#!/bin/bash", *directives(asked), *launch.setup, *exports,
                       f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}} MASTER_ADDR=$(hostname) "
                       f"MASTER_PORT=$({python} -c 'import socket; s = socket.create_server((\"\", 0)); "
                       f"print(s.getsockname()[1])')",
@@ -300,19 +298,15 @@ def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder
 
 
 def _wait(scheduler: Scheduler, number: str, minutes: float) -> str:
-    """Wait for the job's end; why it did not come to one, if so, and then it is cancelled."""
+    """Wait for the job's end; why it did not come to one, if so. The caller cancels it then."""
     until, job = time.monotonic() + 60 * minutes, None
-    try:
-        while time.monotonic() < until or (job is not None and job.state == "RUNNING"):
-            job = (scheduler.jobs([number]) or {}).get(number)
-            if job is not None and not job.queued:
-                return ""
-            time.sleep(1)
-        waits = f"{job.state} ({job.reason})" if job is not None else "Slurm does not answer"
-        return f"still {waits} after {minutes:g} minutes; it was cancelled"
-    finally:
-        with suppress(OSError):
-            scheduler.cancel(number)
+    while time.monotonic() < until or (job is not None and job.state == "RUNNING"):
+        job = (scheduler.jobs([number]) or {}).get(number)
+        if job is not None and not job.queued:
+            return ""
+        time.sleep(1)
+    waits = f"still {job.state} ({job.reason})" if job is not None else "Slurm did not answer for it"
+    return f"{waits} after {minutes:g} minutes; it was cancelled"
 
 
 main = Program("python -m drover.launch.doctor", __doc__, add_options, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]
     out."""
     return {key.lstrip("-").replace("_", "-"): value is True or str(value)
             for key, value in extra.items() if value is not False}
+
+
+def directives(options: Mapping[str, object]) -> list[str]:
+    """Lines of a script that give sbatch its options; those without a value that counts are left out."""
+    return [f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+            for name, value in options.items() if value]
 
 
 def options_of(job: Job) -> dict[str, str | bool]:

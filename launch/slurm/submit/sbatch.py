@@ -15,7 +15,7 @@ from drover.launch.plan import Job
 from drover.launch.slurm import trust
 from drover.launch.slurm.chain import Chain, ChainJob, add_job, token
 from drover.launch.slurm.scheduler import Scheduler, of_another_job
-from drover.launch.slurm.submit.options import gpus_asked, options_of
+from drover.launch.slurm.submit.options import directives, gpus_asked, options_of
 from drover.pipeline.config.loading import save_config
 from drover.pipeline.config.plugins import plugin_files, plugin_folders
 from drover.pipeline.config.tree import Config
@@ -150,8 +150,7 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
     spec = f"{shlex.quote(str(_spec_path(config, job)))} {job.sha256}"
     return "\n".join([
         "#!/bin/bash", "",
-        *(f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-          for name, value in sorted(options.items()) if value), "",
+        *directives(dict(sorted(options.items()))), "",
         # bash waits for the runner, which is told to end as well (scancel) and has things to put in order.
         "trap : TERM INT", *launch.setup, *_checks(job, python, spec), "",
         f"{python} -m drover.launch.slurm.job.runner {spec}",
