@@ -22,10 +22,13 @@ COMMANDS = {
     "chat": ("tools.chat:main", "generate text with a model: continue prompts, or chat"),
     "serve": ("tools.serve:main", "serve a model over HTTP, with an OpenAI-compatible API"),
     "compare": ("tools.compare:main", "compare models on the same items"),
+    "parity": ("tools.parity:main", "check that a run in fp8 has the losses of the same run in bf16"),
     "weights": ("tools.weights:main", "convert weights between Drover's, Hugging Face's and Meta's form"),
     "trace": ("tools.where.__main__:main", "find the documents of a training step, or the steps that saw a document"),
     "verify": ("tools.verify.__main__:main", "check every file of a run against its recorded hash"),
     "audit": ("tools.audit:main", "check that every training sample was used exactly once"),
+    "export-tokens": ("tools.export_tokens.__main__:main", "write tokens for Megatron or the datasets library"),
+    "copy-tokens": ("tools.copy_tokens:main", "copy a run's tokens to an object store"),
     "rehearse": ("tools.rehearse:main", "compute the memory and traffic of a training step, without GPUs"),
     "presets": ("tools.presets:main", "list model shapes: parameters, memory, cost of training"),
     "doctor": ("launch.doctor:main", "ask a Slurm site what Drover needs to know, and write a profile"),
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(HELP.format("\n".join(f"  {command:<10} {text}" for command, (_, text) in COMMANDS.items())), end="")
+        print(HELP.format("\n".join(f"  {command:<14} {text}" for command, (_, text) in COMMANDS.items())), end="")
         return 0
     if name == "completion" and rest and rest[0] in SHELLS:
         print(completion(rest[0]), end="")

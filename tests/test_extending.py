@@ -112,7 +112,7 @@ def test_the_stage_is_one_like_any_other(extended):
 
 
 def test_a_tool_knows_the_stage_once_its_plugin_is_named(extended):
-    [command] = re.findall(r"`(python -m drover\.tools\.verify --run runs/extended --plugin[^`]*)`", PAGE)
+    [command] = re.findall(r"`(drover verify extended --plugin[^`]*)`", PAGE)
     folder, _ = extended
     output = folder / "letters/letters.json"
     aside = output.rename(folder.parent / "aside.json")

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
+from drover.__main__ import main
 from drover.pipeline.tokenization.simple import ByteTokenizer
-from drover.tools import chat
 from drover.tools.model_options import add_sampling_options
 from tests.conftest import REPOSITORY, environment
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
@@ -37,10 +37,10 @@ def home(tmp_path_factory):
 @pytest.mark.slow
 def test_the_commands_of_the_terminal(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    commands = [shlex.split(command) for command in COMMANDS if "drover.tools.chat" in command]
+    commands = [shlex.split(command) for command in COMMANDS if command.startswith("drover chat")]
     assert commands
-    for python, dash, module, *arguments in commands:
-        assert (python, dash, module) == ("python", "-m", "drover.tools.chat") and chat.main(arguments) == 0
+    for _, *arguments in commands:
+        assert main(arguments) == 0
         assert capsys.readouterr().out.startswith("def main():")
 
 
@@ -57,15 +57,15 @@ def test_the_python_of_the_page(home, monkeypatch, capsys):
 @needs_server
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
 def test_the_server_and_the_requests_of_the_page(home):
-    [[_, *words]] = [shlex.split(command) for command in COMMANDS if "drover.tools.serve" in command]
+    [[_, *words]] = [shlex.split(command) for command in COMMANDS if command.startswith("drover serve")]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
 
     def asked(command):
         return subprocess.run(command.replace("8000", port), shell=True, capture_output=True, text=True,
                               check=True).stdout
-    server = subprocess.Popen([sys.executable, *(word.replace("8000", port) for word in words)], cwd=home,
-                              env=environment(), stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "drover", *(word.replace("8000", port) for word in words)]
+    server = subprocess.Popen(command, cwd=home, env=environment(), stdout=subprocess.PIPE, text=True)
     try:
         assert "/v1/completions" in wait_for(server.stdout.readline, of=server)
         assert "<textarea" in asked("curl -s http://127.0.0.1:8000/")

@@ -96,7 +96,7 @@ def outcomes(home, demo):
 
 def test_the_readme_has_the_promised_commands():
     text = "\n".join(commands())
-    for needed in ("make demo", "make test", "--stage all", "--stage train", "--nodes 4", "torchrun", "tensorboard"):
+    for needed in ("make demo", "make test", "drover run", "--stage train", "--nodes 4", "torchrun", "tensorboard"):
         assert needed in text
 
 
