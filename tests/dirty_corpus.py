@@ -55,7 +55,7 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
     prose = paragraphs()
     asked = [prose.pop(at) for at in range(400, 0, -80)]  # what is asked for stands in leaked documents only
     for name in ("texts/web", "evaluation"):
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
 
     def documents(kind: str, count: int) -> list[dict[str, Any]]:
         # Four paragraphs in an order of their own, so that no two documents are near each other by chance.
@@ -116,3 +116,7 @@ def every_pass(folder: Path) -> dict[str, Any]:
                                                            "task": "questions", "fields": ["question", "answer"]}]}],
         "shard_mb": 0.02, "heldout_share": 0.1, "max_document_mb": 0.2, "max_rejected_share": 0.2,
         "keep_dropped": True, "near_duplicates": {"verify": 0.7}}
+
+
+if __name__ == "__main__":
+    write_dirty(Path())

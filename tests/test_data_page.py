@@ -1,4 +1,4 @@
-"""docs/data.md does what it says: its commands, in order, on a folder of dirty files in which all faults are known."""
+"""The pages on data do what they say: their commands, in order, on dirty files in which all faults are known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.test_readme import BLOCK
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.slow
-PAGE = (REPOSITORY / "docs/data.md").read_text()
+PAGE = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("tutorial-crawl", "data", "tokens"))
 COMMANDS = [line.split("  #")[0].strip() for _, block in BLOCK.findall(PAGE) for line in block.splitlines()
             if not line.startswith("export ")]
 """The page's object store is SeaweedFS, whose address and keys are in the environment; the bucket has `texts/`."""

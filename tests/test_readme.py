@@ -29,7 +29,8 @@ from tests.waiting import HANG_S, wait_for
 
 README = (REPOSITORY / "README.md").read_text()
 PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))
-                   if path.stem not in ("extending", "weights", "evaluation", "generation", "data"))]  # own tests
+                   if path.stem not in ("extending", "weights", "evaluation", "generation", "tutorial-crawl", "data",
+                                         "tokens"))]  # own tests
 BLOCK = re.compile(r"(?:<!-- (?:needs|takes) (a cluster|torchao|an object store|minutes) -->\n)?```bash\n(.*?)```",
                    re.DOTALL)
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_written_is_refused():
 
 def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     """What a user of webdataset writes; every document once, as it is."""
-    page = (REPOSITORY / "docs/data.md").read_text()
+    page = (REPOSITORY / "docs/tokens.md").read_text()
     snippet, = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "webdataset" in block)
     for number, documents in enumerate((DOCUMENTS[:3], DOCUMENTS[3:])):
         write_documents(tmp_path / f"runs/demo/shard/train/web-0000{number}.tar", documents)
