@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import pytest
 import torch
 
@@ -13,9 +10,9 @@ from drover.model.config import ModelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import attention
 from drover.pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
-from tests.conftest import run_python, run_stage
+from tests.conftest import needs_compiler, run_python, run_stage
 from tests.refusal import refused
-from tests.stages.training import train_folder
+from tests.stages.training import events
 
 CPU = torch.device("cpu")
 
@@ -73,14 +70,9 @@ def test_torch_takes_the_kernels_of_the_package_that_is_looked_for(tmp_path, nam
     assert found.stdout.split() == [name, name.upper(), "True"]
 
 
-def test_a_run_says_what_computed_its_attention(fresh):
-    run_stage("train", fresh, "train.steps=2", "train.warmup_steps=1")
-    events = [json.loads(line) for line in (train_folder(fresh) / "events.jsonl").read_text().splitlines()]
-    assert [event["attention"] for event in events if event["event"] == "start"] == ["by_document"]
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which inductor needs on a CPU")
-def test_a_fallback_is_said_once(fresh):
+@needs_compiler
+def test_a_run_records_what_computes_its_attention_and_prints_a_fallback_once(fresh):
     result = run_stage("train", fresh, "train.steps=2", "train.warmup_steps=1", "train.sample_every=9",
                        "train.compile=true")
     assert (result.stdout + result.stderr).count("so sdpa computes attention inside documents") == 1
+    assert [event["attention"] for event in events(fresh, "start")] == ["sdpa"]

@@ -1,11 +1,15 @@
 """The channel of the hosts: a tree through the store, without a socket from every rank to every other."""
 
+import json
+
 import pytest
 import torch
 
 from drover.pipeline.parallel.host_channel import HostChannel
 from drover.pipeline.parallel.ranks import Ranks
+from tests.conftest import run_stage
 from tests.parallel.groups import run_case
+from tests.stages.training import train_folder
 
 
 @pytest.mark.parametrize(("ranks", "arity"), [(5, 2), (5, 3), (5, 8)])
@@ -21,21 +25,14 @@ def test_a_rank_that_is_not_heard_is_named():
     assert "Rank 0 waited for rank 1 in the channel of the hosts" in found["said"] and "timeout" in found["said"]
 
 
-def test_a_save_calls_no_collective_and_writes_a_file_for_each_rank(tmp_path):
-    found = run_case(5, "channel", {"body": "tests.parallel.channel_case:collectives_of_a_save",
-                                    "folder": str(tmp_path)})
-    assert found["called"] == []
-    assert found["rows"] == [rank for rank in range(5) for _ in range(2)] and found["generators"] == 5
-    assert found["files"] == ["COMPLETE.json", "index.json", *(f"rank-{rank:05}.safetensors" for rank in range(5))]
-
-
-@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_replicate": 2, "tp": 2}])
-def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(parallel, tmp_path):
-    """And comparing replicas has one, however many weights and ranks there are, until they differ."""
-    found = run_case(4, "steps", {"body": "tests.parallel.channel_case:collectives_of_a_step", "parallel": parallel,
-                                  "folder": str(tmp_path)})
-    assert found["agree"] == found["step"] == found["replicas"] == ["all_reduce"]
-    assert "tok_embeddings.weight: " in found["differ"] and "since step 2" in found["differ"]
+def test_a_step_has_one_sum_of_votes_and_one_of_loss_and_norm(fresh):
+    """However many weights and ranks there are; a comparison of replicas has one more. The saves after the second and
+    fourth step are written during the next ones, and what ranks say of them goes through the channel."""
+    run_stage("train", fresh, "train.hooks=[tests.parallel.channel_case:Counting]", "train.steps=6",
+              "train.heldout_every=6", "train.sample_every=6", "train.checkpoint.every_steps=2",
+              "train.guards.replica_hash_every=3", "parallel.dp_replicate=2", "parallel.tp=2", ranks=4)
+    steps = json.loads((train_folder(fresh) / "calls.json").read_text())
+    assert steps[2] == ["all_reduce"] * 3 and steps[4] == ["all_reduce"] * 2
 
 
 def test_who_has_not_the_secret_of_the_start_is_not_heard():

@@ -107,22 +107,19 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
 
 
 @contextlib.contextmanager
-def counted(**collectives):
-    """How often those of torch's collectives are called, by kind; several names of one are those of torch versions."""
-    counts = dict.fromkeys(collectives, 0)
+def called(*names):
+    """(name, group) of each call of those of torch's collectives; names that this torch does not have are left out."""
+    found = []
 
-    def counting(kind, collective):
+    def noting(name, collective):
         def call(*given, **named):
-            counts[kind] += 1
+            found.append((name, named.get("group")))
             return collective(*given, **named)
         return call
 
-    with contextlib.ExitStack() as patches:
-        for kind, names in collectives.items():
-            for name in names:
-                if (collective := getattr(dist, name, None)) is not None:
-                    patches.enter_context(mock.patch.object(dist, name, counting(kind, collective)))
-        yield counts
+    known = {name: noting(name, getattr(dist, name)) for name in names if hasattr(dist, name)}
+    with mock.patch.multiple(dist, **known):
+        yield found
 
 
 GATHERS, REDUCTIONS = (("all_gather_single", "all_gather_into_tensor"),  # as torch 2.13 and 2.11
@@ -197,11 +194,9 @@ def traffic(ranks, **settings):
     """How often this rank gathered weights and reduced gradients in `train_steps`; and how often it had gathered when
     a module first began its forward pass, or a block its backward pass."""
     seen = {"forward": {}, "backward": {}}
-    with counted(gathers=GATHERS, reductions=REDUCTIONS) as counts:
+    with called(*GATHERS) as gathers, called(*REDUCTIONS) as reductions:
         def note(direction, name):
-            def hook(*given):
-                seen[direction].setdefault(name, counts["gathers"])
-            return hook
+            return lambda *given: seen[direction].setdefault(name, len(gathers)) and None
 
         def built(engine):
             held = blocks(engine.model)
@@ -212,30 +207,28 @@ def traffic(ranks, **settings):
                 module.register_full_backward_pre_hook(note("backward", name))
 
         train_steps(ranks, **settings, built=built)
-    return {**counts, **{direction: list(first.items()) for direction, first in seen.items()}}
+    return {"gathers": len(gathers), "reductions": len(reductions),
+            **{direction: list(first.items()) for direction, first in seen.items()}}
 
 
-def reduced_early(ranks, **settings):
-    """A pipeline's first step with our stage, and with torch's: `begun`, how many reductions of gradients this rank had
+def reduced_early(ranks, torchs=False, **settings):
+    """A pipeline's first step with our stage, or with torch's: `begun`, how many reductions of gradients this rank had
     begun when each of its blocks began its last backward pass, in the order of these; what `train_steps` returns."""
-    found = {}
-    for name, stage in (("ours", reducing_stage.ReducingStage), ("torch's", PipelineStage)):
-        last = {}
-        with counted(reductions=REDUCTIONS) as counts, mock.patch.object(reducing_stage, "ReducingStage", stage):
-            def note(block, counts=counts, last=last):
-                def hook(*given):
-                    last.pop(block, None)
-                    last[block] = counts["reductions"]
-                return hook
+    last = {}
 
-            def built(engine, note=note):
-                for held in engine.model.stages:
-                    for block, module in blocks(held):
-                        module.register_full_backward_pre_hook(note(block))
+    def built(engine):
+        for stage in engine.model.stages:
+            for block, module in blocks(stage):
+                module.register_full_backward_pre_hook(partial(note, block))
 
-            done = train_steps(ranks, steps=1, **settings, built=built)
-        found[name] = {**done, "begun": list(last.values()), "blocks": list(last)}
-    return found
+    def note(block, *given):
+        last.pop(block, None)
+        last[block] = len(reductions)
+
+    stage = PipelineStage if torchs else reducing_stage.ReducingStage
+    with called(*REDUCTIONS) as reductions, mock.patch.object(reducing_stage, "ReducingStage", stage):
+        done = train_steps(ranks, steps=1, **settings, built=built)
+    return {**done, "begun": list(last.values()), "blocks": list(last)}
 
 
 def graphs(ranks, **settings):
