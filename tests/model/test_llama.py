@@ -43,11 +43,6 @@ def test_names_and_count(config):
     assert list(model.buffers()) == []
 
 
-def test_constructor_names_every_problem():
-    refused(ValueError, r"dim \(100\).*kv_heads \(3\).*vocab_size is None", Llama,
-            ModelConfig(dim=100, heads=8, kv_heads=3))
-
-
 @both
 def test_losses_and_gradients_equal_the_plain_way(config):
     model = built(config, torch.float64)
@@ -95,3 +90,5 @@ def test_model_from_the_meta_device_computes_the_same_and_stays_tied(config):
 def test_refusals(length, arguments, message):
     refused(ValueError, message, built(), random_tokens(1, length), **arguments)
     assert built()(random_tokens(1, 32)).shape == (1, 32, 50)
+    refused(ValueError, r"dim \(100\).*kv_heads \(3\).*vocab_size is None", Llama,
+            ModelConfig(dim=100, heads=8, kv_heads=3))

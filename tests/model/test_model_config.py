@@ -52,23 +52,11 @@ def test_tied_matrix_counts_once_but_multiplies():
     assert untied.non_embedding_parameter_count == tied.non_embedding_parameter_count
 
 
-def test_widths_and_caches():
-    assert ModelConfig(dim=4096).hidden == 11008 and ModelConfig(ffn_dim=1001).hidden == 1001, "explicit: not rounded"
-    grouped = PRESETS["llama3_70b"]
-    assert grouped.kv_cache_bytes(1, 4096, 2) == 1_342_177_280
-    assert grouped.model_copy(update={"kv_heads": 64}).kv_cache_bytes(3, 4096, 2) == 3 * 10_737_418_240
-
-
 def test_causal_halves_only_attention():
     config = ModelConfig(dim=288, layers=6, heads=6, kv_heads=2, ffn_dim=768, vocab_size=8192)
     matmul = 6 * (6 * (2 * 288 * 288 + 2 * 288 * 96 + 3 * 288 * 768) + 8192 * 288)
     assert config.flops_per_token(256, causal=True) == matmul + 6 * 6 * 288 * 256
     assert config.flops_per_token(256, causal=False) == matmul + 12 * 6 * 288 * 256
-
-
-def test_counting_needs_the_vocabulary():
-    with pytest.raises(ValueError, match="vocab_size is None"):
-        _ = ModelConfig().parameter_count
 
 
 @pytest.mark.parametrize(("changes", "sentences"), [

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
 import torch.distributed as dist
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
 
@@ -231,34 +230,16 @@ def reduced_early(ranks, torchs=False, **settings):
     return {**done, "begun": list(last.values()), "blocks": list(last)}
 
 
-def graphs(ranks, **settings):
-    """How many graphs this rank compiled in `train_steps`."""
-    found = []
-
-    def count(graph, inputs):
-        found.append(graph)
-        return graph
-    train_steps(ranks, backend=aot_autograd(fw_compiler=count, bw_compiler=lambda graph, inputs: graph), **settings)
-    return {"graphs": len(found)}
-
-
-def attention_calls(ranks, **settings):
-    """How often this rank computed attention forward, and gathered keys and values for it, in `train_steps` with
-    varlen's kernel for the CPU."""
+def exchanges(ranks, backend=None, train=None, **settings):
+    """How many matrix products stand between each exchange of activations and the wait for it, in a step with varlen's
+    kernel for the CPU: of those that run, or of the code that inductor makes. `gathers`, `sums` of gradients; and how
+    often `attention` was computed forward."""
+    run = partial(train_steps, ranks, backend=backend, steps=1, train={"attention": NAME, **(train or {})}, **settings)
     before = KERNEL_CALLS["forward"]
-    names = operators(partial(train_steps, ranks, train={"attention": NAME, **settings.pop("train", {})}, **settings))
-    return {"attention": KERNEL_CALLS["forward"] - before,
-            "gathered": names.count("_c10d_functional::all_gather_into_tensor")}
-
-
-def computed_meanwhile(ranks, backend=None, **settings):
-    """How many matrix products stand between each exchange of keys and values and the wait for it, in `train_steps`: of
-    those that run, or of the code that inductor makes. `gathers`, `sums` of gradients."""
-    settings = {"train": {"attention": NAME, **settings.pop("train", {})}, "steps": 1, **settings}
     if backend is None:
-        lines = operators(partial(train_steps, ranks, **settings))
+        lines = operators(run)
     else:
-        _, codes = run_and_get_code(partial(train_steps, ranks, backend=backend, **settings))
+        _, codes = run_and_get_code(run)
         lines = [line for code in codes for line in code.splitlines()
                  if ".default(" in line or line.lstrip().startswith("extern_kernels.mm(")]
     found, begun = {"gathers": [], "sums": []}, None
@@ -270,7 +251,7 @@ def computed_meanwhile(ranks, backend=None, **settings):
             begun = None
         elif begun is not None and ("aten::mm" in line or "extern_kernels.mm(" in line):
             begun[-1] += 1
-    return found
+    return {**found, "attention": KERNEL_CALLS["forward"] - before}
 
 
 def waits(ranks, seconds, parallel):
