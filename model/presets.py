@@ -1,4 +1,4 @@
-"""The shapes of the published Llamas, by name, and a ladder of small ones to try ideas on. Without torch."""
+"""The shapes of the published Llamas, by name, and a ladder of small models for experiments. Without torch."""
 
 import difflib
 
@@ -49,11 +49,11 @@ def _llama3(dim: int, layers: int, heads: int, multiplier: float, multiple: int)
 
 
 def ladder_step(depth: int) -> ModelConfig:
-    """A step of the ladder: `depth` blocks, 64 wide for each of them, in heads of 64.
+    """A step of the ladder: `depth` blocks, width 64 * depth, heads of width 64.
 
-    At one ratio of width to depth, what is learned on one step carries over to the next (Kaplan et al. 2020, figure 5:
-    the ratio itself matters little). Nothing is shared between heads, embedding and output are one matrix, and the
-    vocabulary is the tokenizer's.
+    With a constant ratio of width to depth, results of one step carry over to the next (Kaplan et al. 2020, figure 5:
+    the ratio itself matters little). Heads share no keys or values, embeddings are tied, and the vocabulary is the
+    tokenizer's.
     """
     return ModelConfig(dim=64 * depth, layers=depth, heads=depth, kv_heads=depth, multiple_of=64, context_length=1024,
                        rope_theta=10000.0, tied_embeddings=True)
@@ -86,7 +86,7 @@ PRESETS: dict[str, ModelConfig] = {
     "llama3.3_70b": _extended(_70B, factor=8.0, tied=False),
     "tinyllama_1.1b": ModelConfig(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, vocab_size=32000,
                                   context_length=2048, rope_theta=10000.0),
-    # By what they have with a vocabulary of 32,000, as people speak of models; the smallest with one of 4,096.
+    # Named after their parameters with a vocabulary of 32,000; the smallest with one of 4,096.
     "ladder_1m": ladder_step(2),
     "ladder_15m": ladder_step(5),
     "ladder_42m": ladder_step(8),

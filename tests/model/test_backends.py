@@ -181,7 +181,7 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
 @pytest.mark.parametrize("name, says", [
     ("varlen", "'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here"),
     ("flex", "'flex' has no backward pass on a cpu device"),
-    ("flash", r"'flash' is not known; there are auto, sdpa, by_document, varlen, flex, and classes elsewhere"),
+    ("flash", r"'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class"),
     ("nowhere.to_be:Found", "cannot be loaded: No module named 'nowhere'"),
     ("drover.model.attention.sdpa:Sdpb", "has no attribute 'Sdpb'"),
     ("drover.model.attention.backend:Documents", "is no class derived from"),

@@ -74,7 +74,7 @@ def test_causal_halves_only_attention():
      ["original_context_length (64) must be below context_length (64)"]),
     ({"heads": 0, "kv_heads": 0, "dim": 0}, ["dim must", "heads must", "kv_heads must"]),
     ({"sliding_window": 1}, ["sliding_window must be at least 2, not 1"]),
-    ({"full_attention_interval": 2}, ["full_attention_interval (2) says which layers see beyond a sliding_window"]),
+    ({"full_attention_interval": 2}, ["full_attention_interval (2) selects layers that see beyond a sliding_window"]),
     ({"sliding_window": 8, "full_attention_interval": 1}, ["full_attention_interval (1) lets every layer see all"]),
     ({"no_rope_layer_interval": 0}, ["no_rope_layer_interval must be above 0, not 0"])])
 def test_problems_are_sentences_with_numbers(changes, sentences):

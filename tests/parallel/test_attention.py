@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_what_cannot_be_had_is_said_to_the_user():
     assert isinstance(choose_attention("auto", ModelConfig(), CPU, torch.float32, False).backend, ByDocument)
-    refused(UserError, r"train.attention cannot be had here: attention 'varlen' needs a GPU, not", choose_attention,
+    refused(UserError, r"train.attention cannot be used here: attention 'varlen' needs a GPU, not", choose_attention,
             "varlen", ModelConfig(), CPU, torch.bfloat16, False)
     refused(UserError, "'by_document' cannot be compiled", choose_attention, "by_document", ModelConfig(), CPU,
             torch.float32, True)
@@ -39,7 +39,7 @@ def test_newer_flash_kernels_are_used_where_gpu_and_packages_allow(monkeypatch, 
     monkeypatch.setattr(attention, "find_spec", lambda module: module if module in installed else None)
     device = CPU if capability is None else torch.device("cuda", 0)
     if " " in taken:
-        refused(UserError, f"train.flash={name} cannot be had here: it {taken}", choose_flash, name, device)
+        refused(UserError, f"train.flash={name} cannot be used here: it {taken}", choose_flash, name, device)
     else:
         assert choose_flash(name, device) == taken
     assert activated == ([taken.upper()] if taken in ("fa3", "fa4") else [])

@@ -65,7 +65,7 @@ def test_the_converted_layers_are_those_that_were_written_down():
 
 @pytest.mark.parametrize(("ffn_dim", "tensor", "left_out", "reason"), [
     (96, 1, set(), ""), (96, 2, {"wk", "wv"}, "16 x 96 over 2 ranks is no multiple of 16"),
-    (104, 1, {"w1", "w2", "w3"}, "104 x 96 is no multiple of 16, which fp8 wants")])
+    (104, 1, {"w1", "w2", "w3"}, "104 x 96 is no multiple of 16, which fp8 needs")])
 def test_layers_whose_parts_are_no_multiples_of_16_stay_in_bf16(ffn_dim, tensor, left_out, reason):
     model = ModelConfig(dim=96, layers=1, heads=6, kv_heads=1, ffn_dim=ffn_dim, vocab_size=64, context_length=32)
     found = division(model, settings(), tensor)
@@ -74,7 +74,7 @@ def test_layers_whose_parts_are_no_multiples_of_16_stay_in_bf16(ffn_dim, tensor,
 
 
 def test_a_pattern_that_fits_nothing_and_nothing_left_are_refused():
-    refused(UserError, r"'output' *, which fits no linear layer .* like layers.0.attention.wq", division, MODEL,
+    refused(UserError, r"'output' *, which matches no linear layer .* like layers.0.attention.wq", division, MODEL,
             settings(fp8_skip=["output"]))
     refused(UserError, r"no layer is left to convert: train.fp8_skip has 'layers.\*'", division, MODEL,
             settings(fp8_skip=["layers.*"]))
