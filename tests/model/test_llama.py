@@ -56,17 +56,6 @@ def test_losses_and_gradients_equal_the_plain_way(config):
     assert not each.requires_grad and torch.allclose(each.flatten(), expected, rtol=0, atol=1e-12)
 
 
-def test_bfloat16_parameters():
-    exact, model = built(), built(dtype=torch.bfloat16)
-    tokens, labels = random_tokens(2, 20), random_tokens(2, 20, seed=1)
-    logits, loss = model(tokens), model(tokens, labels)
-    assert logits.dtype == loss.dtype == torch.float32
-    assert (logits - exact(tokens)).norm() / exact(tokens).norm() < 0.05
-    loss.backward()
-    assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
-    assert {key[1] for key in model.rotary_table._tables} == {torch.float32}
-
-
 @both
 def test_model_from_the_meta_device_computes_the_same_and_stays_tied(config):
     with torch.device("meta"):
