@@ -21,7 +21,6 @@ def generate(
     *,
     temperature: float,
     top_p: float,
-    top_k: int | None = None,
     seed: int,
     stop_ids: Collection[int],
     use_cache: bool = True,
@@ -30,7 +29,7 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt by up to max_new_tokens. Returns only the new tokens, without the one that stopped it.
 
-    temperature, top_k and top_p are those of `Sampling`. Prompt i has its own generator, seeded by seed + i. So its
+    temperature and top_p are those of `Sampling`. Prompt i has its own generator, seeded by seed + i. So its
     text does not depend on its neighbours, and torch's global generator is not used. use_cache=False recomputes
     everything for each token; the result is the same except for rounding. multiple_of: without a cache, sequences are
     padded at their end to multiples of this length, for models that are split along the sequence. pulse: called before
@@ -40,7 +39,7 @@ def generate(
     assert multiple_of == 1 or not use_cache, "a cache would treat the padding as text"
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}.")
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = Sampling(temperature=temperature, top_p=top_p)
     for index, prompt in enumerate(prompts):
         if problem := prompt_problem(model, prompt, max_new_tokens):
             raise ValueError(f"Prompt {index} {problem}")

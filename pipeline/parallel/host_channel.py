@@ -35,19 +35,17 @@ _numbers = itertools.count()
 class HostChannel:
     """Call every method on all ranks alike, in the same order, from one thread.
 
-    store: shared by all ranks; by default the one in which they met.
-
     Raises:
         DistError: a message did not come within `ranks.patience`, or the store is gone. The channel cannot be used any
             more.
         MessageError: a message in the store is not from a rank of this start.
     """
 
-    def __init__(self, ranks: Ranks, store: Any = None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.ranks, self._done, self._said = ranks, 0, list[str]()
         if ranks.world > 1:
             self._name = f"drover/hosts{next(_numbers)}"
-            self._store: Any = dist.PrefixStore(self._name, store or _get_default_store())
+            self._store: Any = dist.PrefixStore(self._name, _get_default_store())
 
     def same(self, value: T) -> T:
         """Rank 0's value, on every rank. What values may be: `messages`."""

@@ -108,13 +108,13 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
     count = plan.accumulation if whole else ENOUGH
     assert shape.vocab_size is not None
     watch = Watch((shape.vocab_size // grid.tensor, shape.dim), plan.sequence_length // grid.context)
-    sections = [Traffic.none() for _ in range(count)]
+    sections = [Traffic() for _ in range(count)]
     with ranks.memory(), watch:
         _name_state(engine, watch)
         engine.before_update = lambda: _name_gradients(engine, watch)
         engine.step(_batches(plan, grid, count, watch, sections), count, plan.tokens, config.train.lr, StepLimits())
         _name_state(engine, watch)
-    traffic = Traffic.none()
+    traffic = Traffic()
     for number, section in enumerate(sections):
         traffic.add(section, plan.accumulation - count + 1 if number == 1 and not whole else 1)
     notes = [] if whole else [f"of {plan.accumulation} micro-batches the first, the second and the last were computed; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -36,13 +36,8 @@ class Traffic:
     of a reduce-scatter, the tensor of any other collective.
     """
 
-    calls: Counter[Channel]
-    bytes: Counter[Channel]
-
-    @classmethod
-    def none(cls) -> Traffic:
-        """No calls."""
-        return cls(Counter(), Counter())
+    calls: Counter[Channel] = field(default_factory=Counter)
+    bytes: Counter[Channel] = field(default_factory=Counter)
 
     def add(self, other: Traffic, times: int = 1) -> None:
         """Add the calls of `other`, so many times."""

@@ -54,7 +54,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, head: tuple[int, int], tokens: int) -> None:
         super().__init__()
         self.head, self.tokens = head, tokens
-        self.memory, self.traffic = Memory(), Traffic.none()
+        self.memory, self.traffic = Memory(), Traffic()
         self.waits: Counter[str] = Counter()
         self.masks: dict[str, tuple[int, ...]] = {}
         self._following: AbstractContextManager[None] | None = None
