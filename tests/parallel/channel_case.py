@@ -2,19 +2,11 @@
 
 import json
 import os
-import re
-import zlib
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import torch.distributed as dist
-
-from drover.pipeline.contract.signed import SECRET, MessageError, sign
 from drover.pipeline.parallel import host_channel
 from drover.pipeline.parallel.host_channel import HostChannel
-from drover.pipeline.parallel.messages import encode
-from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.training.hooks import Hook, HookSettings
 from tests.parallel.train_steps import called
 
@@ -45,44 +37,6 @@ def talk(ranks, arity):
     return {"joined": [[rank if isinstance(rank, int) else rank[0] for rank in found or ()] for found in joined],
             "alike": all(one[0] == everyone[0][0] for one in everyone), "first": told[0],
             "opened": max(one[1] for one in everyone), "widest": max(one[2] for one in everyone), "left": left}
-
-
-def never_heard(ranks):
-    """What rank 0 says where rank 1 does not come."""
-    patient = Ranks(ranks.rank, ranks.world, ranks.device, timedelta(seconds=1))
-    channel, said = HostChannel(patient), ""
-    if ranks.leads:
-        try:
-            channel.joined(1, sum)
-        except dist.DistError as error:
-            said = str(error)
-    ranks.barrier()
-    return {"said": said}
-
-
-def signed(ranks):
-    """What rank 0 makes of what rank 1 puts into the store: with another secret, with its own, and with none."""
-    channel, found, kept = HostChannel(ranks), {}, b""
-    with mock.patch.dict(os.environ, {SECRET: "of the start"}):
-        for number, how in enumerate(("no secret", "another", "the same", "again", "unsigned", "another attempt"), 1):
-            key = f"{number}.1"
-            if ranks.leads:
-                try:
-                    found[how] = str(channel.joined(1, sum))
-                except MessageError as error:
-                    found[how] = re.sub(r"hosts\d+", "hostsN", str(error).partition(". Either")[0])
-            elif how == "again":
-                channel._store.set(key, kept)
-            elif how == "unsigned":
-                channel._store.set(key, zlib.compress(encode(4)))
-            else:
-                other = {"no secret": {SECRET: ""}, "another": {SECRET: "of another start"},
-                         "another attempt": {"TORCHELASTIC_RESTART_COUNT": "7"}}.get(how, {})
-                with mock.patch.dict(os.environ, other):
-                    kept = sign(f"{channel._name}/{key}", (1).to_bytes(4, "little") + zlib.compress(encode(4)))
-                channel._store.set(key, kept)
-    ranks.barrier()
-    return found
 
 
 OVER_ALL = ("all_reduce", "barrier", "new_group", "broadcast", "all_gather", "gather", "send", "recv")
