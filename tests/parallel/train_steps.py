@@ -194,16 +194,16 @@ def traffic(ranks, **settings):
     a module first began its forward pass, or a block its backward pass."""
     seen = {"forward": {}, "backward": {}}
     with called(*GATHERS) as gathers, called(*REDUCTIONS) as reductions:
-        def note(direction, name):
-            return lambda *given: seen[direction].setdefault(name, len(gathers)) and None
+        def note(direction, name, *given):
+            seen[direction].setdefault(name, len(gathers))
 
         def built(engine):
             held = blocks(engine.model)
             for name, module in [*held, *((name, engine.model.get_submodule(name))
                                           for name in ("tok_embeddings", "output"))]:
-                module.register_forward_pre_hook(note("forward", name))
+                module.register_forward_pre_hook(partial(note, "forward", name))
             for name, module in held:
-                module.register_full_backward_pre_hook(note("backward", name))
+                module.register_full_backward_pre_hook(partial(note, "backward", name))
 
         train_steps(ranks, **settings, built=built)
     return {"gathers": len(gathers), "reductions": len(reductions),
