@@ -57,7 +57,7 @@ def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True
     largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
     config = with_largest(config, found.ranks)
     item = next(item for item in found.peak.items if item.kind == largest)
-    said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
+    said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. The largest part is {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")
     return False, f"{said} {_advice(config, found, largest, memory, gpu)}"
 

@@ -5,19 +5,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drover.pipeline.formats.shard_index import Index
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.parallel.grid import own
 from tests.faulty import Scale
 from tests.parallel.train_steps import nothing, train_steps, whole
 
 
-def optimizer_steps(ranks, first=0, rejected=(), given=False, save=None, load=None, train=None, **settings):
+def optimizer_steps(ranks, first=0, rejected=(), given=False, load=None, train=None, **settings):
     """`train_steps` from step `first` on, by a schedule of ten steps.
 
     rejected: steps whose loss is no number, so that gradients are not either. given: gradients are replaced by ones
-    that are made up whole, the same under every layout. save, load: folders of checkpoints, written at the end, read
-    at the start.
+    that are made up whole, the same under every layout. load: the folder of a checkpoint to start from.
 
     Returns, on rank 0: `results`, (loss, norm, applied) of each step; `state`, whole tensors by name as in a
     checkpoint; `held`, whether weights and states were the same to the last bit, on all ranks, after each rejected
@@ -44,8 +42,6 @@ def optimizer_steps(ranks, first=0, rejected=(), given=False, save=None, load=No
 
     train_steps(ranks, first=first, train={"steps": 10, "warmup_steps": 2, **(train or {})}, **settings, built=built,
                 before=before, update=give if given else nothing, after=after)
-    if save:
-        store(ranks, engines[0], Path(save))
     return {"results": results, "state": whole(ranks, engines[0].state_shards()), "held": held}
 
 
@@ -63,16 +59,3 @@ def give(engine, step):
         place = engine.parts[name]
         cut = made_up[tuple(slice(a, a + n) for a, n in zip(place.offset, place.size, strict=True))]
         own(parameter.grad).copy_(torch.from_numpy(cut))
-
-
-def store(ranks, engine, folder):
-    """A checkpoint's tensors."""
-    if ranks.leads:
-        folder.mkdir(parents=True)
-    ranks.barrier()
-    pieces = {name: [TensorShard(piece.tensor.detach().contiguous(), piece.offset, piece.shape) for piece in pieces]
-              for name, pieces in engine.state_shards().items()}
-    parts = ranks.collect(write_part(folder / f"rank-{ranks.rank:05}.safetensors", pieces))
-    if ranks.leads:
-        write_index(folder, Index.joined(parts))
-    ranks.barrier()

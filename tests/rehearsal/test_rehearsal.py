@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_told_with_what_does(monkeypatch):
     tight, text = told(1.05)
     assert tight and "not estimated" in text
     fits, text = told(0.8)
-    assert not fits and "Most of it are activations" in text and "train.micro_batch=2 (89.2 MB, about " in text
+    assert not fits and "The largest part is activations" in text and "train.micro_batch=2 (89.2 MB, about " in text
 
     def half(config, *arguments, **options):
         return [replace(found, peak=replace(found.peak, bytes=50_000_000))]
