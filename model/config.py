@@ -1,4 +1,4 @@
-"""The network's shape: `ModelConfig`, and what can be computed from it.
+"""The network's shape: `ModelConfig`, with sizes and costs computed from it.
 
 Pure arithmetic on Python numbers: planners and config loaders import this without torch.
 """
@@ -13,11 +13,11 @@ _MODEL_CONFIG = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_n
 
 MOST_LAYERS, MOST_WIDTH = 4096, 1 << 20
 _MOST = {"layers": MOST_LAYERS, "vocab_size": 1 << 28, "context_length": 1 << 28, "rope_theta": 1e30}
-"""The largest sizes that a network is built with, beyond all that are computed: a damaged file may name any."""
+"""The largest sizes that are accepted, far above those in use. A damaged file could name any size."""
 
 
 def _added(default: Any) -> Any:
-    """A field that came later; its default computes what was computed before (pipeline/config/section.py)."""
+    """A later field, whose default gives the same results as before it existed (pipeline/config/section.py)."""
     return Field(default, json_schema_extra={"added": True})
 
 
@@ -64,21 +64,21 @@ class YarnScaling(BaseModel):
     model_config = _MODEL_CONFIG
 
     kind: Literal["yarn"]
-    """`yarn`: without it, the scaling is Llama 3.1's."""
+    """`yarn`. Without `kind`, the scaling is Llama 3.1's."""
     factor: float
     """How many times longer slow wavelengths become."""
     original_context_length: int
     """The context length, in tokens, that the model was trained with before the extension."""
     beta_fast: float = 32.0
-    """Pairs of dimensions that turn more often than this within the original context stay as they are."""
+    """Pairs of dimensions that rotate more often than this within the original context stay unchanged."""
     beta_slow: float = 1.0
-    """Pairs that turn less often than this are stretched by the whole factor; those between, by a part of it."""
+    """Pairs that rotate less often than this are stretched by the whole factor; those between, by a part of it."""
     attention_factor: float | None = None
-    """What rotated queries and keys are multiplied by. None: 0.1 ln(factor) + 1, the paper's."""
+    """Multiplies rotated queries and keys. None: 0.1 ln(factor) + 1, as in the paper."""
 
     @property
     def amplitude(self) -> float:
-        """`attention_factor`, or the paper's."""
+        """`attention_factor`, or the paper's formula."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def __str__(self) -> str:
@@ -110,57 +110,57 @@ Scaling = Annotated[Annotated[RopeScaling, Tag("llama3")] | Annotated[YarnScalin
 
 
 class ModelConfig(BaseModel):
-    """Everything that decides the network's shape and arithmetic.
+    """All settings of the network's shape and arithmetic.
 
     Impossible combinations are accepted here and listed by `problems()`, so that a loader can report all of
-    them at once; `Llama` refuses to be built from them.
+    them at once. `Llama` refuses them.
     """
 
     model_config = _MODEL_CONFIG
 
     dim: int = 256
-    """Width of the residual stream. Multiples of 128 keep GPUs' matrix units busy."""
+    """Width of the residual stream. Multiples of 128 use GPUs' matrix units fully."""
     layers: int = 6
     """Number of blocks. At equal size, deeper and narrower learns a little better and runs slower."""
     heads: int = 8
-    """Query heads of each layer; dim / heads is their width unless head_dim says it (Llama: 128; 64 for the 1B)."""
+    """Query heads of each layer. Their width is dim / heads, unless head_dim is set (Llama: 128; 64 for the 1B)."""
     kv_heads: int = 4
     """Key and value heads, each shared by heads / kv_heads query heads. Fewer make the cache smaller when
     generating; equal to `heads` is classic multi-head attention."""
     ffn_dim: int | None = None
-    """Explicit width of the feed-forward layer. None derives it by Llama's rule from the two fields below."""
+    """Width of the feed-forward layer. null derives it by Llama's rule from the two settings below."""
     ffn_dim_multiplier: float | None = None
-    """Llama's rule: int(8 dim / 3), times this, rounded up to multiple_of. None means 1."""
+    """Llama's rule: int(8 dim / 3), times this, rounded up to multiple_of. null means 1."""
     multiple_of: int = 256
     """The derived feed-forward width is rounded up to a multiple of this."""
     vocab_size: int | None = None
-    """Rows of the embedding and output matrices. None takes it from the tokenizer, the usual choice; it must
-    be known before a model is built or counted."""
+    """Rows of the embedding and output matrices. null, the usual choice, takes it from the tokenizer. It must be known
+    before a model is built or its parameters are counted."""
     context_length: int = 2048
     """Longest sequence in tokens, in training and generation. Attention's share of the cost grows with it."""
     rope_theta: float = 500000.0
     """Base of the rotary wavelengths: 500000 in Llama 3, 10000 in Llama 2. Larger suits longer contexts."""
     rope_scaling: Scaling | None = None
-    """Only for extending a trained model's context: as Llama 3.1 and later, or with `kind: yarn` by YaRN. None when
-    training from zero."""
+    """Only for extending a trained model's context: as in Llama 3.1 and later, or with `kind: yarn` by YaRN. null for
+    training from scratch."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm; 1e-5 in every published Llama."""
     tied_embeddings: bool = False
     """One matrix for embedding and output (Llama 3.2 1B and 3B). Worth it while vocab_size * dim is a large
     part of all parameters."""
     head_dim: int | None = _added(None)
-    """Width of a head where it is not dim / heads, as in Qwen3's small models and Mistral Nemo. None: dim / heads."""
+    """Width of a head if it is not dim / heads, as in Qwen3's small models and Mistral Nemo. null: dim / heads."""
     qkv_bias: bool = _added(False)
     """Adds a learned vector to queries, keys and values, as in Qwen2."""
     qk_norm: bool = _added(False)
-    """RMSNorm of each head's queries and keys before the rotation, as in Qwen3: it bounds attention's scores, which
-    keeps training at large learning rates stable."""
+    """RMSNorm of each head's queries and keys before the rotation, as in Qwen3. It bounds attention's scores, so that
+    training stays stable at large learning rates."""
     sliding_window: int | None = _added(None)
-    """How many tokens a query sees at most, itself included. None: all before it, as in every Llama."""
+    """How many tokens a query sees at most, including itself. null: all before it, as in every Llama."""
     full_attention_interval: int | None = _added(None)
-    """With sliding_window: every n-th layer (4: the fourth, eighth ...) sees all nevertheless. None: no layer."""
+    """With sliding_window: every n-th layer (4: the fourth, eighth ...) sees all tokens. null: no layer does."""
     no_rope_layer_interval: int | None = _added(None)
-    """Every n-th layer (4, as in SmolLM3: the fourth, eighth ...) has no rotary embedding. None: all layers have it."""
+    """Every n-th layer (4, as in SmolLM3: the fourth, eighth ...) has no rotary embedding. null: all layers have it."""
 
     def problems(self) -> list[str]:
         """Every impossible combination as a sentence with its numbers; empty if the model can be built."""
@@ -185,8 +185,8 @@ class ModelConfig(BaseModel):
                 found.append(f"{name} must be at most {most:,}, not {value:,}.")
         if self.dim > 0 and self.heads > 0:
             if self.head_dim is None and self.dim % self.heads:
-                found.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}), unless head_dim says how "
-                             "wide a head is.")
+                found.append(f"dim ({self.dim}) must be divisible by heads ({self.heads}), unless head_dim sets "
+                             "the width of a head.")
             elif self.head_width % 2:
                 found.append((f"dim / heads ({self.dim} / {self.heads} = {self.head_width})" if self.head_dim is None
                               else f"head_dim ({self.head_dim})")
@@ -203,8 +203,8 @@ class ModelConfig(BaseModel):
     def _window_problems(self) -> list[str]:
         if self.sliding_window is None:
             return [] if self.full_attention_interval is None else [
-                f"full_attention_interval ({self.full_attention_interval}) says which layers see beyond a "
-                "sliding_window, and there is none: set both or neither."]
+                f"full_attention_interval ({self.full_attention_interval}) selects layers that see beyond a "
+                "sliding_window, but sliding_window is not set: set both or neither."]
         found = []
         if self.sliding_window < 2:
             found.append(
@@ -221,8 +221,8 @@ class ModelConfig(BaseModel):
         if original >= self.context_length:
             found.append(
                 f"rope_scaling.original_context_length ({original}) must be below context_length "
-                f"({self.context_length}), which it is to extend (transformers warns of such a model): raise "
-                "context_length, or leave rope_scaling out to train from zero."
+                f"({self.context_length}), because rope_scaling extends the context (transformers warns of such a "
+                "model). Raise context_length, or leave rope_scaling out to train from scratch."
             )
         return found
 
@@ -260,7 +260,7 @@ class ModelConfig(BaseModel):
 
     @property
     def matmul_parameter_count(self) -> int:
-        """Parameters that multiply every token: the blocks' matrices and the output layer (even if tied)."""
+        """Parameters in matrix products with every token: the blocks' matrices and the output layer (even if tied)."""
         attention = 2 * self.dim * (self.heads + self.kv_heads) * self.head_width
         feed_forward = 3 * self.dim * self.hidden
         return self.layers * (attention + feed_forward) + self._known_vocab_size() * self.dim

@@ -1,7 +1,7 @@
-"""Which device computes, and where sums are made that it cannot make.
+"""Which device computes, and which computes in float64 for it.
 
-NOTE: `mps`, Apple's GPU, has no float64, and torch's process groups take none of its tensors. What needs either is done
-in the host's memory. It has not been tried on a Mac.
+NOTE: `mps`, Apple's GPU, has no float64, and torch's process groups do not support its tensors. Both are done on the
+CPU instead. It has not been tried on a Mac.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ def is_mps(device: torch.device) -> bool:
 
 
 def exact(device: torch.device) -> torch.device:
-    """Where float64 is computed with, and what collectives take, for tensors on `device`: there, or on the CPU."""
+    """The device for float64 and collectives with tensors on `device`: `device` itself, or the CPU."""
     return torch.device("cpu") if is_mps(device) else device
 
 
 def automatic() -> str:
-    """What computes where nobody says what: a GPU by CUDA where there is one, else the CPU."""
+    """The default device: a GPU by CUDA if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def find_device(name: str) -> torch.device:
     """The device with this name, as torch writes it.
 
-    Raises ValueError, in words for the user, where it cannot be used.
+    Raises ValueError, with a message for the user, if it cannot be used.
     """
     try:
         device = torch.device(name)

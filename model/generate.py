@@ -1,6 +1,6 @@
-"""Sampling from a model, one prompt after the other, also from one that is split over ranks.
+"""Sampling from a model, one prompt after the other; the model may be split over ranks.
 
-Several at once, and texts as they come: `drover.model.generation`.
+`drover.model.generation` continues several prompts at once and streams their texts.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,28 +21,25 @@ def generate(
     *,
     temperature: float,
     top_p: float,
-    top_k: int | None = None,
     seed: int,
     stop_ids: Collection[int],
     use_cache: bool = True,
     multiple_of: int = 1,
     pulse: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Continue each prompt by up to max_new_tokens; returns only the new tokens, without the one that stopped
-    it.
+    """Continue each prompt by up to max_new_tokens. Returns only the new tokens, without the one that stopped it.
 
-    temperature, top_k and top_p are those of `Sampling`. Prompt i draws from its own generator, seeded by
-    seed + i: its text does not depend on its neighbours, and torch's global generator is left alone. use_cache=False
-    recomputes everything for each token; the result is the same but for rounding. multiple_of: without a cache,
-    sequences are padded at their end to multiples of this length, for models that are split along the sequence.
-    pulse: called before each pass of the model. All ranks of a split model make the same passes.
-    Raises ValueError for settings out of range, and for prompts that are empty or too long,
-    FloatingPointError where the model's scores are NaN.
+    temperature and top_p are those of `Sampling`. Prompt i has its own generator, seeded by seed + i. So its
+    text does not depend on its neighbours, and torch's global generator is not used. use_cache=False recomputes
+    everything for each token; the result is the same except for rounding. multiple_of: without a cache, sequences are
+    padded at their end to multiples of this length, for models that are split along the sequence. pulse: called before
+    each pass of the model. All ranks of a split model make the same passes. Raises ValueError for settings out of
+    range, and for prompts that are empty or too long, FloatingPointError if the model's logits are NaN.
     """
-    assert multiple_of == 1 or not use_cache, "a cache would take the padding for text"
+    assert multiple_of == 1 or not use_cache, "a cache would treat the padding as text"
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}.")
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = Sampling(temperature=temperature, top_p=top_p)
     for index, prompt in enumerate(prompts):
         if problem := prompt_problem(model, prompt, max_new_tokens):
             raise ValueError(f"Prompt {index} {problem}")
@@ -83,8 +80,8 @@ class _Scores:
     def next(self, generated: list[int]) -> Tensor:
         """(vocabulary,) on the CPU, for the token after the prompt and `generated`."""
         tokens = self.prompt + generated
-        seen = max(cache.length for cache in self.caches) if self.caches else 0  # a part's model fills only its own
+        seen = max(cache.length for cache in self.caches) if self.caches else 0  # a pipeline rank fills its own
         new = tokens[seen:]
-        padding = [0] * (-len(new) % self.multiple_of)  # no token sees a later one
+        padding = [0] * (-len(new) % self.multiple_of)  # after the text, where no token sees it
         logits: Tensor = self.model(torch.tensor([new + padding], device=self.device), caches=self.caches)
         return logits[0, len(new) - 1].cpu()

@@ -1,5 +1,5 @@
-"""Products with a weight matrix, which are nearly all of a decoder's work; on some CPUs (`drover.model.kernels`) by
-oneDNN, up to twice as fast as torch's own."""
+"""Products with a weight matrix: nearly all of a decoder's computation. On some CPUs (`drover.model.kernels`) they use
+oneDNN, which is up to twice as fast as torch's own."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from drover.model.kernels import by_onednn, onednn_product
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, by default without bias, by `product` where that is to be preferred. Differentiable once
-    there."""
+    """torch's linear layer, by default without bias. It uses oneDNN where that is faster; it can then be differentiated
+    once."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs)."""
-        # Asked in this order: one token at a time, the questions of `_plain` take longer than small products.
+        # In this order, because for single tokens the checks of `_plain` take longer than the product.
         if not torch.compiler.is_compiling() and by_onednn().with_weight and _plain(x, self.weight):
             out: Tensor = _Linear.apply(x, self.weight)
             return out if self.bias is None else out + self.bias
@@ -28,9 +28,9 @@ class Linear(nn.Linear):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T for x (..., inputs) and weight (outputs, inputs), where autograd does not look.
+    """x @ weight.T for x (..., inputs) and weight (outputs, inputs), without autograd.
 
-    It does for the gradient of x too, which is product(gradient, weight.T).
+    The gradient of x is product(gradient, weight.T).
     """
     if _plain(x, weight) and by_onednn().with_weight:
         return onednn_product(x, weight)
@@ -38,25 +38,26 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """gradient.T @ x for gradient (rows, outputs) and x (rows, inputs), where autograd does not look."""
+    """gradient.T @ x for gradient (rows, outputs) and x (rows, inputs), without autograd."""
     if _plain(gradient, x) and by_onednn().of_weight:
         return onednn_product(gradient.T, x.T)
     return gradient.T @ x
 
 
 def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
-    """total += gradient.T @ x. The total may be float32 for bfloat16, which would lose later addends."""
+    """total += gradient.T @ x. The total may be float32 for bfloat16 gradients: in bfloat16, later addends would be
+    lost."""
     if gradient.dtype == total.dtype and not (_plain(gradient, x) and by_onednn().of_weight):
-        total.addmm_(gradient.T, x)  # without a temporary of the total's size
+        total.addmm_(gradient.T, x)  # without a temporary tensor of the total's size
     else:
         total += weight_gradient(gradient, x)
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether both are plain float32 matrices on a CPU, of which oneDNN can make a product.
+    """Whether both are plain float32 matrices on a CPU, which oneDNN can multiply.
 
-    Never under torch.compile, which has its own use for the operator and fails on ours, nor for tensors that are
-    spread over ranks (DTensor): they know torch's usual operators only.
+    Not under torch.compile, which uses the operator itself and fails on ours. Not for tensors sharded over ranks
+    (DTensor), which support torch's usual operators only.
     """
     return (
         not torch.compiler.is_compiling()
@@ -78,7 +79,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        gradient = gradient.contiguous()  # of a sum it is one number, expanded: oneDNN wants real rows
+        gradient = gradient.contiguous()  # the gradient of a sum is one expanded number, and oneDNN needs real rows
         x_gradient = product(gradient, weight.T) if ctx.needs_input_grad[0] else None
         w_gradient = weight_gradient(gradient.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return x_gradient, w_gradient

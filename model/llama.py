@@ -1,4 +1,4 @@
-"""The Llama decoder with Meta's parameter names, and the values that its parameters start from."""
+"""The Llama decoder with Meta's parameter names, and the initial values of its parameters."""
 
 import hashlib
 import math
@@ -22,10 +22,10 @@ from drover.model.rope import RotaryTable
 
 
 class Embedding(nn.Embedding):
-    """torch's, which draws nothing on the meta device: torch would import its compiler for that (1.7 s)."""
+    """torch's embedding. It draws nothing on the meta device, for which torch would import its compiler (1.7 s)."""
 
     def reset_parameters(self) -> None:
-        """Draw torch's own weights, where there are any."""
+        """Draw torch's own weights, except on the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -46,19 +46,19 @@ class FeedForward(nn.Module):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """What w2 multiplies, of what w1 and w3 have made: (..., hidden) each."""
+    """The input of w2, from the outputs of w1 and w3: (..., hidden) each."""
     return F.silu(gate) * up
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normed before and added to the residual stream after. layer: from 0."""
+    """Attention and feed-forward, each with a norm before and added to the residual stream after. layer: from 0."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.attention = Attention(config, layer)
         self.feed_forward = FeedForward(config)
-        # nn.RMSNorm computes in float32 inside and returns its input's dtype; fused, it takes 1.5 ms against
-        # 3.8 ms spelt out (2,048 x 288, forward + backward, 2 CPU threads).
+        # nn.RMSNorm computes in float32 inside and returns its input's dtype. Fused, it takes 1.5 ms, against 3.8 ms
+        # with separate operators (2,048 x 288, forward + backward, 2 CPU threads).
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
@@ -71,9 +71,9 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring layers of a network, the first with the embedding before them, the last with norm and output matrix.
+    """Consecutive layers of a network. The first part also has the embedding, the last part norm and output matrix.
 
-    layers: their numbers among all. total: how many there are in the whole network.
+    layers: their numbers in the whole network. total: the number of its layers.
     """
 
     layers: range
@@ -91,8 +91,8 @@ class Part:
 
 
 class Blocks(nn.ModuleList):
-    """Blocks under their numbers in the whole network, so that a part's parameters are named as there. Go over them in
-    order: an index is of the whole network's only where all are there."""
+    """Blocks under their numbers in the whole network, so that a part's parameters have the same names. Iterate over
+    them: an index is the block's number only if all blocks are there."""
 
     def __init__(self, config: ModelConfig, layers: range) -> None:
         super().__init__()
@@ -101,27 +101,26 @@ class Blocks(nn.ModuleList):
 
 
 class Output(Linear):
-    """The output matrix. Whatever is done with its weight is done in a call of it: that is when those who keep the
-    weight elsewhere, such as FSDP2, bring it."""
+    """The output matrix. Use its weight only inside a call of it, because FSDP2 all-gathers the weight for calls."""
 
     def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """(..., dim) -> (..., vocabulary), or what `loss(x, weight)` makes of it."""
+        """(..., dim) -> (..., vocabulary), or the result of `loss(x, weight)`."""
         return super().forward(x) if loss is None else loss(x, self.weight)
 
 
 class Llama(nn.Module):
     """Decoder-only transformer (Touvron et al., 2023; Llama 3: Grattafiori et al., 2024).
 
-    A new model holds no meaningful weights: call `initialise`, or load a state dict. Building it under
+    A new model has no meaningful weights: call `initialise`, or load a state dict. Building it under
     `torch.device("meta")` costs nothing. Raises ValueError with everything that is wrong with the config.
 
     Args:
-        part: to build only some of its layers; what the others compute comes in as `hidden`. With tied embeddings the
-            last part has the embedding too, as its output matrix.
+        part: builds only these layers; `hidden` is the output of those before. With tied embeddings the last part has
+            the embedding too, as its output matrix.
 
     Attributes:
-        backend: computes attention inside documents: the dense mask, which runs everywhere, unless somebody puts what
-            `drover.model.attention.choosing.choose` found in its place.
+        backend: computes attention inside documents. By default the dense mask, which runs everywhere; set it to the
+            choice of `drover.model.attention.choosing.choose`.
     """
 
     backend: Backend = PLAIN
@@ -160,31 +159,30 @@ class Llama(nn.Module):
         last_only: bool = False,
         reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor:
-        """Logits, or with labels the loss, which comes without ever holding all logits.
+        """Logits, or the loss if there are labels. The loss never holds all logits.
 
-        tokens: (batch, length) int64. labels: the same shape, the token to predict at each place, -100 for
-        none. hidden: (batch, length, dim), what the layers before this `part` have computed; without it the part
-        begins with the embedding. documents: (batch, length) ints; neighbours with the same number are a document,
-        whose tokens see its earlier ones only. document_lengths: in tokens, row after row; without them a GPU is
-        waited for where the backend wants them. positions: (batch, length) int64 for the rotary embedding, 0, 1, 2 ...
-        by default. caches: one per layer, extended in place; tokens then continue what they hold. mask: (batch or 1, 1,
-        length, keys), added to the scores of attention in the place of the causal one, for caches whose rows
-        are not equally long. last_only: without labels, the logits of each row's last token alone, (batch, 1,
-        vocabulary).
+        tokens: (batch, length) int64. labels: the same shape, the target token at each position, -100 for none. hidden:
+        (batch, length, dim), the output of the layers before this `part`; without it the part begins with the
+        embedding.
+        documents: (batch, length) ints; neighbours with the same number are a document, whose tokens see its earlier
+        tokens only. document_lengths: in tokens, row after row; without them the host waits for a GPU if the backend
+        needs them. positions: (batch, length) int64 for the rotary embedding, 0, 1, 2 ... by default. caches: one per
+        layer, extended in place; the tokens continue theirs. mask: (batch or 1, 1, length, keys), added to the scores
+        of attention instead of the causal mask, for caches with rows of unequal length. last_only: without labels, only
+        the logits of each row's last token, (batch, 1, vocabulary).
 
-        Returns what the next part takes as `hidden`, (batch, length, dim), where this one is not the last; else logits
-        (batch, length, vocabulary) without labels. With labels, in nats: the sum over all
-        targets as a scalar ("sum"; the caller divides by its global number of targets), or each one (batch,
-        length) with 0 where there is none and without gradient ("none", for evaluation). Always float32, or
-        float64 in a float64 model. Raises ValueError for sequences beyond context_length and for shapes that
-        do not match.
+        Returns the next part's `hidden`, (batch, length, dim), if this is not the last part. Otherwise, without labels,
+        logits (batch, length, vocabulary). With labels, in nats: the sum over all targets as a scalar ("sum"; the
+        caller divides by its global number of targets), or each target's loss without gradient, (batch, length), 0 if
+        there is none ("none", for evaluation). Always float32, or float64 in a float64 model. Raises ValueError for
+        sequences longer than context_length and for shapes that do not match.
         """
         start = caches[self.part.layers.start].length if caches else 0
         self._check_arguments(tokens, labels, documents, caches, start)
         if labels is not None and last_only:
-            raise ValueError("labels and last_only exclude each other: a loss is of all tokens.")
+            raise ValueError("labels and last_only exclude each other: a loss needs all tokens.")
         if mask is not None and caches is None:
-            raise ValueError("A mask is for caches: without them, documents say which tokens see which.")
+            raise ValueError("A mask is for caches: without them, documents decide which tokens see which.")
         h = self.tok_embeddings(tokens) if hidden is None else hidden  # (batch, length, dim)
         wide = torch.promote_types(h.dtype, torch.float32)
         if positions is None:
@@ -232,41 +230,41 @@ class Llama(nn.Module):
             raise ValueError("documents and caches exclude each other: a cache holds one document.")
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Llama":
-        # Moving a model off the meta device (to_empty) makes new parameters module by module, which would
+        # Moving a model off the meta device (to_empty) creates new parameters module by module, which would
         # silently untie the two matrices.
         super()._apply(fn, recurse)
         self.tie()
         return self
 
     def tie(self) -> None:
-        """Make the output matrix the embedding again, where the config says so and either was replaced."""
+        """Tie the output matrix to the embedding again after one of them was replaced, if the config ties them."""
         if self.config.tied_embeddings and self.part.predicts:
             self.output.weight = self.tok_embeddings.weight
 
 
 CUT = math.erf(3 / math.sqrt(2))
-"""The share of a normal within 3 standard deviations. Drawn by inversion of the distribution, spelt out: torch's own
-truncated normal draws other numbers in other versions."""
+"""The share of a normal distribution within 3 standard deviations. We invert the distribution ourselves, because
+torch's truncated normal draws different numbers in different versions."""
 
 BLOCK_VALUES = 2**20
-"""Initial values that share a generator: a rank draws only the blocks of rows that it holds."""
+"""Initial values per generator: a rank draws only the blocks of rows that it holds."""
 
 CHUNK_VALUES = 2**14
-"""So many are made at once, which stay in a cache."""
+"""How many values are computed at once: they fit into a processor's cache."""
 
 
 def initial_value(
     name: str, shape: Sequence[int], config: ModelConfig, seed: int, rows: range | None = None, workers: int = 1
 ) -> Tensor:
-    """The parameter's first value, or only some of its rows: float32, on the CPU. workers: threads that draw.
+    """The parameter's initial value, or only some of its rows: float32, on the CPU. workers: threads that draw.
 
-    It depends on nothing but the arguments: each block of rows has a generator seeded by the SHA-256 of seed,
-    name and block number, so neither ranks, order nor sharding matter. Meta has not published its scheme; this
-    one is GPT-2's with scaled-down writers into the residual stream:
+    It depends on the arguments only. Each block of rows has a generator seeded by the SHA-256 of seed, name and block
+    number, so neither ranks, order nor sharding matter. Meta has not published its scheme. This is GPT-2's, with
+    smaller values for the matrices that write to the residual stream:
 
     - embedding, wq, wk, wv, w1, w3: normal, standard deviation 0.02
     - wo, w2: 0.02 / sqrt(2 * layers), because that many of them add up
-    - output: dim**-0.5, so that first logits are of order 1; when tied, the embedding's own value
+    - output: dim**-0.5, so that initial logits are of order 1; when tied, the embedding's own value
     - norms: 1; biases: 0
 
     Normals are cut at 3 standard deviations. Raises ValueError for a name that is not a Llama's.
@@ -291,7 +289,8 @@ def initial_value(
     height = max(1, BLOCK_VALUES // math.prod(shape[1:]))  # rows of a block
 
     def draw(start: int) -> None:
-        """The rows of the block that begins with row `start`: those before the wanted ones only pass by."""
+        """Draw the rows of the block that begins with row `start`. Rows before the requested ones are drawn and
+        dropped."""
         first, last = max(start, rows.start), min(start + height, rows.stop)
         digest = hashlib.sha256(f"{seed} {name} {start // height}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big", signed=True))
@@ -304,7 +303,7 @@ def initial_value(
 
     starts = range(rows.start // height * height, rows.stop, height) if len(rows) else range(0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # chunks are too small for threads of torch's own: they would mostly wait for each other
+    torch.set_num_threads(1)  # chunks are too small for torch's own threads, which would mostly wait for each other
     try:
         with ThreadPoolExecutor(max(1, min(workers, len(starts)))) as pool:
             list(pool.map(draw, starts))

@@ -1,8 +1,8 @@
 """Cross-entropy over a large vocabulary without ever holding all logits.
 
-For 8,192 tokens and Llama 3's 128,256-word vocabulary the float32 logits alone are 4.2 GB, and their gradient
-as much again. Here the rows are processed in chunks, and each chunk's gradients are computed while its logits
-still exist, so the peak is a few times one chunk.
+For 8,192 tokens and Llama 3's vocabulary of 128,256 the float32 logits alone are 4.2 GB, and so is their gradient.
+Here the rows are processed in chunks. Each chunk's gradients are computed while its logits exist, so the peak is a few
+times one chunk.
 """
 
 from collections.abc import Callable
@@ -19,27 +19,27 @@ IGNORED = -100
 """Label of a position that has no target."""
 
 CHUNK_TOKENS_CPU = 256
-"""Rows whose logits exist at the same time. 2,048 x 288 -> 8,192 in float32, forward + backward on 2 threads:
-207 ms unchunked (torch's own cross-entropy), 168 in chunks of 256, 175 of 512 or 128, 190 of 1,024, all by MKL."""
+"""Rows whose logits exist at the same time. For 2,048 x 288 -> 8,192 in float32, forward + backward on 2 threads with
+MKL: 207 ms without chunks (torch's own cross-entropy), 168 with chunks of 256, 175 with 512 or 128, 190 with 1,024."""
 
 CHUNK_TOKENS_ACCELERATOR = 2048
-"""Small chunks would spend their time on adding up the weight's gradient; by arithmetic, not measured. For
-Llama 3's vocabulary one chunk is 1 GiB in float32, or half of it in bfloat16 by compiled passes."""
+"""Smaller chunks would spend most time on adding up the weight's gradient (calculated, not measured). For Llama 3's
+vocabulary one chunk is 1 GiB in float32, or half of it in bfloat16 with compiled passes."""
 
 
 class VocabularyPartition:
-    """The part of the vocabulary whose rows of the output matrix are at hand: here, all of it.
+    """The part of the vocabulary whose rows of the output matrix this process has: here, all of it.
 
-    Tensor parallelism gives each rank a slice; `drover.pipeline.parallel.tensor_parallel` derives the class for it.
+    Tensor parallelism gives each rank a slice; `drover.pipeline.parallel.tensor_parallel` derives a class for it.
     """
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's label as a column of this part's logits, and whether it is one of them: (rows, 1) both."""
+        """Each row's label as a column of this part's logits, and whether the part has it: (rows, 1) both."""
         ignored = (labels == IGNORED).unsqueeze(-1)
         return labels.unsqueeze(-1).masked_fill(ignored, 0), ~ignored
 
     def normaliser(self, part: Tensor) -> Tensor:
-        """Log-sum-exp over the whole vocabulary, from that over this part: (rows, 1)."""
+        """Log-sum-exp over the whole vocabulary, from that of this part: (rows, 1)."""
         return part
 
     def total(self, part: Tensor) -> Tensor:
@@ -49,14 +49,14 @@ class VocabularyPartition:
 
 @dataclass(frozen=True)
 class Passes:
-    """The two passes over a chunk's logits, each fused into a kernel or two (`compiled`). Logits stay in the type of
-    the product, and the gradient takes their place: no float32 matrix is ever written.
+    """The two passes over a chunk's logits, each compiled into one or two kernels. Logits keep the type of the product,
+    and the gradient overwrites them, so no float32 matrix is ever written.
 
     log_sum_exp: see `log_sum_exp`. gradient: see `into_gradient`.
     """
 
     used: ClassVar[bool] = True
-    """False while nothing compiled is to run: run as operators, these passes need more memory than torch's own."""
+    """False while compiled code is switched off. Run eagerly, these passes need more memory than the other way."""
 
     log_sum_exp: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -68,15 +68,15 @@ class Passes:
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """Of logits (rows, vocabulary) in any type: (rows, 1) in at least float32."""
+    """Log-sum-exp of logits (rows, vocabulary) in any type: (rows, 1) in at least float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(dim=-1, keepdim=True)
 
 
 def into_gradient(logits: Tensor, normaliser: Tensor, factors: Tensor, columns: Tensor, here: Tensor) -> Tensor:
     """Overwrite logits (rows, vocabulary) by softmax(logits) * factors - onehot(label).
 
-    All others are (rows, 1). normaliser: log-sum-exp over the whole vocabulary. factors: 0 in rows that are ignored.
-    columns, here: of `VocabularyPartition.columns`.
+    The other arguments are (rows, 1). normaliser: log-sum-exp over the whole vocabulary. factors: 0 in ignored rows.
+    columns, here: from `VocabularyPartition.columns`.
     """
     of_label = (torch.arange(logits.shape[1], device=logits.device) == columns) & here
     probabilities = (logits.to(normaliser.dtype) - normaliser).exp() * factors
@@ -84,13 +84,13 @@ def into_gradient(logits: Tensor, normaliser: Tensor, factors: Tensor, columns: 
 
 
 class Losses:
-    """What a decoder's last hidden states lose against labels, through its output matrix.
+    """The losses of a decoder's last hidden states against labels, through its output matrix.
 
-    The decoder calls `total` and `each` and knows no more; tensor parallelism puts another object in its place.
+    The decoder calls only `total` and `each`. Tensor parallelism replaces this object.
 
     Attributes:
-        z_loss: see `cross_entropy_sum`; of `total` only, as `each` is for measuring.
-        passes: what goes over logits in `total`, where that is compiled (`Passes.used`).
+        z_loss: see `cross_entropy_sum`. For `total` only, because `each` is for evaluation.
+        passes: compiled passes over logits for `total`; not used while `Passes.used` is False.
     """
 
     z_loss: float = 0.0
@@ -108,7 +108,7 @@ class Losses:
         return token_losses(hidden.flatten(0, 1), weight, labels.flatten(), vocabulary=vocabulary).view(labels.shape)
 
     def at_hand(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, VocabularyPartition]:
-        """Whole hidden states, the rows of the output matrix that are here, and which words these are: all."""
+        """Whole hidden states, the rows of the output matrix in this process, and their part of the vocabulary: all."""
         return hidden, weight, WHOLE
 
 
@@ -124,18 +124,18 @@ def cross_entropy_sum(
     z_loss: float = 0.0,
     passes: Passes | None = None,
 ) -> Tensor:
-    """Sum over the rows of -log softmax(hidden @ weight.T)[label], in nats; rows labelled -100 count nothing.
+    """Sum over the rows of -log softmax(hidden @ weight.T)[label], in nats, without rows labelled -100.
 
-    z_loss: this times the square of each row's log-sum-exp is added (PaLM, Chowdhery et al. 2022, section 5), which
-    keeps logits from drifting. passes: None for torch's operators, one after the other.
+    z_loss: the factor of the squared log-sum-exp of each row, which is added to its loss to keep logits from drifting
+    (PaLM, Chowdhery et al. 2022, section 5). passes: None for separate operators.
 
     hidden: (rows, dim); weight: (vocabulary, dim); labels: (rows,) int64. Logits are computed in the weight's
-    dtype, the rest in float32 (float64 stays float64). Returns a scalar in float32 or float64. Differentiable
-    once, with regard to hidden and weight. Where `weight` is a slice of the vocabulary, the gradient of hidden
-    is this slice's part of it: their sum is the caller's to make.
+    dtype, the rest in float32 (float64 stays float64). Returns a scalar in float32 or float64, which can be
+    differentiated once, with respect to hidden and weight. If `weight` is a slice of the vocabulary, the gradient
+    of hidden is this slice's part: the caller sums the parts.
     """
     assert hidden.shape[0] == labels.shape[0] and hidden.shape[1] == weight.shape[1]
-    # Inside a Function gradients always look disabled, and needs_input_grad ignores no_grad: ask out here.
+    # Inside a Function gradients always appear disabled, and needs_input_grad ignores no_grad: check here.
     chunk = _chunk(hidden, chunk_tokens)
     loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss, passes,
                                              torch.is_grad_enabled())
@@ -150,7 +150,7 @@ def token_losses(
     chunk_tokens: int | None = None,
     vocabulary: VocabularyPartition = WHOLE,
 ) -> Tensor:
-    """Each row's loss in nats, without gradient: (rows,) float32 or float64, 0 where the label is -100."""
+    """Each row's loss in nats, without gradient: (rows,) float32 or float64, 0 for label -100."""
     chunk = _chunk(hidden, chunk_tokens)
     losses = [
         _chunk_losses(_logits(h, weight), target, vocabulary)[0]
@@ -174,11 +174,11 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def _chunk_losses(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyPartition, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Losses (rows,), 0 where ignored, and the factors (rows, 1) that make of what is left in logits probabilities, or
-    with a z-loss those times 1 + 2 z_loss log-sum-exp: the gradient of both terms, but for the label's own.
+    """Losses (rows,), 0 in ignored rows, and factors (rows, 1).
 
-    Overwrites the logits, the largest thing here, by exponentials that cannot overflow: the gradient takes them up,
-    and no exponential is computed twice.
+    Overwrites the logits, the largest tensor here, by exponentials that cannot overflow. These times the factors are
+    the gradient of both terms, except the label's own part: the probabilities, or with a z-loss those times 1 + 2
+    z_loss log-sum-exp. So no exponential is computed twice.
     """
     columns, here = vocabulary.columns(labels)
     target = vocabulary.total(logits.gather(-1, columns).masked_fill_(~here, 0.0))
@@ -195,8 +195,8 @@ def _chunk_losses(
 def _fused_losses(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyPartition, z_loss: float, passes: Passes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (rows,), 0 where ignored, and what `into_gradient` wants of the rows: normaliser and factors. Leaves the
-    logits as they are."""
+    """Losses (rows,), 0 in ignored rows, and two arguments of `into_gradient`: normaliser and factors. Does not change
+    the logits."""
     columns, here = vocabulary.columns(labels)
     normaliser = vocabulary.normaliser(passes.log_sum_exp(logits))
     losses = normaliser - vocabulary.total(logits.gather(-1, columns).to(normaliser.dtype).masked_fill_(~here, 0.0))
@@ -209,7 +209,7 @@ def _fused_losses(
 
 
 def _logits_gradient(exponentials: Tensor, factors: Tensor, labels: Tensor, vocabulary: VocabularyPartition) -> Tensor:
-    """softmax(logits) - onehot(label), 0 in ignored rows; overwrites what `_chunk_losses` left in the logits."""
+    """softmax(logits) - onehot(label), 0 in ignored rows. Overwrites the exponentials of `_chunk_losses`."""
     gradient = exponentials.mul_(factors.masked_fill((labels == IGNORED).unsqueeze(-1), 0.0))
     columns, here = vocabulary.columns(labels)
     return gradient.scatter_add_(-1, columns, -here.to(gradient.dtype))
@@ -253,7 +253,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 hidden_gradient[rows] = product(gradient, weight.T)
             if weight_gradient is not None:
                 add_weight_gradient(weight_gradient, gradient, hidden[rows].to(weight.dtype))
-            del logits, gradient  # else the next chunk's would be made beside them: 1.6 GB for Llama 3's vocabulary
+            del logits, gradient  # or they would exist together with the next chunk's: 1.6 GB for Llama 3's vocabulary
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         return loss

@@ -1,8 +1,8 @@
-"""A Llama's tensors by our names and by others': one table, both ways.
+"""The names of a Llama's tensors, ours and Hugging Face's, in one table for both directions.
 
-Names in Meta's form are ours. In Hugging Face's, one thing more differs: our rotary embedding turns adjacent pairs of a
-head's dimensions, theirs turns dimension i with i + head_dim/2. So the rows of wq and wk are permuted. Without that, a
-converted model speaks fluent nonsense.
+Our names are Meta's. Hugging Face's form also differs in its rotary embedding: ours rotates adjacent pairs of a head's
+dimensions, theirs dimension i with i + head_dim/2. So the rows of wq and wk are permuted. Without this, a converted
+model writes fluent nonsense.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 
 EMBEDDING, NORM, OUTPUT = "tok_embeddings.weight", "norm.weight", "output.weight"
-"""What is in no layer; a tied output matrix is the embedding."""
+"""Parameters outside of layers. A tied output matrix is the embedding."""
 
 
 class Module(NamedTuple):
@@ -26,8 +26,9 @@ class Module(NamedTuple):
 
     Attributes:
         theirs: its name in Hugging Face's Llama.
-        heads: the setting that counts the heads whose rows the rotary embedding turns; "one": all heads share them.
-        axis: along which Meta cuts its matrix into parts; None: each part has all of it.
+        heads: the setting with the number of heads whose rows the rotary embedding rotates; "one": all heads share
+        them.
+        axis: the axis along which Meta splits the matrix into parts; None: each part has the whole matrix.
     """
 
     theirs: str
@@ -51,11 +52,11 @@ MODULES = {
     "attention_norm": Module("input_layernorm", axis=None),
     "ffn_norm": Module("post_attention_layernorm", axis=None),
 }
-"""By our name, within a layer where it is in one."""
+"""By our name; for a module of a layer, its name inside the layer."""
 
 
 def module_of(name: str) -> tuple[str, Module, str]:
-    """Their prefix of the layer, the module, and which of its parameters this is (weight, bias)."""
+    """Their prefix of the layer, the module, and the parameter (weight, bias)."""
     module, _, parameter = name.rpartition(".")
     layer = ""
     if module.startswith("layers."):
@@ -71,13 +72,14 @@ def their_name(name: str) -> str:
 
 
 def zero_biases(config: ModelConfig) -> set[str]:
-    """Their names of biases that our network has not: written as zeros of shape (dim,), and read only if they are."""
+    """Their names of biases that our network does not have. They are written as zeros of shape (dim,), and must be zero
+    when read."""
     return {their_name(f"layers.{layer}.attention.wo.bias") for layer in range(config.layers)} \
         if config.qkv_bias else set()
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int | None:
-    """How many heads' rows the parameter holds if the rotary embedding acts on them, else None."""
+    """The number of heads in the parameter's rows, if the rotary embedding rotates them, else None."""
     heads = module_of(name)[1].heads
     return None if heads is None else 1 if heads == "one" else int(getattr(config, heads))
 
@@ -92,15 +94,15 @@ def pair_rows(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-@lru_cache(maxsize=8)  # asked for each layer of a model
+@lru_cache(maxsize=8)  # called for each layer of a model
 def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of all parameters under our names, a tied matrix once."""
+    """Shapes of all parameters by our names; a tied matrix once."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Llama(config).named_parameters()}
 
 
 def to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """What our parameter is in their form: (name, tensor), and a bias of zeros where they have one."""
+    """Our parameter in their form: (name, tensor), and a bias of zeros if they have one."""
     theirs, heads = their_name(name), rotated_heads(name, config)
     yield theirs, half_rows(tensor, heads) if heads else tensor
     if config.qkv_bias and name.endswith(".wo.weight"):

@@ -1,6 +1,7 @@
-"""The shapes of the published Llamas, by name, and a ladder of small ones to try ideas on. Without torch."""
+"""The shapes of the published Llamas, by name, and a ladder of small models for experiments. Without torch."""
 
 import difflib
+from functools import partial
 
 from drover.model.config import ModelConfig, RopeScaling
 
@@ -19,41 +20,23 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[spelled]
 
 
-def _llama2(
-    dim: int, layers: int, heads: int, kv_heads: int, multiplier: float | None, multiple: int
-) -> ModelConfig:
-    return ModelConfig(
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_dim_multiplier=multiplier,
-        multiple_of=multiple,
-        vocab_size=32000,
-        context_length=4096,
-        rope_theta=10000.0,
-    )
+def _llama(dim: int, layers: int, heads: int, multiplier: float | None, multiple: int, kv_heads: int = 8,
+           vocab_size: int = 128256, context_length: int = 8192, rope_theta: float = 500000.0) -> ModelConfig:
+    """A shape of Meta's, by default of Llama 3."""
+    return ModelConfig(dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, ffn_dim_multiplier=multiplier,
+                       multiple_of=multiple, vocab_size=vocab_size, context_length=context_length,
+                       rope_theta=rope_theta)
 
 
-def _llama3(dim: int, layers: int, heads: int, multiplier: float, multiple: int) -> ModelConfig:
-    return ModelConfig(
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        ffn_dim_multiplier=multiplier,
-        multiple_of=multiple,
-        vocab_size=128256,
-        context_length=8192,
-    )
+_llama2 = partial(_llama, vocab_size=32000, context_length=4096, rope_theta=10000.0)
 
 
 def ladder_step(depth: int) -> ModelConfig:
-    """A step of the ladder: `depth` blocks, 64 wide for each of them, in heads of 64.
+    """A step of the ladder: `depth` blocks, width 64 * depth, heads of width 64.
 
-    At one ratio of width to depth, what is learned on one step carries over to the next (Kaplan et al. 2020, figure 5:
-    the ratio itself matters little). Nothing is shared between heads, embedding and output are one matrix, and the
-    vocabulary is the tokenizer's.
+    With a constant ratio of width to depth, results of one step carry over to the next (Kaplan et al. 2020, figure 5:
+    the ratio itself matters little). Heads share no keys or values, embeddings are tied, and the vocabulary is the
+    tokenizer's.
     """
     return ModelConfig(dim=64 * depth, layers=depth, heads=depth, kv_heads=depth, multiple_of=64, context_length=1024,
                        rope_theta=10000.0, tied_embeddings=True)
@@ -66,11 +49,11 @@ def _extended(base: ModelConfig, factor: float, tied: bool) -> ModelConfig:
 
 # Values of Meta's params.json files, except two that circulate wrongly: Llama 2 7B and 13B have no grouped
 # queries, and the 3.2 models stretch by 32 (llama-models issues 166 and 241), not by the hard-coded 8.
-_8B = _llama3(dim=4096, layers=32, heads=32, multiplier=1.3, multiple=1024)
-_70B = _llama3(dim=8192, layers=80, heads=64, multiplier=1.3, multiple=4096)
-_405B = _llama3(dim=16384, layers=126, heads=128, multiplier=1.2, multiple=4096)
-_1B = _llama3(dim=2048, layers=16, heads=32, multiplier=1.5, multiple=256)
-_3B = _llama3(dim=3072, layers=28, heads=24, multiplier=1.0, multiple=256)
+_8B = _llama(dim=4096, layers=32, heads=32, multiplier=1.3, multiple=1024)
+_70B = _llama(dim=8192, layers=80, heads=64, multiplier=1.3, multiple=4096)
+_405B = _llama(dim=16384, layers=126, heads=128, multiplier=1.2, multiple=4096)
+_1B = _llama(dim=2048, layers=16, heads=32, multiplier=1.5, multiple=256)
+_3B = _llama(dim=3072, layers=28, heads=24, multiplier=1.0, multiple=256)
 
 PRESETS: dict[str, ModelConfig] = {
     "llama2_7b": _llama2(dim=4096, layers=32, heads=32, kv_heads=32, multiplier=None, multiple=256),
@@ -86,7 +69,7 @@ PRESETS: dict[str, ModelConfig] = {
     "llama3.3_70b": _extended(_70B, factor=8.0, tied=False),
     "tinyllama_1.1b": ModelConfig(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, vocab_size=32000,
                                   context_length=2048, rope_theta=10000.0),
-    # By what they have with a vocabulary of 32,000, as people speak of models; the smallest with one of 4,096.
+    # Named after their parameters with a vocabulary of 32,000; the smallest with one of 4,096.
     "ladder_1m": ladder_step(2),
     "ladder_15m": ladder_step(5),
     "ladder_42m": ladder_step(8),

@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al., 2021) in Meta's layout, with Llama 3.1's or YaRN's frequency scaling.
 
-Dimensions 2i and 2i+1 of a head are one pair, turned by position * theta^(-2i / head_dim). Hugging Face pairs
+Dimensions 2i and 2i+1 of a head are one pair, rotated by position * theta^(-2i / head_dim). Hugging Face pairs
 i with i + head_dim/2 instead; `drover.pipeline.formats.huggingface` permutes the weights between the two.
-A pair is a complex number, and turning it one product. Compilers fuse real arithmetic far better, so there is that too.
+As a complex number, a pair is rotated by one product. Compilers fuse real arithmetic far better, so there are both
+ways.
 """
 
 import math
@@ -42,7 +43,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnS
 
 
 def amplitude(scaling: RopeScaling | YarnScaling | None) -> float:
-    """What rotated queries and keys are multiplied by, beside being turned."""
+    """The factor of rotated queries and keys."""
     return scaling.amplitude if isinstance(scaling, YarnScaling) else 1.0
 
 
@@ -53,7 +54,7 @@ def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the adjacent pairs of x, in real arithmetic.
+    """Rotate the adjacent pairs of x, in real arithmetic.
 
     x: (batch, length, heads, head_dim); cos, sin: (batch or 1, length, head_dim / 2), float32 or float64.
     The arithmetic is in the table's precision, by type promotion; the result has x's dtype and shape.
@@ -65,24 +66,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotation:
-    """The cosines and sines of one forward's positions, shared by all layers; call it to turn x.
+    """The cosines and sines of one forward's positions, shared by all layers. Call it to rotate x.
 
-    NOTE: deliberately neither a tensor, a tuple nor a dataclass. Mixed precision in FSDP walks through those
-    in the arguments of every wrapped block and casts floats to bfloat16, which would ruin the angles
-    silently.
+    NOTE: deliberately neither a tensor, a tuple nor a dataclass. FSDP's mixed precision looks for tensors in those, in
+    the arguments of every wrapped block, and casts floats to bfloat16. That would silently ruin the angles.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
-        real = torch.compiler.is_compiling() or is_mps(cos.device)  # complex products are new there
+        real = torch.compiler.is_compiling() or is_mps(cos.device)  # complex products are recent there
         self.turns = None if real else torch.complex(cos, sin).unsqueeze(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`rotate` x: (batch, length, heads, head_dim).
 
-        One complex product instead of six real ones and two ways of copying takes an eighth of the time on a CPU,
-        forward and backward.
+        On a CPU, one complex product takes an eighth of the time of six real ones with their copies, forward and
+        backward.
         """
         if self.turns is None or torch.compiler.is_compiling():
             return rotate(x, self.cos, self.sin)
@@ -93,8 +93,8 @@ class Rotation:
 class RotaryTable:
     """Cosines and sines of positions 0 .. context_length - 1, computed on first use on each device.
 
-    Neither parameter nor buffer: a buffer of a model that was built on the meta device and emptied onto a
-    real one holds whatever was in memory, and nothing complains.
+    Neither parameter nor buffer: after a model is built on the meta device and moved by to_empty, a buffer would
+    silently contain whatever was in memory.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -102,9 +102,9 @@ class RotaryTable:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation for positions (batch or 1, length), int64; IndexError at context_length and beyond."""
+        """The rotation for positions (batch or 1, length), int64. Raises IndexError for positions >= context_length."""
         cos, sin = self._table(positions.device, dtype)
-        # Indexing copies. A slice of a table that was made in inference mode could not take part in training.
+        # Indexing copies. A slice of a table that was created in inference mode could not be used in training.
         return Rotation(cos[positions], sin[positions])
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def spent(config: Config, options: argparse.Namespace) -> int:
     refuse(config, options.ranks, [0])
     _, notes, _ = rehearsable(config, options.ranks, gpu=True)
     print("\n".join(["estimated from counted FLOPs and bytes, to compare layouts; not a speed", *notes]))
-    path = spend(config, options.ranks, options.memory * 1e9, tell=lambda line: print(line, flush=True))
+    path = spend(config, options.ranks, options.memory * 1e9, report=lambda line: print(line, flush=True))
     for number, layout in enumerate(path[1:], 1):
         print(f"change {number}   {layout}")
     if path[-1].peak > TIGHT * options.memory * 1e9:

@@ -1,4 +1,4 @@
-"""What a way to compute attention inside documents is: `Backend`, with what it is given and asked about."""
+"""The interface of backends that compute attention inside documents: `Backend`, `Documents`, `Where`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Where:
-    """What decides whether a backend can run.
+    """The conditions that decide whether a backend can run.
 
     Attributes:
         device: of the activations.
@@ -22,7 +22,7 @@ class Where:
         compiled: whether the blocks run under torch.compile.
         head_dim: width of a head.
         windowed: whether any layer has a sliding window.
-        segmented: whether queries are those of segments that see more keys than their own (`Keys`).
+        segmented: whether queries form segments with more keys than queries (`Keys`).
     """
 
     device: torch.device
@@ -34,10 +34,10 @@ class Where:
 
 
 class Keys(NamedTuple):
-    """The keys of segments: parts of documents whose queries are the last of what they see.
+    """The keys of segments. A segment is a part of a document: its queries are the last tokens of its keys.
 
-    lengths: of each segment, in keys; as many as it has queries at least. rows: of k and v in all: the segments', and
-    behind them some without meaning, which nobody sees and whose gradients nobody reads.
+    lengths: keys of each segment, at least as many as it has queries. rows: of k and v in total: those of all segments,
+    then padding, which no query sees and whose gradients are not read.
     """
 
     lengths: tuple[int, ...]
@@ -47,16 +47,16 @@ class Keys(NamedTuple):
 class Documents:
     """The documents of one forward pass.
 
-    A document lies in one piece, and ends at its row's end at the latest: a number that goes on in the next row is
-    another document there.
+    A document is contiguous and ends at its row's end at the latest. If the next row begins with the same number, that
+    is another document.
 
     Args:
         numbers: (batch, length) ints, equal inside a document and different from one to the next.
-        lengths: of the documents in tokens, row after row, as the loader knows them. None: they are read from
-            `numbers`, for which the host waits for the device.
-        window: how many tokens of its document a query sees at most, itself included; None: all before it.
-        keys: these are segments; `numbers` and the queries then are one row, and `attend` is given all k and v as
-            another. None: whole documents, with a key for each query.
+        lengths: of the documents in tokens, row after row, from the loader. None: they are read from `numbers`, and the
+            host waits for the device.
+        window: how many tokens of its document a query sees at most, including itself; None: all before it.
+        keys: given for segments. `numbers` and the queries are then one row, and `attend` gets all k and v as another
+            row. None: whole documents, with a key for each query.
     """
 
     def __init__(self, numbers: Tensor, lengths: Sequence[int] | None = None, window: int | None = None,
@@ -74,12 +74,12 @@ class Documents:
 
     @property
     def key_rows(self) -> int:
-        """Keys that `attend` is given, with those that mean nothing."""
+        """Keys that `attend` gets, including padding."""
         return self.numbers.numel() if self.keys is None else self.keys.rows
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document, row after row; their sum is batch x length. Raises ValueError where it is not."""
+        """Tokens of each document, row after row. Raises ValueError if their sum is not batch x length."""
         found = self._read() if self.given is None else tuple(self.given)
         if sum(found) != self.numbers.numel():
             raise ValueError(f"The documents have {sum(found)} tokens together; there are {self.numbers.numel()}.")
@@ -97,10 +97,10 @@ class Backend(ABC):
 
     Attributes:
         name: for messages.
-        operators: those of torch whose results `attention` in `train.kept_activations` keeps, as a
-            TorchDispatchMode sees them (`torch.ops.aten.mm.default`). Without them it is computed again.
-        windows: whether it heeds `Documents.window`. One that does not is not taken for a model with sliding windows.
-        segments: whether it heeds `Documents.keys`. One that does not is not taken under context parallelism.
+        operators: torch's operators whose results `attention` in `train.kept_activations` keeps, as a TorchDispatchMode
+            sees them (`torch.ops.aten.mm.default`). Without any, attention is recomputed.
+        windows: whether it supports `Documents.window`. Without, it is refused for models with sliding windows.
+        segments: whether it supports `Documents.keys`. Without, it is refused under context parallelism.
     """
 
     name: ClassVar[str]
@@ -109,40 +109,40 @@ class Backend(ABC):
     operators: ClassVar[frozenset[Any]] = frozenset()
 
     def refusal(self, where: Where) -> str:
-        """What it `lacks` there, sliding windows and segments included."""
+        """Why it cannot run there, as the rest of a sentence; empty if it can. Includes windows and segments."""
         if where.windowed and not self.windows:
             return "knows no sliding window"
         return "knows no context parallelism" if where.segmented and not self.segments else self.lacks(where)
 
     @abstractmethod
     def lacks(self, where: Where) -> str:
-        """Why it cannot run there, as the rest of a sentence ("needs bfloat16, not float32"); empty where it can."""
+        """Why it cannot run there, as the rest of a sentence ("needs bfloat16, not float32"); empty if it can."""
 
     @abstractmethod
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Any:
-        """What `attend` needs to know of the documents. Called once in a forward pass, and once more for layers with a
-        sliding window; never under torch.compile.
+        """Prepare the documents for `attend`. Called once in a forward pass, and once more for layers with a sliding
+        window; never inside a compiled graph.
 
-        dtype: of queries, keys and values. Under torch.compile whole numbers and shapes in the result are compiled in:
-        one that changes with every batch costs a compilation each time.
+        dtype: of queries, keys and values. torch.compile treats integers and shapes in the result as constants: one
+        that changes with every batch costs a compilation each time.
         """
 
     def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Called in each layer before its queries are computed, with k and v as `attend` describes them: a backend that
-        needs those of other ranks begins to exchange them. Returns what `attend` is given in their place."""
+        """Called in each layer before its queries are computed, with k and v as for `attend`. A backend that needs
+        those of other ranks starts their exchange here. Returns the k and v for `attend`."""
         return k, v
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
         """Called in each layer; differentiable.
 
-        q: (batch, length, heads, head_dim), k and v: (batch, length, kv_heads, head_dim), each kv head shared by
-        heads / kv_heads neighbouring heads. Under tensor parallelism a rank calls it with its own heads. Of segments
-        the batch is 1, and k and v have `Documents.key_rows` in their length's place. Returns the same shape as q.
-        prepared: what `prepare` returned.
+        q: (batch, length, heads, head_dim), k and v: (batch, length, kv_heads, head_dim). Each kv head is shared by
+        heads / kv_heads neighbouring heads. Under tensor parallelism a rank calls it with its own heads. For segments
+        the batch is 1, and the length of k and v is `Documents.key_rows`. prepared: the result of `prepare`. Returns
+        the shape of q.
         """
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host's tensor on `device`, without waiting for what a GPU is doing."""
+    """A host's tensor on `device`, without waiting for the GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

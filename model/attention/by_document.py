@@ -1,8 +1,8 @@
-"""Document by document: causal attention of each alone, by the kernels that know no mask.
+"""Document by document: causal attention of each document alone, by kernels without a mask.
 
-Nothing is computed between documents, and nothing above the diagonal that a causal kernel leaves out. On a CPU this is
-what `auto` takes, as measured (benchmarks/RESULTS.md). Documents of one length that follow each other, such as whole
-rows, are one call.
+Nothing is computed between documents, and nothing above the diagonal that a causal kernel skips. `auto` takes this
+backend on CPUs, as measured (benchmarks/RESULTS.md). Neighbouring documents of equal length, such as whole rows, are
+one call.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from drover.model.attention.sdpa import Sdpa, dense_mask
 
 
 class Run(NamedTuple):
-    """Neighbours that are equally long.
+    """Neighbouring documents of equal length.
 
-    documents: how many. length: of each, in queries. keys: of each; more only of a segment, which has a run of its own,
-    with a mask where it is of several queries.
+    documents: how many. length: queries of each. keys: of each. Only a segment has more keys than queries; it is a run
+    of its own, with a mask if it has several queries.
     """
 
     documents: int
@@ -30,14 +30,14 @@ class Run(NamedTuple):
 
 
 HALF_PRECISION_FROM = 512
-"""Tokens of a row from which this is faster than the dense mask in bfloat16 on a CPU, as measured; shorter rows take
-the mask there. In float32 it is as fast at least. By shape alone: a step that is done again has the same bits."""
+"""Tokens of a row from which this is faster than the dense mask in bfloat16 on a CPU, as measured. Shorter rows use the
+mask. In float32 this is never slower. Only the shape decides, so that a repeated step has the same bits."""
 
 _ALONE = Sdpa()
 
 
 class ByDocument(Backend):
-    """A call of the kernel for each run of documents of one length."""
+    """Calls the kernel once for each run of documents of equal length."""
 
     name: ClassVar[str] = "by_document"
     windows: ClassVar[bool] = True
@@ -45,12 +45,12 @@ class ByDocument(Backend):
     operators: ClassVar[frozenset[Any]] = Sdpa.operators
 
     def lacks(self, where: Where) -> str:
-        """See Backend. A graph would hold the documents' lengths, which are others in every batch."""
+        """See Backend. A graph would contain the documents' lengths, which change with every batch."""
         return "cannot be compiled, because every batch has documents of other lengths" if where.compiled else ""
 
     def prepare(self, documents: Documents, dtype: torch.dtype) -> tuple[Run, ...] | Tensor:
-        """See Backend: runs of documents, or the dense mask where that is faster, or where a document is longer than
-        the window: these kernels know none."""
+        """See Backend: runs of documents. The dense mask if it is faster, or if a document is longer than the window,
+        which these kernels do not support."""
         short = documents.numbers.shape[1] < HALF_PRECISION_FROM
         beyond = documents.window is not None and max(documents.key_lengths) > documents.window
         if beyond or (short and dtype.itemsize == 2 and documents.numbers.is_cpu):
@@ -69,10 +69,10 @@ class ByDocument(Backend):
         """See Backend."""
         if isinstance(prepared, Tensor):
             return _ALONE.attend(q, k, v, prepared)
-        # One split and one concatenation: a slice for each document would make a gradient of the whole row for each.
+        # One split and one concatenation: slicing would create a gradient of the whole row for each document.
         q_parts = q.flatten(0, 1).split([run.documents * run.length for run in prepared])
         sizes = [run.documents * run.keys for run in prepared]
-        rest = k.shape[0] * k.shape[1] - sum(sizes)  # keys without meaning
+        rest = k.shape[0] * k.shape[1] - sum(sizes)  # padding keys
         k_parts, v_parts = (whole.flatten(0, 1).split([*sizes, rest])[:-1] for whole in (k, v))
         outputs = [
             _ALONE.attend(a.unflatten(0, (run.documents, -1)), b.unflatten(0, (run.documents, -1)),

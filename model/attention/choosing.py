@@ -11,7 +11,7 @@ from drover.model.attention.backend import Backend, Where
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend. fallback: why it is not the one that `auto` would rather have, to be said once; empty otherwise."""
+    """A backend. fallback: why it is not the preferred one of `auto`, to be printed once; empty otherwise."""
 
     backend: Backend
     fallback: str = ""
@@ -20,7 +20,7 @@ class Choice:
 def choose(name: str, where: Where) -> Choice:
     """The backend with this name (of BACKENDS, or "module:class"), or for `auto` the first of AUTOMATIC that can run.
 
-    Raises ValueError, in words for the user, for a name that is not known and for a backend that cannot run there.
+    Raises ValueError, with a message for the user, for an unknown name and for a backend that cannot run there.
     """
     if name == "auto":
         return _automatic(where)
@@ -32,11 +32,11 @@ def choose(name: str, where: Where) -> Choice:
 
 
 def load(name: str) -> Backend:
-    """The backend with this name, of BACKENDS or as "module:class". Raises ValueError where there is none."""
+    """The backend with this name, of BACKENDS or as "module:class". Raises ValueError if there is none."""
     module, _, attribute = BACKENDS.get(name, name).partition(":")
     if not attribute:
-        raise ValueError(f"attention '{name}' is not known; there are auto, {', '.join(BACKENDS)}, and classes "
-                         f"elsewhere as module:class.")
+        raise ValueError(f"attention '{name}' is not known. Take auto, {', '.join(BACKENDS)}, or another class as "
+                         f"module:class.")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -47,7 +47,7 @@ def load(name: str) -> Backend:
 
 
 def _automatic(where: Where) -> Choice:
-    """The first that can run; a fallback where it is not the one that is best on such a device."""
+    """The first backend that can run, with a fallback's reason if it is not the best one for such a device."""
     wanted = "varlen" if where.device.type == "cuda" else "by_document"
     lacks: dict[str, str] = {}
     for name in (wanted, *(name for name in AUTOMATIC if name != wanted)):  # varlen imports torch's compiler

@@ -1,7 +1,7 @@
-"""torch's flex attention: a kernel that is generated for a rule of who sees whom, and skips blocks where nobody does.
+"""torch's flex attention: a kernel generated from a mask function, which skips blocks without any visible pair.
 
-An option on GPUs, above all in float32, where no flash kernel is. It is always compiled there, and has no backward pass
-on CPUs (torch 2.11 to 2.13), where it serves for comparison only.
+An option on GPUs, mainly in float32, which has no flash kernel. It is always compiled there. On CPUs it has no backward
+pass (torch 2.11 to 2.13) and only serves for comparison.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from drover.model.attention.backend import Backend, Documents, Where
 
 
 class Flex(Backend):
-    """`torch.nn.attention.flex_attention`, with a block mask made once in a forward pass."""
+    """`torch.nn.attention.flex_attention`, with one block mask for each forward pass."""
 
     name: ClassVar[str] = "flex"
     windows: ClassVar[bool] = True
-    # Inside a compiled block it is the first; around it, where only the kernel is compiled, the second.
+    # In a compiled block it is the first operator. In an eager block, where only the kernel is compiled, the second.
     operators: ClassVar[frozenset[Any]] = frozenset({torch.ops.higher_order.flex_attention}) | {
         operator for operator in [getattr(torch._higher_order_ops, "inductor_compiled_code", None)] if operator}
 
@@ -35,7 +35,7 @@ class Flex(Backend):
         return "" if capability >= (7, 0) else f"needs compute capability 7.0, not {'.'.join(map(str, capability))}"
 
     def prepare(self, documents: Documents, dtype: torch.dtype) -> BlockMask:
-        """See Backend: which blocks of 128 x 128 scores are all seen, in part, or not at all."""
+        """See Backend: which blocks of 128 x 128 scores are visible fully, in part, or not at all."""
         numbers = documents.numbers
         batch, length = numbers.shape
         make: Any = _compiled(create_block_mask) if numbers.is_cuda else create_block_mask
@@ -52,8 +52,8 @@ class Flex(Backend):
 
 
 def first_tokens(numbers: Tensor, window: int | None = None) -> Tensor:
-    """The place in its row of the first key that each token sees, where its document begins or the window does: (batch,
-    length) int32 of `Documents.numbers`."""
+    """The position of the first key that each token sees, at the begin of its document or of the window: (batch,
+    length) int32, from `Documents.numbers`."""
     place = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device)
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -62,8 +62,8 @@ def first_tokens(numbers: Tensor, window: int | None = None) -> Tensor:
 
 
 def rule(first: Tensor) -> Any:
-    """Who sees whom: a key from the first that the query sees up to the query. One look-up, where comparing two
-    documents' numbers would be two."""
+    """The mask function: a query sees the keys from its first one up to itself. This needs one look-up; comparing the
+    numbers of two documents would need two."""
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (key >= first[row, query])

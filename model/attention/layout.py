@@ -1,4 +1,4 @@
-"""What the blocks of one forward pass share: positions, and which tokens see which."""
+"""Shared by all blocks of one forward pass: positions, and which tokens see which."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ PLAIN = Sdpa()
 
 
 class Layout:
-    """Made once in a forward pass, given to every block, read by attention alone.
+    """Created once in a forward pass, given to every block, read by attention only.
 
     Attributes:
         rotation: of queries and keys, by the tokens' positions.
-        backend: how attention is computed in this pass.
-        prepared: what the backend made of the documents: a mask, cumulative lengths, blocks; None where plain causal
-            attention is meant.
+        backend: computes attention in this pass.
+        prepared: the backend's form of the documents: a mask, cumulative lengths, blocks; None for plain causal
+            attention.
         windowed: the same for layers with a sliding window.
 
-    NOTE: deliberately neither a tensor, a tuple nor a dataclass, like Rotation: mixed precision casts what is in those.
+    NOTE: deliberately neither a tensor, a tuple nor a dataclass, like Rotation: mixed precision would cast their
+    contents.
     """
 
     def __init__(self, rotation: Rotation, backend: Backend = PLAIN, prepared: Any = None,
@@ -35,24 +36,24 @@ class Layout:
     @classmethod
     def of(cls, rotation: Rotation, backend: Backend, documents: Documents, dtype: torch.dtype,
            window: int | None = None) -> Layout:
-        """Tokens see the earlier ones of their own document. dtype: of queries, keys and values. window: of the layers
-        that have one."""
+        """Tokens see the earlier tokens of their own document. dtype: of queries, keys and values. window: of the
+        layers that have one."""
         windowed = None if window is None else backend.prepare(documents.within(window), dtype)
         return cls(rotation, backend, backend.prepare(documents, dtype), windowed)
 
     @classmethod
     def causal(cls, rotation: Rotation, length: int, start: int, device: torch.device, dtype: torch.dtype,
                window: int | None = None) -> Layout:
-        """Tokens start .. start + length - 1 see all up to themselves; those before `start` are in a cache. window: of
-        the layers that have one."""
+        """Tokens start .. start + length - 1 see all tokens up to themselves; those before `start` are in a cache.
+        window: of the layers that have one."""
         mask = None if start == 0 or length == 1 else dense_mask(length, start, None, device, dtype)
         beyond = window is not None and start + length > window
         return cls(rotation, PLAIN, mask, dense_mask(length, start, None, device, dtype, window) if beyond else mask)
 
     @classmethod
     def masked(cls, rotation: Rotation, mask: Tensor, positions: Tensor, window: int | None = None) -> Layout:
-        """Tokens see what `mask`, (batch, 1, length, keys), lets them see of a cache whose rows each begin at place 0.
-        positions: (batch, length), of the tokens. window: of the layers that have one."""
+        """Tokens see what `mask`, (batch, 1, length, keys), allows, of a cache whose rows all begin at place 0.
+        positions: of the tokens, (batch, length). window: of the layers that have one."""
         if window is None:
             return cls(rotation, PLAIN, mask)
         before = torch.arange(mask.shape[-1], device=mask.device) <= positions.unsqueeze(-1) - window
@@ -60,9 +61,9 @@ class Layout:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, windowed: bool = False) -> Tensor:
-    """Each query's mean of the values that it may see, weighed by softmax(q k^T / sqrt(head_dim)).
+    """Each query's mean of its visible values, weighted by softmax(q k^T / sqrt(head_dim)).
 
-    q: (batch, length, heads, head_dim); k, v: (batch, keys, kv_heads, head_dim), rotated, with those of the cache in
-    front. windowed: whether the layer has a sliding window. Returns the shape of q.
+    q: (batch, length, heads, head_dim); k, v: (batch, keys, kv_heads, head_dim), rotated, after those of the cache.
+    windowed: whether the layer has a sliding window. Returns the shape of q.
     """
     return layout.backend.attend(q, k, v, layout.windowed if windowed else layout.prepared)

@@ -11,15 +11,15 @@ from drover.model.linear import Linear
 
 
 class Cache(Protocol):
-    """What attention asks of one layer's cache while decoding."""
+    """The interface of one layer's cache for decoding."""
 
     @property
     def length(self) -> int:
         """Tokens seen so far, of the longest sequence."""
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (batch, new, kv_heads, head_dim) each; returns all that may be seen, (batch, keys, kv_heads,
-        head_dim) each."""
+        """Append (batch, new, kv_heads, head_dim) each; returns all visible ones, (batch, keys, kv_heads, head_dim)
+        each."""
 
 
 class KeyValueCache:
@@ -77,8 +77,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         """x: (batch, length, dim) -> the same; layout: of this forward pass; cache: this layer's, which is extended."""
         batch, length, _ = x.shape
-        # Keys and values come first: what other ranks need of them is on its way while queries are computed. The number
-        # of heads is left open (-1): under tensor parallelism a rank holds only some of them.
+        # Keys and values come first, so that their exchange with other ranks runs while queries are computed. The
+        # number of heads is open (-1), because under tensor parallelism a rank holds only some of them.
         k = self._normed_and_rotated(self.wk(x).view(batch, length, -1, self.head_dim), self.k_norm, layout)
         v = self.wv(x).view(batch, length, -1, self.head_dim)  # (batch, length, kv_heads, head_dim), as k
         if cache is not None:
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         return joined
 
     def _normed_and_rotated(self, heads: Tensor, norm: nn.Module | None, layout: Layout) -> Tensor:
-        """Queries or keys, (batch, length, heads, head_dim), normed and rotated where the layer does so."""
+        """Queries or keys, (batch, length, heads, head_dim), normalized and rotated if the layer does so."""
         if norm is not None:
             heads = norm(heads)
         return layout.rotation(heads) if self.rotates else heads

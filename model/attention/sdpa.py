@@ -1,7 +1,7 @@
 """torch's scaled dot product attention: without a mask for plain causal attention, with a dense one for documents.
 
-The dense mask is the reference that the other backends are compared with. On a GPU it keeps out the flash kernels and
-costs repeated heads; `auto` does not take it there while anything else can run.
+The dense mask is the reference for all other backends. On a GPU it excludes the flash kernels and needs repeated heads,
+so `auto` takes it there only if no other backend can run.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from drover.model.attention.backend import Backend, Documents, Where
 
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels that begin at once with a new shape. cuDNN makes a plan for each, which takes 40 to 100 ms on an H200."""
+"""Kernels without start-up time for a new shape. cuDNN plans each new shape, for 40 to 100 ms on an H200."""
 
 
 def dense_mask(
     length: int, start: int, documents: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32,
     window: int | None = None,
 ) -> Tensor:
-    """What is added to the scores: (batch or 1, 1, length, start + length), 0 where a query may see a key, else -inf.
+    """The mask that is added to the scores: (batch or 1, 1, length, start + length), 0 if a query sees a key, else
+    -inf.
 
     The queries are tokens start .. start + length - 1, the keys all tokens up to there. documents: (batch,
     length) ints, only with start 0; tokens of different documents do not see each other. window: how many keys a
-    query sees at most, its own included.
+    query sees at most, including its own.
 
-    A mask of truth values would be turned into this one by each layer for itself, and each copy be kept for the
-    backward pass: at 8,192 tokens in bf16, 134 MB a layer.
+    A boolean mask would be converted to this one in each layer, and each copy kept for the backward pass: 134 MB per
+    layer at 8,192 tokens in bf16.
     """
     assert documents is None or start == 0, "a cache holds one document"
     seen = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)[None, None]
@@ -43,12 +44,12 @@ def dense_mask(
 
 
 def segment_mask(documents: Documents, dtype: torch.dtype) -> Tensor:
-    """The mask of segments (`Documents.keys`): (1, 1, queries, keys), made like `dense_mask`'s."""
+    """The mask of segments (`Documents.keys`): (1, 1, queries, keys), with values as in `dense_mask`."""
     device = documents.numbers.device
     queries, keys = (torch.tensor(lengths, device=device) for lengths in (documents.lengths, documents.key_lengths))
     number = torch.arange(len(queries), device=device)
     segment, segment_of_key = number.repeat_interleave(queries), number.repeat_interleave(keys)
-    # A query's or a key's distance from the end of its segment: the ends meet.
+    # A query's or a key's distance from the end of its segment. The ends of queries and keys coincide.
     behind = queries.cumsum(0)[segment] - torch.arange(len(segment), device=device)
     behind_of_key = keys.cumsum(0)[segment_of_key] - torch.arange(len(segment_of_key), device=device)
     distance = behind_of_key - behind[:, None]  # (queries, keys)
@@ -61,7 +62,7 @@ def segment_mask(documents: Documents, dtype: torch.dtype) -> Tensor:
 
 
 class Sdpa(Backend):
-    """The dense mask: (batch, 1, length, length), of which every layer computes all scores."""
+    """The dense mask, (batch, 1, length, length). Every layer computes all scores."""
 
     name: ClassVar[str] = "sdpa"
     windows: ClassVar[bool] = True
@@ -71,7 +72,7 @@ class Sdpa(Backend):
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    })  # the unfused kernel is made of other products and is computed again
+    })  # the unfused kernel consists of other products and is recomputed
 
     def lacks(self, where: Where) -> str:
         """See Backend. It runs everywhere."""
@@ -90,13 +91,13 @@ class Sdpa(Backend):
         mask, group = prepared, q.shape[2] // k.shape[2]
         # Measured on CPU (2 x 256 tokens, 6 heads over 2, width 48, float32, forward + backward): enable_gqa
         # is 2-6 % faster than repeating k and v, on 1 and 2 threads, with and without a mask. On CUDA the
-        # flash kernel knows groups but neither masks nor float32, and the memory-efficient kernel the other
-        # way round: asking it for groups ends silently in the kernel that stores all scores, so there the
-        # heads are repeated.
+        # flash kernel supports groups but neither masks nor float32. The memory-efficient kernel supports those
+        # but no groups: with enable_gqa torch would silently use the kernel that stores all scores. So heads
+        # are repeated there.
         kernel_groups = not q.is_cuda or (mask is None and q.dtype != torch.float32)
         if group > 1 and not kernel_groups:
             k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-        # Training has a few shapes, for which cuDNN is the fastest; while a text grows, each token is a new one.
+        # Training has few shapes, for which cuDNN may be the fastest. In generation each token is a new shape.
         new_shapes = q.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         with sdpa_kernel(ANY_SHAPE) if new_shapes else nullcontext():
             out = F.scaled_dot_product_attention(

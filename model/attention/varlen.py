@@ -1,7 +1,7 @@
-"""torch's attention over sequences of various lengths: flash kernels that are given where documents begin.
+"""torch's attention over sequences of different lengths: flash kernels with the documents' offsets.
 
-The way of documents on GPUs: every token of the batch in one row, causal inside each document, kv heads not repeated,
-no mask. It takes half precision only.
+The default for documents on GPUs: all tokens of the batch are one row, causal inside each document, without repeated kv
+heads or a mask. It needs half precision.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.nn.attention.varlen import varlen_attn
 from drover.model.attention.backend import Backend, Documents, Where, moved
 
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.12 and later ask to be told that kv heads are fewer; 2.11 looks for itself."""
+"""torch 2.12 and later need an argument if there are fewer kv heads; 2.11 finds out itself."""
 
 
 class Edges(NamedTuple):
-    """Where documents, or segments, begin in the row of all tokens, and their keys in that of all keys.
+    """Offsets of documents, or segments, in the row of all tokens, and of their keys in the row of all keys.
 
-    edges: int32, 0 first and the number of tokens last, which is repeated up to a power of two of documents: those have
-    no tokens. longest: tokens of the longest document, rounded up to a power of two, the kernel's bound. before: how
-    many keys before its own a query sees at most; -1 for all. key_edges, longest_keys: the same of keys; of whole
-    documents they are those of queries. Where a segment has more keys than queries, the kernel aligns their ends.
+    edges: int32, from 0 to the number of tokens. Empty documents at the end pad their number to a power of two.
+    longest: tokens of the longest document, rounded up to a power of two; the kernel's bound. before: how many keys
+    before its own a query sees at most; -1 for all. key_edges, longest_keys: the same for keys; equal to those of
+    queries for whole documents. If a segment has more keys than queries, the kernel aligns their ends.
 
-    Numbers and lengths are rounded because a compiled graph is compiled again for a length that it has not seen.
+    Numbers and lengths are rounded, because each new one would compile a graph again.
     """
 
     edges: Tensor
@@ -87,10 +87,10 @@ def _edges(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _longest(lengths: Sequence[int], most: int) -> int:
-    """The kernel's bound for lengths of which none is above `most`."""
+    """The kernel's bound for lengths of at most `most`."""
     return min(power_of_two(max(lengths)), most)
 
 
 def power_of_two(count: int) -> int:
-    """The least one that is not below `count`."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

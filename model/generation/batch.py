@@ -17,7 +17,7 @@ from drover.model.llama import Llama
 
 End = Literal["stop", "length", "failed"]
 LOGITS_IN_MEMORY = 2**27
-"""Most logits of a prompt at once (0.5 GB in float32), where those of all its tokens are asked for."""
+"""The most logits of a prompt at once (0.5 GB in float32), if those of all its tokens are requested."""
 
 
 class Row:
@@ -27,10 +27,10 @@ class Row:
         prompt: its first ids.
         sampling: its settings.
         tokens: the new ids so far, without the one that stopped it.
-        scores: of the new tokens, that of a stop id with them, where `sampling.logprobs` asks for them.
-        prompt_scores: of the prompt's tokens but the first, where `sampling.prompt_logprobs` does.
-        end: "stop" where one of its stop_ids came, "length" where it has all its tokens, "failed" where its scores are
-            NaN, None while it goes on.
+        scores: of the new tokens, including a stop id, if `sampling.logprobs` requests them.
+        prompt_scores: of the prompt's tokens except the first, if `sampling.prompt_logprobs` requests them.
+        end: "stop" after one of its stop_ids, "length" after max_tokens, "failed" if its logits are NaN, None while it
+            continues.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -42,7 +42,7 @@ class Row:
         self._generator: torch.Generator | None = None
 
     def choose(self, scores: Tensor) -> int | None:
-        """The next token by the row's settings; None where the scores are NaN. scores: (vocabulary,) on the CPU."""
+        """The next token by the row's settings; None if the logits are NaN. scores: (vocabulary,) logits on the CPU."""
         if self.sampling.repetition_penalty != 1:
             seen = torch.tensor([*self.prompt, *self.tokens])
             scores = penalised(scores, seen, self.sampling.repetition_penalty)
@@ -54,7 +54,7 @@ class Row:
             return None
 
     def take(self, token: int | None) -> bool:
-        """Count the next token (None: its scores are NaN); whether it belongs to the text."""
+        """Add the next token (None: its logits are NaN). Returns whether it belongs to the text."""
         if token is None:
             self.end = "failed"
             return False
@@ -68,10 +68,10 @@ class Row:
 
 
 class Batch:
-    """Sequences that one model continues together; they come and go between the passes.
+    """Sequences that one model continues together. They may be added and dropped between passes.
 
-    What a row becomes depends on nothing but its prompt and settings, up to the rounding of sums whose order changes
-    with the number of rows: a prompt is read alone, without padding, and its random numbers are its own.
+    A row's tokens depend only on its prompt and settings, except for rounding: the order of sums changes with the
+    number of rows. A prompt is read alone, without padding, and has its own random numbers.
 
     Args:
         model: whole on its device, in evaluation mode.
@@ -86,8 +86,8 @@ class Batch:
         self._caches = RowCaches(model.config.layers)
 
     def add(self, prompt: Sequence[int], sampling: Sampling) -> Row:
-        """Continue a prompt from the next step on. Raises ValueError for one that is empty, has ids that the model does
-        not know, or leaves too little room in the context."""
+        """Continue a prompt from the next step on. Raises ValueError if it is empty, has ids outside the vocabulary, or
+        is too long for the context."""
         if problem := prompt_problem(self.model, prompt, sampling.max_tokens):
             raise ValueError(f"The prompt {problem}")
         row = Row(prompt, sampling)
@@ -96,7 +96,7 @@ class Batch:
 
     @torch.inference_mode()
     def drop(self, row: Row) -> None:
-        """Do not continue a row any more. One that has ended has gone by itself."""
+        """Stop continuing a row. Rows that have ended are dropped automatically."""
         if row in self._new:
             self._new.remove(row)
         elif row in self._running:
@@ -111,8 +111,8 @@ class Batch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Row, int | None]]:
-        """A further token for every row: each with the token that it got, None where that was one of its stop_ids, or
-        where its scores are NaN (`Row.end`). Rows that ended with it are not in the batch any more.
+        """One more token for every row. Returns each row with its token, or None for a stop id or NaN logits
+        (`Row.end`). Rows that ended are no longer in the batch.
         """
         made: list[tuple[Row, int | None]] = []
         if self._running:
@@ -152,8 +152,8 @@ class Batch:
         return _chosen([row], scores)[0]
 
     def _read_and_score(self, row: Row, count: int, tokens: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
-        """Read a prompt, tokens (1, length), into caches and note the scores of its own tokens; returns those of the
-        next, (1, vocabulary)."""
+        """Read a prompt, tokens (1, length), into caches and record the scores of its tokens. Returns the logits of the
+        next token, (1, vocabulary)."""
         scores = tokens.new_empty(0)
         for piece in tokens.split(max(1, LOGITS_IN_MEMORY // self.model.tok_embeddings.num_embeddings), dim=1):
             following = row.prompt[caches[0].length + 1:][:piece.shape[1]]
@@ -163,10 +163,10 @@ class Batch:
 
 
 def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int | None]:
-    """The next token of each row, None where its scores are NaN. scores: (rows, vocabulary); all of them leave the
-    device only where one is needed."""
+    """The next token of each row, None if its logits are NaN. scores: (rows, vocabulary) logits. They are copied to the
+    host only if a row needs sampling."""
     if all(row.sampling.plain for row in rows):
-        best, tokens = scores.max(dim=-1)  # NaN counts as the greatest
+        best, tokens = scores.max(dim=-1)  # NaN counts as the largest
         chosen = [None if isnan else token for token, isnan in zip(tokens.tolist(), best.isnan().tolist(), strict=True)]
     else:
         chosen = [row.choose(own) for row, own in zip(rows, scores.cpu(), strict=True)]
@@ -179,7 +179,7 @@ def _chosen(rows: Sequence[Row], scores: Tensor) -> list[int | None]:
 
 
 def prompt_problem(model: Llama, prompt: Sequence[int], max_new_tokens: int) -> str | None:
-    """Why a prompt cannot be continued by so many tokens, as the rest of a sentence; None where it can."""
+    """Why a prompt cannot be continued by so many tokens, as the rest of a sentence; None if it can."""
     vocabulary, context = model.config.vocab_size, model.config.context_length
     assert vocabulary is not None
     if not prompt:

@@ -1,4 +1,4 @@
-"""Keys and values of several sequences of unequal length, to which all add a token in the same forward pass."""
+"""Keys and values of several sequences of unequal length. Each forward pass adds one token to all of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from drover.model.attention.module import KeyValueCache
 
 STEP = 256
-"""Room for tokens is made in multiples of this."""
+"""The capacity in tokens is a multiple of this."""
 
 
 class Pass(NamedTuple):
-    """What a forward pass of one token a row is given.
+    """Arguments of a forward pass with one token per row.
 
-    positions: (rows, 1) int64. mask: (rows, 1, 1, keys), added to the scores: 0 for a row's own tokens and -inf for
-    what lies behind them; None where all rows are equally long.
+    positions: (rows, 1) int64. mask: (rows, 1, 1, keys), added to the scores: 0 for a row's own tokens and -inf for the
+    places after them; None if all rows are equally long.
     """
 
     positions: Tensor
@@ -43,7 +43,7 @@ class RowCache:
 
 
 class RowCaches:
-    """Every row begins at place 0 of its own line; what lies behind its end is masked. Rows come and go at any time.
+    """Every row begins at place 0. Places after its end are masked. Rows can be added and removed at any time.
 
     Attributes:
         lengths: tokens in each row.
@@ -59,7 +59,7 @@ class RowCaches:
         self._end = 0
 
     def append(self, caches: Sequence[KeyValueCache]) -> None:
-        """A further row, behind the others, with the tokens of a batch of one in `caches`."""
+        """Add a row after the others, from `caches` with a batch of one."""
         first, length, row = caches[0], caches[0].length, len(self.lengths)
         assert first.keys is not None
         held = self._with_room(row + 1, length + 1, first.keys)
@@ -70,13 +70,13 @@ class RowCaches:
         self.lengths.append(length)
 
     def remove(self, row: int) -> None:
-        """Take a row out; the last one takes its place."""
+        """Remove a row. The last row moves to its place."""
         last = len(self.lengths) - 1
         assert self._held is not None
         if row != last:
             self._held[:, :, row] = self._held[:, :, last]
             self.lengths[row] = self.lengths[last]
-        self._held[:, :, last] = 0  # a row whose keys are NaN must leave none to the next one here
+        self._held[:, :, last] = 0  # a row may have NaN keys, and the next row here must not get them
         self.lengths.pop()
         if not self.lengths:
             self._held, self._views = None, []
@@ -98,7 +98,7 @@ class RowCaches:
         return Pass(positions, mask[:, None, None])
 
     def extended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What `RowCache.extend` of that layer does and returns."""
+        """See `RowCache.extend`, for this layer."""
         rows = keys.shape[0]
         all_keys, all_values = self._views[layer]
         if isinstance(self._where, int):
@@ -110,14 +110,14 @@ class RowCaches:
         return all_keys[:rows, :self._end], all_values[:rows, :self._end]
 
     def end(self) -> None:
-        """After the pass: every row has one token more."""
+        """After the pass: every row has one more token."""
         self.lengths = [length + 1 for length in self.lengths]
 
     def _with_room(self, rows: int, tokens: int, like: Tensor) -> Tensor:
-        """`_held`, grown where it is too small: by more than is needed now, so that it is copied seldom.
+        """`_held`, enlarged if it is too small, by more than is needed now, so that it is rarely copied.
 
-        like: any of (..., kv_heads, head_dim). New room is zero: what is masked counts for zero times itself, which
-        must not be NaN.
+        like: any tensor (..., kv_heads, head_dim). New places are zero: attention multiplies masked values by zero,
+        which must not give NaN.
         """
         old = self._held
         if old is not None:

@@ -1,7 +1,7 @@
-"""How the scores of a forward pass become the next token: the settings, and the formulas behind them.
+"""How the logits of a forward pass become the next token: the settings and their formulas.
 
 The formulas and their order are those of transformers' processors: repetition penalty, temperature, top_k, top_p,
-min_p, each on what the one before left.
+min_p, each applied to the result of the one before.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_TEMPERATURE, MOST_PENALTY = 1e-3, 100.0
-"""Beyond these, scores would become infinite, and probabilities no numbers."""
+"""Beyond these limits logits would become infinite, and probabilities NaN."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one prompt is continued. Raises ValueError with everything that is wrong.
+    """Settings for continuing one prompt. Raises ValueError with everything that is wrong.
 
     Attributes:
-        max_tokens: most new tokens.
-        temperature: scores are divided by it; 0 takes the most likely token, for which only repetition_penalty counts.
-        top_k: only the so many likeliest tokens are drawn from; None: all.
-        top_p: only the fewest likeliest tokens whose probabilities together reach it (Holtzman et al., 2020); 1: all.
-        min_p: only tokens at least so many times as likely as the likeliest (Nguyen et al., 2024); 0: all.
-        repetition_penalty: above 1, tokens of the prompt and of the new text become less likely (Keskar et al., 2019);
-            1: none.
+        max_tokens: the largest number of new tokens.
+        temperature: divides the logits; 0 is greedy decoding (argmax), which heeds only repetition_penalty.
+        top_k: sample from so many most probable tokens; None: from all.
+        top_p: sample from the smallest set of most probable tokens with this total probability (Holtzman et al., 2020);
+            1: from all.
+        min_p: sample from tokens with at least this fraction of the highest probability (Nguyen et al., 2024); 0: from
+            all.
+        repetition_penalty: above 1, tokens of the prompt and of the new text become less probable (Keskar et al.,
+        2019);
+            1: no penalty.
         seed: of this prompt's random numbers.
         stop_ids: tokens that end the text and are not part of it.
-        stop: strings that end the text, which is what stands before the one that is complete first.
-        logprobs: tell the log-probability of each new token, and of so many of the likeliest at its place, as the
-            model has them: nothing above changes them; None: tell nothing.
-        prompt_logprobs: the same of the prompt's tokens but the first.
+        stop: strings that end the text. The text ends before the one that is complete first.
+        logprobs: return the log-probability of each new token, and so many of the highest at its position. They are the
+            model's own, before the settings above. None: return none.
+        prompt_logprobs: the same for the prompt's tokens except the first.
     """
 
     max_tokens: int = 256
@@ -75,25 +78,25 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is taken as the model has it."""
+        """Whether the next token is the argmax of the model's unchanged logits."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
 
 def penalised(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Keskar et al. (2019), section 4.1, as transformers computes it: the scores of tokens that were seen are divided
-    by the penalty where they are positive, and multiplied by it where they are negative.
+    """Keskar et al. (2019), section 4.1, as transformers computes it: positive logits of seen tokens are divided by the
+    penalty, negative ones multiplied by it.
 
-    scores: (vocabulary,). seen: ids, (count,) int64; how often one is among them does not matter.
+    scores: (vocabulary,) logits. seen: ids, (count,) int64; repeated ids count once.
     """
     of_seen = scores[seen]
     return scores.scatter(0, seen, (of_seen * penalty).where(of_seen < 0, of_seen / penalty))
 
 
 def kept(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Probabilities (not summing to 1) of the tokens that may be drawn, likeliest first, and their ids; 0 for those
-    that may not.
+    """Probabilities (not summing to 1) of the tokens that may be drawn, the highest first, and their ids. Excluded
+    tokens have probability 0.
 
-    scores: (vocabulary,) logits; the temperature must be above 0. Raises FloatingPointError where scores are NaN.
+    scores: (vocabulary,) logits; the temperature must be above 0. Raises FloatingPointError if they are NaN.
     """
     probabilities = (scores / sampling.temperature).softmax(dim=-1)
     if sampling.top_k is None:
@@ -114,13 +117,13 @@ def kept(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def draw(scores: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token. scores: (vocabulary,) logits on the generator's device, after `penalised` if that is wanted.
+    """The next token. scores: (vocabulary,) logits on the generator's device, after `penalised` if it is used.
 
-    Raises FloatingPointError where they are NaN.
+    Raises FloatingPointError if they are NaN.
     """
     if sampling.temperature == 0:
         best, token = scores.max(dim=-1)
-        if best.isnan():  # which counts as the greatest
+        if best.isnan():  # NaN counts as the largest
             raise FloatingPointError("the model's scores are NaN")
         return int(token)
     probabilities, ids = kept(scores, sampling)

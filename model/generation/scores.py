@@ -1,4 +1,4 @@
-"""What the model itself says of tokens: log-probabilities, before temperature, penalties and cuts."""
+"""The model's own log-probabilities of tokens, before temperature, penalties and top_k, top_p, min_p."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class TokenScore:
 
     Attributes:
         token: its id.
-        logprob: in nats, given all that stands before it.
-        top: (id, logprob) of the likeliest tokens at its place, likeliest first.
+        logprob: in nats, given all tokens before it.
+        top: (id, logprob) of the most probable tokens at its position, the highest first.
     """
 
     token: int
@@ -25,13 +25,13 @@ class TokenScore:
 
 
 def token_scores(scores: Tensor, tokens: Sequence[int], count: int) -> list[TokenScore]:
-    """The scores of one token at each place, beside the `count` likeliest there.
+    """The score of one token at each position, with the `count` most probable tokens there.
 
-    scores: (places, vocabulary) logits; what leaves the device is (places, count + 1).
+    scores: (positions, vocabulary) logits; only (positions, count + 1) values are copied to the host.
     """
     logprobs = scores.log_softmax(dim=-1)
     wanted = torch.tensor(tokens, dtype=torch.int64, device=scores.device).unsqueeze(1)
     own = logprobs.gather(1, wanted).squeeze(1).tolist()
     best, ids = logprobs.topk(min(count, scores.shape[1]))
-    return [TokenScore(token, logprob, tuple(zip(*likeliest, strict=True))) for token, logprob, *likeliest in
+    return [TokenScore(token, logprob, tuple(zip(*top, strict=True))) for token, logprob, *top in
             zip(tokens, own, ids.tolist(), best.tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""Tokens to text that is given out only when nothing of it can change any more."""
+"""Streams text from tokens, and returns only text that cannot change any more."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 class TextStream:
     """The text of one sequence, up to the one of its stop strings that is complete first.
 
-    What could become a stop string, and the first bytes of a character of which the others may still come, are held
-    back until it is certain.
+    The beginning of a possible stop string, and the first bytes of an incomplete character, are held back until they
+    are certain.
 
     Args:
         stop: strings that end the text, wherever tokens begin and end.
 
     Attributes:
-        stopped: whether one of them came.
-        given: characters that were given out.
+        stopped: whether a stop string was found.
+        given: characters that were returned.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -27,11 +27,11 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, content: bytes) -> str:
-        """What is certain now that these UTF-8 bytes came: the rest of the text if they completed a stop string."""
+        """Add UTF-8 bytes. Returns the text that is certain now: all the rest if they complete a stop string."""
         return self._certain(self._decoder.decode(content))
 
     def finish(self) -> str:
-        """What was held back, after the last bytes. Those of a broken character are U+FFFD."""
+        """Returns the text that was held back, after the last bytes. Bytes of a broken character become U+FFFD."""
         text = self._certain(self._decoder.decode(b"", final=True))
         rest, self._held = self._held, ""
         self.given += len(rest)
@@ -39,7 +39,7 @@ class TextStream:
 
     @property
     def length(self) -> int:
-        """Whole characters so far, with those that are held back."""
+        """Complete characters so far, including those that are held back."""
         return self.given + len(self._held)
 
     def _certain(self, new: str) -> str:
@@ -49,7 +49,7 @@ class TextStream:
         found = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            _, place = min(found)  # as if characters came one by one, so that it does not matter how tokens cut them
+            _, place = min(found)  # as if characters came one by one: token boundaries do not matter
             text, self._held = self._held[:place], ""
         else:
             open_end = max((_begun(self._held, stop) for stop in self._stop), default=0)
@@ -60,6 +60,6 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the longest beginning of `stop`, which it does not contain."""
+    """Length of the longest beginning of `stop` at the end of `text`, which does not contain all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -14,8 +14,8 @@ from drover.model.llama import Llama
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token's score, and the character of its text at which the token begins (one that goes on with a character that
-    is not whole yet: at that character)."""
+    """A token's score, and the character of the text at which the token begins. A token that continues an incomplete
+    character begins at that character."""
 
     score: TokenScore
     start: int
@@ -23,16 +23,16 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a text.
+    """The next piece of a text.
 
     Attributes:
-        key: of the text, as it was begun.
-        text: to be put behind the pieces before; may be empty.
-        tokens: new tokens of the text so far, those of a stop string among them.
-        end: why this is its last piece: "stop" (a stop string or a stop id), "length", "failed" (the model's scores are
-            NaN); None while it goes on.
-        scores: where `Sampling.logprobs` asks for them, of the tokens that are certain since the piece before: those
-            that begin in the text, and the stop id behind its end; none that only belongs to a stop string.
+        key: of the text, from `Writer.begin`.
+        text: to be appended to the pieces before; may be empty.
+        tokens: new tokens of the text so far, including those of a stop string.
+        end: the reason if this is the last piece: "stop" (a stop string or a stop id), "length", "failed" (the model's
+            logits are NaN); None otherwise.
+        scores: if `Sampling.logprobs` requests them, of the tokens that became certain since the last piece: those that
+            begin in the text, and the stop id after its end. Tokens of a stop string have none.
         prompt_scores: with the first piece, `Row.prompt_scores`.
     """
 
@@ -45,7 +45,7 @@ class Piece:
 
 
 class _Text:
-    """One that is being written."""
+    """A text in progress."""
 
     def __init__(self, row: Row) -> None:
         self.row, self.stream = row, TextStream(row.sampling.stop)
@@ -53,8 +53,8 @@ class _Text:
         self._begun = False
 
     def piece(self, key: Hashable, content: bytes | None) -> Piece:
-        """What is new with the next token's UTF-8 bytes (None: it was a stop id). One without text and end says nothing
-        and need not be given out."""
+        """The piece for the next token's UTF-8 bytes (None: it was a stop id). A piece without text and end can be
+        skipped."""
         row, stream, new = self.row, self.stream, ""
         start = stream.length
         if content is not None:
@@ -62,7 +62,7 @@ class _Text:
         end: End | None = "stop" if stream.stopped else row.end
         if end is not None:
             new += stream.finish()
-            if stream.stopped:  # by the last characters, which were broken
+            if stream.stopped:  # by broken characters at the end
                 end = "stop"
         if row.sampling.logprobs is not None and row.end != "failed":
             self._scored.append(ScoredToken(row.scores[-1], stream.length if content is None else start))
@@ -76,11 +76,11 @@ class _Text:
 
 
 class Writer:
-    """Texts that a model writes at the same time; each may be begun and dropped while others go on.
+    """Texts that a model writes at the same time. Each can be started and dropped while others continue.
 
     Args:
         model: see `Batch`.
-        token_bytes: the UTF-8 bytes that a token stands for, b"" for one that stands for no text.
+        token_bytes: the UTF-8 bytes of a token, b"" for one without text.
     """
 
     def __init__(self, model: Llama, token_bytes: Callable[[int], bytes]) -> None:
@@ -94,7 +94,7 @@ class Writer:
         self._texts[key], self._keys[id(row)] = _Text(row), key
 
     def drop(self, key: Hashable) -> None:
-        """Do not continue a text any more; one that has ended, or was never begun, is none."""
+        """Stop continuing a text. Unknown keys and ended texts are ignored."""
         if key in self._texts:
             row = self._texts.pop(key).row
             del self._keys[id(row)]
@@ -104,7 +104,7 @@ class Writer:
         return len(self._texts)
 
     def step(self) -> list[Piece]:
-        """One forward pass for all texts: the pieces that have text or are the last of theirs."""
+        """One forward pass for all texts. Returns the pieces that have text or end one."""
         pieces = []
         for row, token in self.batch.step():
             key = self._keys[id(row)]
@@ -122,9 +122,9 @@ def stream(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling],
 ) -> Iterator[Piece]:
-    """Continue all prompts together; the pieces as soon as they are certain, keyed by the prompts' numbers.
+    """Continue all prompts together. Yields pieces as soon as they are certain, keyed by the prompts' numbers.
 
-    Raises ValueError as `Batch.add`, FloatingPointError where the model's scores are NaN.
+    Raises ValueError as `Batch.add`, FloatingPointError if the model's logits are NaN.
     """
     writer = Writer(model, token_bytes)
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):

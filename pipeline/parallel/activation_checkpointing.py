@@ -17,13 +17,14 @@ from drover.model.llama import Llama
 from drover.pipeline.config.training import Activation, TrainConfig
 
 PRODUCT = "product"
-"""Under which torch's notes hold a product's name: the last part of the name of the layer that makes it. torch keeps a
-note while the layer runs, and with its operators through torch.compile, where what Python sets is not seen."""
+"""The key of torch's annotations that holds a product's name: the last part of the name of the layer that computes it.
+torch keeps an annotation while the layer runs. torch.compile carries it along with the operators, where it would not
+see an attribute that Python sets."""
 
-# What is in fp8 is `mm` of tensors of torchao's in eager blocks, and in a graph, what these become.
+# An fp8 product is `mm` of torchao's tensors in eager blocks, and `_scaled_mm` in a graph.
 # With a bias, a product is one `addmm`.
 PRODUCT_OPERATORS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
-if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # how drover.model.kernels asks oneDNN for a product
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # the operator by which drover.model.kernels calls oneDNN
     PRODUCT_OPERATORS.add(torch.ops.mkldnn._linear_pointwise.default)
 SUM_OPERATORS = {torch.ops._c10d_functional.reduce_scatter_tensor.default}
 """The operator that adds up the partial sums of a product whose weight is split by rows over ranks."""
@@ -34,11 +35,11 @@ SUMMED = {"wo", "w2"}
 def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequence[Activation] = (),
                            tensor: int = 1) -> None:
     """Apply `train.activation_checkpointing` to every n-th block (`train.recomputed_blocks`), in place. Results are
-    bit-equal with and without.
+    bit-equal with and without it.
 
-    always_kept: results that are kept whatever the configuration says. tensor: ranks of a tensor-parallel group. If
-    there are several, the sum over ranks is kept of wo and w2: a rank has its share of the sum, while its partial sum
-    is as large as the whole.
+    always_kept: results that are kept whatever the configuration says. tensor: ranks of a tensor-parallel group. With
+    several ranks, the sum over ranks of wo and w2 is kept instead of the product: a rank holds its share of that sum,
+    while its partial sum would be as large as the whole.
     """
     if train.activation_checkpointing == "none":
         return
@@ -60,8 +61,8 @@ def checkpoint_activations(model: Llama, train: TrainConfig, always_kept: Sequen
 def _name_products(block: nn.Module) -> None:
     """Let each linear layer note its name while it runs, whoever calls it and however often.
 
-    The name is an attribute, and the class says what to do with it: blocks that differ in nothing else share a compiled
-    graph. With a function of its own on each layer they would not, since torch.compile guards functions by identity.
+    The name is an attribute, and the class annotates with it. So blocks that differ in nothing else share a compiled
+    graph. They would not if each layer had a function of its own, because torch.compile guards functions by identity.
     """
     for name, layer in block.named_modules():
         if isinstance(layer, nn.Linear):
@@ -87,9 +88,9 @@ def noting_product(layer: nn.Module) -> AbstractContextManager[None]:
 
 
 class _Policy:
-    """Keeps the results that are named in `kept`.
+    """Keeps the results named in `kept`.
 
-    attention: the operators whose results are that of attention. summed: the products that are sums over ranks.
+    attention: the operators that compute attention. summed: the products that are sums over ranks.
     """
 
     def __init__(self, kept: frozenset[str], attention: frozenset[Any], summed: Set[str]) -> None:

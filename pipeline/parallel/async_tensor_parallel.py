@@ -1,5 +1,5 @@
-"""Asynchronous tensor parallelism: torch's compiler cuts a product that waits for other ranks' parts of the sequence,
-or that they wait for, and exchanges one piece while it computes another."""
+"""Asynchronous tensor parallelism: torch's compiler splits a product that needs, or yields, other ranks' parts of the
+sequence, and exchanges one piece while it computes another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from drover.pipeline.core.errors import UserError
 
 
 def overlapping(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """The options of torch.compile with which it cuts the products of this tensor group; a collective of the group.
+    """The options of torch.compile that split the products of this tensor group; a collective of the group.
 
     Raises:
-        UserError: its ranks cannot write to each other's memory, without which torch would leave the products whole and
-            say nothing.
+        UserError: its ranks cannot write to each other's memory. torch would then silently leave the products whole.
     """
     try:
         symmetric_memory.rendezvous(symmetric_memory.empty(1, device=device), group)
@@ -28,7 +27,7 @@ def overlapping(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any
                         f"{group.size()} ranks of this tensor group on {device} do not ({said}). Set "
                         f"parallel.async_tp=false.") from error
     with warnings.catch_warnings():
-        # torch (2.11 to 2.13) says that nobody need call this any more, and its compiler asks whether somebody did.
+        # torch (2.11 to 2.13) calls this deprecated, but its compiler still checks that it was called.
         warnings.simplefilter("ignore", FutureWarning)
         symmetric_memory.enable_symm_mem_for_group(group.group_name)
     return {"_micro_pipeline_tp": True}

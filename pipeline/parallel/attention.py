@@ -17,13 +17,14 @@ from drover.pipeline.core.errors import UserError
 OWN = "fa2"
 """The flash kernels that torch has itself."""
 FLASH = {"fa3": ("flash_attn_interface", (9,)), "fa4": ("flash_attn.cute", (9, 10))}
-"""Others, by name: the module that brings them, and the first numbers of the compute capabilities that they are for."""
+"""Others, by name: the module that contains them, and the major compute capabilities that they support."""
 KERNELS: Any = torch.nn.attention
 
 
 def choose_attention(name: str, config: ModelConfig, device: torch.device, precision: torch.dtype,
                      compiled: bool, segmented: bool = False) -> Choice:
-    """What `train.attention` (name) means here. compiled: whether blocks are. segmented: under context parallelism.
+    """The backend that `train.attention` (name) selects on this device. compiled: whether blocks are compiled.
+    segmented: whether a rank attends to segments, under context parallelism.
 
     Raises:
         UserError: there is no such backend, or it cannot run here.
@@ -32,21 +33,21 @@ def choose_attention(name: str, config: ModelConfig, device: torch.device, preci
         return choose(name, Where(device, precision, compiled, config.head_width, config.sliding_window is not None,
                                   segmented))
     except ValueError as error:
-        raise UserError(f"train.attention cannot be had here: {error}") from error
+        raise UserError(f"train.attention cannot be used here: {error}") from error
 
 
 def choose_flash(name: str, device: torch.device) -> str:
-    """Have torch use the flash kernels that `train.flash` (name) means here, in `varlen` and in plain causal attention;
-    which they are. `auto` is FlashAttention 3 where it can be had.
+    """Activate the flash kernels that `train.flash` (name) selects, for `varlen` and plain causal attention. Returns
+    their name. `auto` takes FlashAttention 3 if it can be used, else torch's own.
 
     Raises:
-        UserError: kernels that `train.flash` names cannot be used here.
+        UserError: the kernels that `train.flash` names cannot be used here.
     """
     chosen = ("fa3" if not _lacks("fa3", device) else OWN) if name == "auto" else name
     if chosen == OWN:
         return OWN
     if lacks := _lacks(chosen, device):
-        raise UserError(f"train.flash={chosen} cannot be had here: it {lacks}. Take train.flash=auto.")
+        raise UserError(f"train.flash={chosen} cannot be used here: it {lacks}. Take train.flash=auto.")
     KERNELS.activate_flash_attention_impl(chosen.upper())
     return chosen
 

@@ -1,4 +1,4 @@
-"""torch.compile needs a compiler of this machine: looked for before anything starts."""
+"""torch.compile needs a C or C++ compiler: looked for before training starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drover.pipeline.parallel.compiling import compiles
 
 
 def refuse_without_compiler(train: TrainConfig, device: torch.device) -> None:
-    """Refuse a run that is to compile its blocks where torch finds nothing to compile with.
+    """Refuse a run that compiles its blocks if torch would find no compiler.
 
     Raises:
-        UserError: saying what is missing. Without this, the first step would end in a traceback of torch's.
+        UserError: names what is missing. Otherwise the first step would end in a traceback of torch's.
     """
     if not compiles(train, device):
         return

@@ -1,4 +1,4 @@
-"""torch.compile for each block, and what has to be true of what enters a compiled graph."""
+"""torch.compile for each block, and the inputs that its graphs need."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 
 GRAPHS = 32
-"""How many graphs the blocks of one kind may have in one phase. Training and validation have graphs of their own, and
-so has each shape of a batch."""
+"""How many graphs the blocks of one kind may have in one phase. Training, validation and each shape of a batch have
+graphs of their own."""
 
 
 @dataclass
 class Calls:
-    """How often compiled blocks were called, and how often Python ran them nevertheless."""
+    """How often compiled blocks were called, and how often they ran as plain Python."""
 
     all: int = 0
     eager: int = 0
 
 
 CALLS = Calls()
-"""In this process, since `compiled_share` was last asked."""
+"""In this process, since the last call of `compiled_share`."""
 
 
 def compiled_share() -> float | None:
-    """Share of the calls of compiled blocks since the last call of this function that ran as a graph; None without any.
+    """Share of the calls of compiled blocks that ran as a graph, since the last call of this function. None if there
+    was no call.
 
-    What is uncompiled on purpose (`uncompiled`) does not count.
+    Calls inside `uncompiled` do not count.
     """
     share = 1 - CALLS.eager / CALLS.all if CALLS.all else None
     CALLS.all = CALLS.eager = 0
@@ -46,7 +47,7 @@ def compiled_share() -> float | None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run blocks without their graphs: for shapes of which each would be compiled anew, and for what looks inside."""
+    """Run blocks without their graphs: for shapes that change with every call, and for code that looks inside."""
     before = CALLS.all, CALLS.eager
     try:
         Passes.used = False
@@ -65,13 +66,13 @@ def compiles(train: TrainConfig, device: torch.device, parallel: ParallelConfig 
 
 
 def compile_blocks(model: Llama, train: TrainConfig, options: dict[str, Any] | None = None) -> None:
-    """Compile each block's computation as one graph; what cannot be in it is an error. What FSDP2 does around a block
-    stays outside. options: of torch.compile. The loss's two passes over logits are compiled too.
+    """Compile each block's computation as one graph, and the loss's two passes over logits. Code that does not fit into
+    one graph is an error. FSDP2's work around a block stays outside. options: of torch.compile.
 
     Blocks of one kind share their graphs. torch limits the graphs of one function; the limit is raised to what all
-    kinds of blocks need in all phases, with and without checkpointing. Where phases have other shapes, each is compiled
-    for its own: by itself, torch would make one graph for all sizes of the second on. Then a batch's number of
-    documents is part of a shape too, of which a phase has a few (powers of two).
+    kinds of blocks need in all phases, with and without checkpointing. With phases, each shape gets a graph of its own;
+    by default torch would make one graph with dynamic sizes from the second shape on. The padded number of a batch's
+    documents is then part of the shape: a phase has a few of them (powers of two).
     """
     limits: Any = torch._dynamo.config
     blocks: list[Any] = list(model.layers)
@@ -93,17 +94,17 @@ def _computation(forward: Callable[..., Tensor], *arguments: Any, **named: Any) 
 
 
 def _call(compiled: Callable[..., Tensor], x: Tensor, *others: Any, **named: Any) -> Tensor:
-    """Call a compiled block with an input that may still be on its way from other ranks, as that of the first block is
-    under tensor parallelism: the embedding's sums are scattered over the sequence asynchronously.
+    """Call a compiled block. Its input may still be in flight from other ranks: under tensor parallelism the
+    embedding's sums are scattered over the sequence asynchronously.
 
-    NOTE: torch (2.12, 2.13) takes such an AsyncCollectiveTensor apart at the entry of a graph and traces the tensor
-    inside it, which requires no gradient: the graph then has none for its input, and all that lies upstream, the
-    embedding, gets zeros without a word (pytorch#191113). Older versions stop with an error instead. Waiting here costs
-    nothing: a block's first operation reads the whole input. Gradients that arrive from other ranks are waited for by
-    torch itself.
+    NOTE: torch (2.12, 2.13) unwraps such an AsyncCollectiveTensor when it enters a graph, and traces the tensor inside,
+    which requires no gradient. The graph then computes no gradient for its input, and the embedding upstream silently
+    gets zeros (pytorch#191113). Older versions stop with an error. Waiting here costs nothing, because a block's first
+    operation reads the whole input. torch itself waits for gradients that arrive from other ranks.
 
     Raises:
-        RuntimeError: blocks need more graphs than torch's limit; the text has its reason for the last recompilation.
+        RuntimeError: blocks need more graphs than torch's limit. The text has torch's reason for the last
+            recompilation.
     """
     CALLS.all += 1
     arrived: Tensor = _Arrival.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
@@ -117,8 +118,8 @@ def _call(compiled: Callable[..., Tensor], x: Tensor, *others: Any, **named: Any
 
 
 class _Arrival(torch.autograd.Function):
-    """The plain tensor that an AsyncCollectiveTensor becomes, in the same memory and with its place in the graph of
-    gradients, which its own `wait` forgets."""
+    """Turns an AsyncCollectiveTensor into the plain tensor in the same memory. The result stays connected to the
+    autograd graph; that of its own `wait` does not."""
 
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:

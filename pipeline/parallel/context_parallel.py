@@ -1,9 +1,9 @@
-"""Context parallelism: sequences split over a group of ranks, as `context_plan` says, and attended to as a whole.
+"""Context parallelism: a group of ranks shares each sequence, split by `context_plan`, and attends to all of it.
 
-All but attention looks at a token alone, so a rank computes its tokens as if there were no others. For attention, keys
-and values of the whole group are gathered (Grattafiori et al., 2024, section 3.3.2): with few kv heads they are small,
-and any document mask works. The gathered keys are laid out so that each chunk's queries have theirs in one piece: a
-backend that knows segments attends to that exactly, without padding.
+Every layer but attention computes each token alone, so a rank computes its tokens as if there were no others. Attention
+all-gathers keys and values over the group (Grattafiori et al., 2024, section 3.3.2). With few kv heads they are small,
+and any document mask works. The gathered keys are reordered so that the keys of each chunk's queries are contiguous. A
+backend that supports segments attends to these exactly, without padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ STEPS = 8
 
 
 def part_of(batch: Batch, ranks: int, rank: int, across_documents: bool = False) -> Batch:
-    """A rank's part of each sequence: (sequences, length / ranks) tensors. Lengths and targets stay those of the whole.
+    """A rank's part of each sequence: (sequences, length / ranks) tensors. Lengths and targets stay those of the whole
+    sequences.
 
     across_documents: a sequence counts as one document.
     """
@@ -50,22 +51,22 @@ def part_of(batch: Batch, ranks: int, rank: int, across_documents: bool = False)
 
 
 def places(lengths: tuple[tuple[int, ...], ...], ranks: int) -> Tensor:
-    """Where in each row the tokens of each rank are: (rows, ranks, length / ranks) int64."""
+    """Each rank's token positions in each row: (rows, ranks, length / ranks) int64."""
     return torch.from_numpy(np.stack([plan(row, ranks).places for row in lengths])).long()
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What one rank's attention needs to know of a micro-batch of which it holds (rows, length / ranks) tokens.
+    """How one rank finds its keys in a micro-batch of which it holds (rows, length / ranks) tokens.
 
-    Gathered keys lie rank after rank, each rank's row after row. Packed keys lie segment after segment.
+    Gathered keys are in the order of ranks, then rows. Packed keys are in the order of segments.
 
     Attributes:
         lengths: queries of each segment.
-        keys: their keys.
-        index: (keys.rows,) int64, where each packed key is among the gathered; anywhere for those without meaning.
-        uses: (2, gathered) int64, where each gathered key is among the packed, in a segment of a head and in one of a
-            tail; -1 where it is not.
+        keys: keys of each segment.
+        index: (keys.rows,) int64, the place of each packed key among the gathered ones; any place for padding.
+        uses: (2, gathered) int64, the place of each gathered key among the packed ones: in a segment of a head, and in
+            a segment of a tail. -1 where it is in none.
     """
 
     lengths: tuple[int, ...]
@@ -76,7 +77,7 @@ class Gathered:
 
 @lru_cache(maxsize=8)  # each stage of a pipeline asks, and each layer kind
 def gathered(lengths: tuple[tuple[int, ...], ...], ranks: int, rank: int, window: int | None = None) -> Gathered:
-    """What `rank` needs for rows with documents of these lengths. window: keys that nobody sees are left out."""
+    """The keys that `rank` needs for rows with documents of these lengths. window: keys outside of it are left out."""
     length = sum(lengths[0])
     own = length // ranks  # tokens of a row on each rank
     sizes, packed, tails = [], [], []
@@ -102,7 +103,7 @@ def gathered(lengths: tuple[tuple[int, ...], ...], ranks: int, rank: int, window
 
 
 class Prepared(NamedTuple):
-    """`Gathered`'s places on the device, and what the backend inside made of its segments."""
+    """The tensors of `Gathered` on the device, and what the inner backend prepared for its segments."""
 
     places: Tensor
     uses: Tensor
@@ -110,9 +111,9 @@ class Prepared(NamedTuple):
 
 
 class ContextParallel(Backend):
-    """A backend for the tokens of one rank, around one that computes the segments.
+    """A backend for one rank's tokens. It exchanges keys and values, and leaves the computation to another backend.
 
-    inner: knows segments. mesh: of the context group.
+    inner: computes segments. mesh: of the context group.
     """
 
     name = "context parallel"
@@ -129,7 +130,7 @@ class ContextParallel(Backend):
     def prepare(self, documents: Documents, dtype: torch.dtype) -> Prepared:
         """See Backend. documents: numbers of this rank's tokens, lengths of the whole."""
         count, own = documents.numbers.shape
-        assert documents.given is not None, "nobody can read the lengths of documents from a part of them"
+        assert documents.given is not None, "a part of a sequence does not show the lengths of its documents"
         rows = tuple(_rows(documents.given, own * self.ranks))
         assert len(rows) == count, f"{len(rows)} rows of documents for {count} rows of tokens"
         found, device = gathered(rows, self.ranks, self.rank, documents.window), documents.numbers.device
@@ -138,12 +139,13 @@ class ContextParallel(Backend):
                         self.inner.prepare(segments, dtype))
 
     def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See Backend. Returns a stand-in for k and v, and those of all ranks, which are still on their way."""
+        """See Backend. Returns a stand-in for this rank's k and v, and those of all ranks, which are still in
+        flight."""
         both = torch.stack((k.flatten(0, 1), v.flatten(0, 1)), dim=1)  # (tokens, 2, kv_heads, head_dim): one collective
         return _Own.apply(both), GATHER(both.detach(), self.ranks, self.group)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> Tensor:
-        """See Backend. k, v: of `offer`."""
+        """See Backend. k, v: from `offer`."""
         packed, uses, inner = prepared
         keys, values = _Packed.apply(k, v, packed, uses, self.ranks, self.group)
         return self.inner.attend(q.flatten(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
@@ -151,11 +153,11 @@ class ContextParallel(Backend):
 
 
 class _Own(torch.autograd.Function):
-    """A stand-in for a rank's own keys and values, whose contents mean nothing. Its gradient, of the same shape and in
-    float32 at least, may still be on its way from other ranks.
+    """A stand-in for a rank's own keys and values. Its contents are meaningless. Its gradient has the same shape, is at
+    least float32, and may still be in flight from other ranks.
 
-    Autograd goes backward through what came last first: `_Packed` begins the exchange, queries and their weights get
-    their gradients, and only then this one waits.
+    Autograd runs the latest operation first: `_Packed` starts the exchange, queries and their weights get their
+    gradients, and only then does this function wait.
     """
 
     @staticmethod
@@ -170,9 +172,9 @@ class _Own(torch.autograd.Function):
 
 
 class _Packed(torch.autograd.Function):
-    """Every rank's keys and values, packed; backwards, each rank gets the sum of what all say of its own.
+    """Every rank's keys and values, packed. Backward, each rank gets the sum of all ranks' gradients of its own.
 
-    The sum is made in float32 at least, and without atomic additions: a key is in two segments of a rank at most.
+    The sum is at least float32 and needs no atomic additions: a key is in at most two segments of a rank.
     """
 
     @staticmethod
@@ -201,7 +203,7 @@ def _sum(gradients: tuple[Tensor, ...], uses: Tensor) -> Tensor:
     total = first.new_empty((uses.shape[1], len(gradients), *first.shape[1:]), dtype=_wide(first))
     for packed, sums in zip(gradients, total.unbind(1), strict=True):
         for number, use in enumerate(uses.unbind()):
-            # Chosen, not multiplied by 0: rows without meaning may hold anything.
+            # Selected, not multiplied by 0: padding rows may hold NaN.
             found = torch.where(use[:, None, None] < 0, 0, packed.index_select(0, use.clamp(min=0)))
             sums.copy_(found) if number == 0 else sums.add_(found)
     return total
@@ -209,8 +211,8 @@ def _sum(gradients: tuple[Tensor, ...], uses: Tensor) -> Tensor:
 
 def whole_losses(model: Any, mesh: DeviceMesh, tokens: Tensor, labels: Tensor, documents: Tensor,
                  positions: Tensor) -> Tensor:
-    """The nats of each target of whole sequences, (rows, length), on every rank of the group that `mesh` is; no
-    gradient. Arguments as of Llama, the same on all these ranks, of which each computes its part."""
+    """The nats of each target of whole sequences, (rows, length), on every rank of `mesh`'s group; no gradient. The
+    arguments are Llama's and the same on all these ranks. Each rank computes its part."""
     rows = tuple(_rows(Documents(documents).lengths, tokens.shape[1]))
     index = places(rows, mesh.size()).to(tokens.device)
     mine = index[:, mesh.get_local_rank()]
@@ -224,7 +226,7 @@ def whole_losses(model: Any, mesh: DeviceMesh, tokens: Tensor, labels: Tensor, d
 
 
 def _rows(lengths: Any, length: int) -> Iterator[tuple[int, ...]]:
-    """The documents of each row of `length` tokens, of those of all rows one after another."""
+    """Split the documents' lengths of all rows into those of each row of `length` tokens."""
     begin = 0
     for count, end in enumerate(accumulate(lengths), start=1):
         if end % length == 0:

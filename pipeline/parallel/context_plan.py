@@ -1,9 +1,10 @@
-"""Which tokens of a row each rank of a context group holds, and which keys its queries see. No torch: loader threads
-ask too.
+"""Which tokens of a row each rank of a context group holds, and which keys its queries see. Without torch, because
+loader threads use it too.
 
-Each document is cut into 2 x ranks chunks, and rank i takes the i-th from its head and the i-th from its tail: what the
-one has less to look back on, the other has more (Grattafiori et al., 2024, section 3.3.2). A chunk's queries see the
-document up to the chunk's end, so a rank's attention is one segment of queries and keys for each of its chunks.
+Each document is cut into 2 x ranks chunks. Rank i takes the i-th from the start (a head) and the i-th from the end (a
+tail): together they have as much to look back on as those of any other rank (Grattafiori et al., 2024, section 3.3.2).
+A chunk's queries see the document up to the chunk's end, so a rank attends to one segment of queries and keys for each
+of its chunks.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How one row's tokens lie over the ranks.
+    """How one row's tokens are distributed over the ranks.
 
     Attributes:
-        edges: (documents, 2 x ranks + 1) int64, where in the row each chunk of each document begins; the last is where
-            the document ends.
-        places: (ranks, length / ranks) int32, where in the row the tokens of each rank are, ascending.
+        edges: (documents, 2 x ranks + 1) int64, the position in the row at which each chunk of each document begins;
+            the last is the document's end.
+        places: (ranks, length / ranks) int32, the positions in the row of each rank's tokens, ascending.
     """
 
     edges: np.ndarray
     places: np.ndarray
 
     def segments(self, rank: int) -> np.ndarray:
-        """(segments, 4) int64 of the chunks that a rank has tokens of, ascending: the document's begin, the chunk's
-        begin and end, all in the row, and 1 for a chunk of the tail, otherwise 0."""
+        """(segments, 4) int64, a row for each chunk that has tokens on this rank, ascending: the positions of the
+        document's begin and of the chunk's begin and end; then 1 for a tail, 0 for a head."""
         tail = self.edges.shape[1] - 2 - rank
         parts = [np.stack([self.edges[:, 0], self.edges[:, chunk], self.edges[:, chunk + 1],
                            np.full(len(self.edges), kind)], axis=1) for kind, chunk in enumerate((rank, tail))]
@@ -40,13 +41,13 @@ class RowPlan:
 
 @lru_cache(maxsize=256)
 def plan(lengths: tuple[int, ...], ranks: int) -> RowPlan:
-    """The plan of a row whose documents have these lengths, the same wherever it is asked for.
+    """The plan of a row whose documents have these lengths.
 
-    The chunks of a document are equally long up to one token. The tokens that are over go to the ranks in turn, once
-    around to the heads and once to the tails, and on from there in the next document: every rank has as many tokens of
-    the row, and of the work, of which a tail's token has more, about as much.
+    The chunks of a document differ in length by at most one token. The remaining tokens go to the ranks in turn, first
+    to heads, then to tails, and the next document continues the turn. So every rank has equally many tokens of the row,
+    and about equal work, although a tail's token has more of it.
 
-    Raises ValueError where `ranks` does not divide the row.
+    Raises ValueError if `ranks` does not divide the row.
     """
     if sum(lengths) % ranks:
         raise ValueError(f"A row of {sum(lengths)} tokens cannot be split evenly over {ranks} ranks.")

@@ -1,6 +1,6 @@
-"""A model that is only called, spread over ranks: FSDP2 gathers one block's weights at a time, and lets them go again.
+"""A model for inference, sharded over ranks: FSDP2 all-gathers one block's weights at a time, and frees them again.
 
-The ranks that hold one copy together must call it equally often, whatever each has to do: see `InStep`.
+All ranks that share one replica must call it equally often, whatever work each has: see `InStep`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from drover.pipeline.parallel.initial_values import InitialValues
 
 
 def sharded(config: ModelConfig, values: InitialValues, grid: Grid, dtype: torch.dtype, attention: Backend) -> Llama:
-    """A model in evaluation mode, without gradients, whose weights are spread over the shard ranks of `grid`. Each rank
-    asks `values` for its own rows only.
+    """A model in evaluation mode, without gradients, whose weights are sharded over the shard ranks of `grid`. Each
+    rank asks `values` for its own rows only.
 
-    In calls a rank holds its rows, two neighbouring units (embedding, block, norm with output matrix) whole, and what
-    is computed. The other copies of the model are independent of this one.
+    In a call a rank holds its rows, two neighbouring whole units (embedding, block, norm with output matrix), and
+    activations. Other replicas of the model are independent of this one.
     """
     with torch.device("meta"):
         model = Llama(config)
@@ -35,15 +35,15 @@ def sharded(config: ModelConfig, values: InitialValues, grid: Grid, dtype: torch
 
 
 class InStep:
-    """Has all ranks of a group call their common model equally often. A context manager, which all of them enter.
+    """Lets all ranks of a group call their shared model equally often. A context manager that all of them enter.
 
-    Before every call the ranks tell each other that there is one; who has none to make any more, on leaving, makes
-    empty ones until nobody has. So they may have unequal work, texts of unequal length, and one may fail with an error
-    of its own while the others go on. Everything inside is in inference mode: FSDP2 reuses its buffers, which are of
-    one mode or the other.
+    Before every call the ranks agree by an all-reduce that there is one. A rank without further calls makes empty ones
+    when it leaves, until no rank has any. So ranks may have unequal work and texts of unequal length, and one may fail
+    with an error of its own while the others continue. Everything inside runs in inference mode, because FSDP2 reuses
+    its buffers and cannot mix both modes.
 
     Attributes:
-        broken: whether a call itself failed on this rank. The others wait for it and cannot go on.
+        broken: whether a call of the model failed on this rank. The others wait for it and cannot continue.
     """
 
     def __init__(self, model: Llama, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class InStep:
     def _somebody_calls(self, this_one: bool) -> bool:
         said = torch.tensor(float(this_one), device=self.device)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
-        return this_one or bool(said)  # who calls need not wait for the device
+        return this_one or bool(said)  # a rank that calls need not wait for the device
 
     def _before(self, *_: Any) -> None:
         if not self._empty:

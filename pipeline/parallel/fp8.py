@@ -1,8 +1,8 @@
-"""Matrix products in fp8 (`train.precision: fp8`), by torchao: which layers, and whether this machine can.
+"""Matrix products in fp8 (`train.precision: fp8`), by torchao: which layers use it, and whether this machine can.
 
-Weights, moments and reductions stay float32 and what is gathered is bfloat16, as in bf16. What changes is inside a
-product: both factors are scaled to the range of an 8-bit float and rounded to it. Parameters keep names, shapes and
-values, so that a checkpoint knows nothing of it and either arithmetic goes on from the other's.
+As with bf16, weights, optimizer state and reductions are float32, and gathered weights bfloat16. Only the products
+change: both factors are scaled to the range of an 8-bit float and rounded to it. Parameters keep their names, shapes
+and values, so a checkpoint does not depend on the precision, and a run can continue in either.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.parallel.compiling import compiles
 
 MULTIPLE = 16
-"""The hardware's products want both dimensions of a weight, and the tokens of a pass, to be multiples of this."""
+"""The hardware needs both dimensions of a weight, and the tokens of a pass, to be multiples of this."""
 
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
-"""The oldest NVIDIA GPUs with kernels for a recipe: Ada has those for one scale a matrix only."""
+"""The oldest compute capability of NVIDIA with kernels for a recipe. Ada (8.9) has only those with one scale per
+matrix."""
 
 SMALL = "small"
-"""What `train.fp8_skip` calls the layers of `slower_in_fp8`."""
+"""The name in `train.fp8_skip` for all layers of `slower_in_fp8`."""
 
 AMD = ("gfx94", "gfx95", "gfx12")
-"""How the names of AMD's GPUs begin that have fp8."""
+"""AMD's GPUs with fp8, by the beginnings of their architecture names."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """The blocks' linear layers by name (`layers.0.attention.wq`): those whose products are in fp8, and the others with
-    the reason. slower: of the converted layers, those of `slower_in_fp8`."""
+    """The blocks' linear layers by name (`layers.0.attention.wq`): those that multiply in fp8, and the others with the
+    reason. slower: the converted layers that are `slower_in_fp8`."""
 
     converted: tuple[str, ...]
     left_out: dict[str, str]
     slower: tuple[str, ...]
 
     def lines(self, recipe: str) -> list[str]:
-        """What to tell of it: how many layers of each kind, and each reason once."""
+        """The division in words: how many layers of each kind, and each reason once."""
         found = [f"fp8 ({recipe}) in {_counted(self.converted)}; not in the output head"]
         for reason in dict.fromkeys(self.left_out.values()):
             names = [name for name, why in self.left_out.items() if why == reason]
@@ -65,18 +66,18 @@ def _counted(names: tuple[str, ...] | list[str]) -> str:
 def division(config: ModelConfig, train: TrainConfig, tensor: int = 1) -> Division:
     """Which layers of a model are converted.
 
-    tensor: ranks that share each product, by columns or rows: it is their parts that must come out even.
+    tensor: ranks that share each product, by columns or rows. The part on each rank must be a multiple of MULTIPLE.
 
     Raises:
-        UserError: a pattern of `train.fp8_skip` fits no layer, or nothing is left to convert.
+        UserError: a pattern of `train.fp8_skip` matches no layer, or no layer is left to convert.
     """
     with torch.device("meta"):
         layers = dict(_layers(Llama(config)))
     patterns = [pattern for pattern in train.fp8_skip if pattern != SMALL]
     if unused := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]:
-        raise UserError(f"train.fp8_skip has '{unused[0]}', which fits no linear layer of this model. Their names are "
-                        f"like {next(iter(layers))} and {list(layers)[-1]}; `*` stands for any part: `*.wk`, "
-                        f"`layers.0.*`; {SMALL} for all of those that are slower in fp8. The output head is never "
+        raise UserError(f"train.fp8_skip has '{unused[0]}', which matches no linear layer of this model. Their names "
+                        f"are like {next(iter(layers))} and {list(layers)[-1]}. `*` matches any part, as in `*.wk` or "
+                        f"`layers.0.*`. `{SMALL}` means all layers that are slower in fp8. The output head is never "
                         f"converted.")
     converted, left_out, slower = [], dict[str, str](), []
     for name, layer in layers.items():
@@ -87,7 +88,7 @@ def division(config: ModelConfig, train: TrainConfig, tensor: int = 1) -> Divisi
             left_out[name] = f"train.fp8_skip has '{pattern}'"
         elif rows % (MULTIPLE * tensor) or columns % (MULTIPLE * tensor):
             part = f" over {tensor} ranks" if tensor > 1 else ""
-            left_out[name] = f"{rows} x {columns}{part} is no multiple of {MULTIPLE}, which fp8 wants"
+            left_out[name] = f"{rows} x {columns}{part} is no multiple of {MULTIPLE}, which fp8 needs"
         elif small and SMALL in train.fp8_skip:
             left_out[name] = f"so small that fp8 is slower (train.fp8_skip has '{SMALL}')"
         else:
@@ -100,9 +101,9 @@ def division(config: ModelConfig, train: TrainConfig, tensor: int = 1) -> Divisi
 
 
 def slower_in_fp8(outputs: int, inputs: int, recipe: str) -> bool:
-    """Whether scaling the factors of such a product takes longer than fp8 saves: torchao's thresholds, from its
-    measurements on H100 (its `_auto_filter_for_recipe`, which has none for rowwise_with_gw_hp: as rowwise here). Of
-    whole weights, also where ranks share them: what is converted does not depend on the layout."""
+    """Whether scaling the factors of such a product takes longer than fp8 saves. The thresholds are torchao's, measured
+    on H100 (`_auto_filter_for_recipe`; it has none for rowwise_with_gw_hp, which counts as rowwise here). They hold for
+    whole weights, even if ranks share them, so that the layout does not decide which layers are converted."""
     if recipe == "tensorwise":
         return inputs <= 4096 and outputs <= 1024
     return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
@@ -115,10 +116,10 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def convert_to_fp8(model: Llama, train: TrainConfig, device: torch.device, tensor: int = 1) -> None:
-    """Let the linear layers of `division` multiply in fp8, in place; before anything is spread, wrapped or compiled.
+    """Let the linear layers of `division` multiply in fp8, in place. Call it before the model is sharded or compiled.
 
-    device: where the model will compute. A CPU rounds the factors as a GPU does, and multiplies them in float32:
-    torch's own product of such factors takes a second there for a few million multiplications. tensor: see `division`.
+    device: where the model will compute. A CPU rounds the factors as a GPU does, and multiplies them in float32: there,
+    torch's own fp8 product takes a second for a few million multiplications. tensor: see `division`.
     """
     names = frozenset(division(model.config, train, tensor).converted)
     with quiet_imports():
@@ -126,14 +127,15 @@ def convert_to_fp8(model: Llama, train: TrainConfig, device: torch.device, tenso
     config = replace(Float8LinearConfig.from_recipe_name(train.fp8_recipe), emulate=device.type == "cpu")
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in names)
     if train.fp8_recipe != "tensorwise":
-        # Where a graph computes an activation again, inductor rounds it otherwise than where its scale was found, which
-        # it may then exceed: losses became NaN (torchtitan#1108, pytorch#150859).
+        # A graph may compute an activation again. Without this, inductor would round it differently from the value
+        # that its scale was found for. It could then exceed the scale: losses became NaN (torchtitan#1108,
+        # pytorch#150859).
         inductor: Any = import_module("torch._inductor.config")
         inductor.emulate_precision_casts = True
 
 
 def refuse_without_fp8(config: Config, device: torch.device) -> None:
-    """Refuse fp8 where it cannot be had.
+    """Refuse fp8 on a machine that cannot compute it.
 
     Raises:
         UserError: says what this machine lacks.
@@ -160,14 +162,14 @@ def refuse_without_fp8(config: Config, device: torch.device) -> None:
 
 
 def fp8_lines(config: Config, model: ModelConfig, tensor: int, device: torch.device) -> list[str]:
-    """What the log says of a run in fp8, once: what is converted, and what makes it slow. Nothing of other runs."""
+    """Lines for the log of a run in fp8: what is converted, and what makes it slow. Empty for other precisions."""
     train = config.train
     if train.precision != "fp8":
         return []
     layers = division(model, train, tensor)
     found = layers.lines(train.fp8_recipe)
     if device.type == "cpu":
-        return [*found, "fp8 on a CPU is for trials: it rounds as a GPU does, and takes longer than bf16"]
+        return [*found, "fp8 on a CPU is for trials: it rounds as a GPU does, and is slower than bf16"]
     if layers.slower:
         found.append(f"of those in fp8, {_counted(layers.slower)} are so small that bf16 is faster on an H100: "
                      f"train.fp8_skip=[{','.join([*train.fp8_skip, SMALL])}] leaves them in bf16")

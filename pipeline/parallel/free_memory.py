@@ -1,4 +1,4 @@
-"""How much memory a rank may still take: of its GPU, or of the host that it shares with others."""
+"""How much memory a rank can still allocate: on its GPU, or on the host that it shares with others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _OF_GROUP = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Limit and use, as the second and the first kind of control groups name them."""
+"""The files of limit and use, in version 2 and version 1 of control groups."""
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this rank could still allocate on its device. Ranks on one host's CPUs share what it has, or what the
-    job's control group allows, evenly; a limit of the process (`ulimit -v`, `ulimit -d`) is its own."""
+    """Bytes that this rank can still allocate on its device. Ranks on one host's CPUs share its free memory, or that of
+    the job's control group, evenly. A limit of the process (`ulimit -v`, `ulimit -d`) is not shared."""
     if device.type == "cuda":
         import torch
         return int(torch.cuda.mem_get_info(device)[0])
@@ -28,7 +28,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def free_on_host() -> int:
-    """Bytes that all processes together could still allocate of the host's memory."""
+    """Bytes that all processes together can still allocate on the host."""
     return min([_of_host(), *_of_groups()])
 
 
@@ -37,7 +37,7 @@ def _of_host() -> int:
 
 
 def _of_groups() -> Iterator[int]:
-    """What each control group around this process leaves."""
+    """Free bytes of each control group that this process is in."""
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -58,7 +58,7 @@ def _of_groups() -> Iterator[int]:
 
 
 def _cached(folder: Path) -> int:
-    """Bytes of files that a group's use counts, and that the kernel gives up where memory is wanted."""
+    """Bytes of cached files. A group's use counts them, but the kernel frees them when memory is needed."""
     try:
         found = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):

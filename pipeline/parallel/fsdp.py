@@ -1,4 +1,4 @@
-"""How the model is spread over ranks by FSDP2: built on no device, split, then each rank fills in its own part."""
+"""FSDP2: the model is built on the meta device and sharded, then each rank fills in its own part."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel
 
 EXCHANGE_BESIDE_PRODUCTS = {"reorder_for_compute_comm_overlap": True,
                             "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"]}
-"""Options of torch.compile where blocks exchange activations: inductor lets collectives begin as early, and waits for
-them as late, as the graph allows. Backward, weights' gradients are computed meanwhile; by itself, it waits at once."""
+"""Options of torch.compile for blocks that exchange activations: inductor starts collectives as early, and waits for
+them as late, as the graph allows. In the backward pass it computes gradients of weights meanwhile. Without these
+options it waits at once."""
 
 
 def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, precision: torch.dtype,
                 train: TrainConfig, parallel: ParallelConfig, attention: Backend, part: Part | None = None) -> Llama:
-    """A model with its initial weights, split over `grid`.
+    """A model with its initial weights, sharded over `grid`.
 
-    initial: None leaves the weights undefined, for a checkpoint to fill in. attention: computes it inside documents.
-    part: to place only a pipeline's stage, which is a `Stage`.
+    initial: None leaves the weights undefined, for a checkpoint to fill in. attention: the backend inside documents.
+    part: builds only these layers of a pipeline, as a `Stage`.
 
-    Masters and reductions are float32 (float64 for float64); compute is in `precision`. Gradients are summed, not
-    averaged: the loss is divided by the global number of targets before.
+    Master weights and reductions are float32 (float64 for float64). The model computes in `precision`. Gradients are
+    summed, not averaged, because the loss is already divided by the global number of targets.
     """
     with torch.device("meta"):
         model = Llama(config) if part is None else Stage(config, part)
@@ -52,8 +53,8 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
         apply_tensor_parallel(model, grid.mesh["tensor"])
     model.losses.z_loss = train.z_loss
     compiled = compiles(train, grid.ranks.device)
-    # NOTE: where attention is computed again inside a graph on a CPU, torch (2.13) stores the random numbers' state at
-    # the place of what tensor parallelism stores, and stops. Nothing in it is random: kept, it needs no such state.
+    # NOTE: if a graph on a CPU computes attention again, torch (2.13) saves the state of random numbers in the place of
+    # a tensor of tensor parallelism, and fails. Kept, attention needs no such state (nothing in it is random).
     keep_attention = compiled and grid.tensor > 1 and grid.ranks.device.type == "cpu"
     checkpoint_activations(model, train, ("attention",) if keep_attention else (), grid.tensor)
     options: dict[str, Any] = {}
@@ -69,11 +70,11 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
 
 
 def shard_units(model: Llama, grid: Grid, precision: torch.dtype, master: torch.dtype, again: bool) -> None:
-    """Split `model` by FSDP2 into units, whose weights are gathered together and just ahead of their use, and whose
-    gradients are reduced together: the embedding, each block, and the last norm with the output matrix. Where the
-    embedding is the output matrix, it and the norm are the root's, which holds them for the whole step.
+    """Shard `model` by FSDP2 in units: the embedding, each block, and the last norm with the output matrix. The weights
+    of a unit are all-gathered together, just ahead of their use, and its gradients reduced together. A tied embedding
+    and the norm belong to the root, which holds them for the whole step.
 
-    again: whether weights are let go after the forward pass, and gathered once more for the backward pass.
+    again: whether weights are resharded after the forward pass, and all-gathered again for the backward pass.
     """
     # The rotary table reaches the blocks in float32 and must stay so: inputs are not cast.
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=master, cast_forward_inputs=False)
@@ -83,36 +84,36 @@ def shard_units(model: Llama, grid: Grid, precision: torch.dtype, master: torch.
     units: list[Any] = [shard(block, reshard_after_forward=again) for block in model.layers]
     if model.part.embeds and not model.config.tied_embeddings:
         embedding: Any = shard(model.tok_embeddings, reshard_after_forward=again)
-        embedding.set_unshard_in_backward(False)  # its gradient is made of token numbers
+        embedding.set_unshard_in_backward(False)  # its gradient needs token ids, not weights
         units = [embedding, *units]
-        # Under tensor parallelism its output is a view, which nobody overwrites.
+        # Under tensor parallelism its output is a view, which no code overwrites.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view")
     if model.part.predicts and not model.config.tied_embeddings:
-        # Backward begins with these: let go, they would be gathered again at once.
+        # The backward pass begins with these: resharded, they would be all-gathered again at once.
         shard([model.norm, model.output], reshard_after_forward=not model.training)
         units = [*units, model.output]
     root: Any = shard(model, reshard_after_forward=None if model.training else True)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not alone:
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-    # Each unit's weights are asked for one unit ahead, whatever Python is doing by then.
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    # Prefetch each unit's weights one unit ahead.
     for unit, following in pairwise([root, *units]):
         unit.set_modules_to_forward_prefetch([following])
-    # The first unit names the root, which has or needs nothing by then: told no name, FSDP2 asks for what ran before,
-    # and that is, from the second micro-batch on, the head of the micro-batch before.
+    # The first unit names the root, which has nothing left to prefetch. Without a name, FSDP2 would prefetch what ran
+    # before: from the second micro-batch on, the head of the previous micro-batch.
     for unit, following in pairwise([root, *reversed(units), root]):
         unit.set_modules_to_backward_prefetch([following])
 
 
 def needs_fsdp2(grid: Grid, precision: torch.dtype) -> bool:
-    """Whether there is anything to split, to add up or to cast. Where there is not, FSDP2 would only copy every weight
-    and gradient several times a step, which takes 3% of it on a CPU, and hold the weights twice."""
+    """Whether there is anything to shard, to reduce or to cast. If not, FSDP2 would only hold the weights twice, and
+    copy every weight and gradient several times a step: 3% of its time on a CPU."""
     return grid.ranks.world > 1 or precision == torch.bfloat16
 
 
 def placed(model: Llama, initial: InitialValues | None, grid: Grid) -> Llama:
-    """The model on this rank's device, with its initial weights where they are given."""
+    """The model on this rank's device, with its initial weights if given."""
     with grid.ranks.memory():
         model.to_empty(device=grid.ranks.device)
     if initial is not None:
@@ -122,7 +123,7 @@ def placed(model: Llama, initial: InitialValues | None, grid: Grid) -> Llama:
 
 @torch.no_grad()
 def fill(model: nn.Module, initial: InitialValues, grid: Grid) -> None:
-    """Give each rank its part of every parameter's initial value."""
+    """Fill in this rank's part of every parameter's initial value."""
     for name, parameter in model.named_parameters():
         part = grid.part(parameter)
         own(parameter).copy_(initial(name, parameter.shape, part.offset, part.size))

@@ -1,8 +1,8 @@
-"""The ranks as one array, (pipeline, replicate, shard, context, tensor), and which part of a tensor lies where in it.
+"""The ranks as one array, (pipeline, replicate, shard, context, tensor), and the part of each tensor on each rank.
 
-Every process group is a slice of this array. Neighbouring ranks differ in the last axis, whose traffic is the
-heaviest, so a tensor group lies within a node. The ranks of shard and context together share the weights: context
-parallelism splits activations only, and each of its ranks has gradients of the whole.
+Every process group is a slice of this array. Neighbouring ranks differ in the last axis, which has the most traffic, so
+a tensor group is within a node. Weights are sharded over shard and context ranks together, because context parallelism
+splits activations only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from drover.pipeline.parallel.ranks import Ranks
 
 AXES = GridSizes._fields
 WEIGHTS = "weights"
-"""The axis that shard and context make together."""
+"""The axis of shard and context together."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The rectangle of a parameter that this rank holds, and which of its copies it is.
+    """The rectangle of a parameter that this rank holds, and which copy of it this is.
 
-    offset, size: where it begins and how far it reaches in the whole, by dimension. copy: this rank's number among
-    the `copies` ranks that hold the same rectangle.
+    offset, size: of the rectangle in the whole parameter, by dimension. copy: this rank's number among the `copies`
+    ranks that hold the same rectangle.
     """
 
     offset: tuple[int, ...]
@@ -62,27 +62,26 @@ class Grid:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The array as torch knows it, without the axes of length 1; making it is a collective. Its groups are called
-        `mesh_` and the axis, or `default_pg` where an axis holds all ranks, in what torch says of a collective that
-        nobody joins."""
+        """The array as torch's mesh, without the axes of length 1; creating it is a collective. torch's messages about
+        timeouts call its groups `mesh_` and the axis, or `default_pg` if an axis holds all ranks."""
         kept = {axis: length for axis, length in zip(AXES, self.sizes, strict=True) if length > 1 or axis == "shard"}
         return self._patient(init_device_mesh(self.ranks.device.type, tuple(kept.values()),
                                               mesh_dim_names=tuple(kept)))
 
     def _patient(self, mesh: DeviceMesh) -> DeviceMesh:
-        for group in mesh.get_all_groups():  # made with torch's own patience: 10 minutes for nccl
+        for group in mesh.get_all_groups():  # created with torch's own timeout: 10 minutes for nccl
             _set_pg_timeout(self.ranks.patience, group)
         return mesh
 
     @cached_property
     def weights_mesh(self) -> DeviceMesh:
-        """The part of the mesh over which FSDP2 spreads weights and adds up gradients; making it is a collective."""
+        """The part of the mesh over which FSDP2 shards weights and reduces gradients; creating it is a collective."""
         if self.context == 1:
             return self.mesh["replicate", "shard"] if self.replicate > 1 else self.mesh["shard"]
         flat = self._patient(self.mesh["shard", "context"]._flatten(WEIGHTS))
         if self.replicate == 1:
             return flat
-        with warnings.catch_warnings():  # torch has no other public way to put a flattened axis beside another
+        with warnings.catch_warnings():  # torch has no other public way to combine a flattened axis with another
             warnings.filterwarnings("ignore", "Slicing a flattened dim")
             return self.mesh["replicate", WEIGHTS]
 
@@ -98,29 +97,29 @@ class Grid:
 
     @property
     def sample_ranks(self) -> int:
-        """How many neighbouring ranks see the same samples: all of a context and tensor group."""
+        """How many neighbouring ranks see the same samples: those of a context and tensor group."""
         return self.context * self.tensor
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the one rank that speaks, where sums over samples are made, for those that see the same."""
+        """Whether this is the one rank, of those that see the same samples, that counts in sums over samples."""
         return self.pipeline_rank == self.context_rank == self.tensor_rank == 0
 
     @property
     def weight_shards(self) -> int:
-        """Over how many ranks the rows of a weight are spread."""
+        """Over how many ranks the rows of a weight are sharded."""
         return self.shard * self.context
 
     @property
     def copy_ranks(self) -> int:
-        """How many ranks hold one copy of the model, or of one pipeline rank's part of it, together. They are
-        neighbours, those of the first copy first."""
+        """How many ranks together hold one replica of the model, or of one pipeline rank's part of it. They are
+        neighbours, those of the first replica first."""
         return self.weight_shards * self.tensor
 
     @cached_property
     def copy_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold one copy, or a pipeline rank's part of it, together with this one, None for all; making
-        it is a collective."""
+        """The ranks that together with this one hold one replica, or a pipeline rank's part of it. None: all ranks.
+        Creating it is a collective."""
         if self.replicate == self.pipeline == 1:
             return None
         if self.tensor == 1:
@@ -134,12 +133,12 @@ class Grid:
 
     @cached_property
     def replicate_group(self) -> dist.ProcessGroup:
-        """The ranks that have this one's place in the other copies, and this one."""
+        """This rank, and the ranks that have its place in the other replicas."""
         return self.mesh["replicate"].get_group()
 
     def part(self, parameter: torch.Tensor, rank: int | None = None) -> LocalShard:
-        """What a rank, by default this one, holds of a parameter that `spread` has placed: first split over the tensor
-        group, then by rows over the shard and context groups (the order in which FSDP2 and tensor parallelism nest)."""
+        """What a rank, by default this one, holds of a parameter: first split over the tensor group, then by rows over
+        the shard and context groups (the order in which FSDP2 and tensor parallelism nest)."""
         rank = self.ranks.rank if rank is None else rank
         shape = list(parameter.shape)
         if not isinstance(parameter, DTensor):
@@ -148,7 +147,7 @@ class Grid:
         _, copy, shard_rank, context_rank, tensor_rank = self.place(rank)
         copies = self.replicate
         if self.tensor > 1:
-            placement = parameter.placements[-1]  # FSDP2 puts its own axes before
+            placement = parameter.placements[-1]  # FSDP2's own axes come first
             if isinstance(placement, Shard):
                 offset[placement.dim], size[placement.dim] = _slice(size[placement.dim], self.tensor, tensor_rank)
             else:
@@ -165,7 +164,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sizes(parallel: ParallelConfig, ranks: int) -> GridSizes:
-    """The lengths of the axes; UserError with the numbers where they do not make up `ranks`."""
+    """The lengths of the axes. Raises UserError with the numbers if their product is not `ranks`."""
     if problems := grid_problems(parallel, ranks):
         raise UserError(listed(problems))
     return parallel.sizes(ranks)

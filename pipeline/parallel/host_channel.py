@@ -1,10 +1,9 @@
-"""A channel between the hosts' processes for a thread that talks while training does: through the store in which ranks
-found each other, over the connection that a rank has to it, without a group of its own.
+"""Messages between ranks from a background thread while training runs. They go through the store in which the ranks
+met, over the connection that each rank already has to it.
 
-A second process group beside NCCL's would be one of sockets, from every rank to every other (gloo): beyond some ten
-thousand ranks starts fail for it (Megatron-LM's pull request 1006), and it would be made for a few messages a save.
-Messages to rank 0 go up a tree and are joined on the way, so that no rank holds what all have said, and the store keeps
-nothing of them.
+A second process group (gloo) would open a socket from every rank to every other, for a few messages per save. Beyond
+some ten thousand ranks this makes starts fail (Megatron-LM's pull request 1006). Messages to rank 0 go up a tree and
+are joined on the way, so no rank holds those of all ranks, and the store keeps none of them.
 """
 
 from __future__ import annotations
@@ -24,31 +23,29 @@ from drover.pipeline.parallel.ranks import Ranks
 
 T = TypeVar("T")
 ARITY = 8
-"""A rank of the tree hears so many: those of a node, most often."""
+"""How many ranks report to one rank of the tree: usually those of a node."""
 MOST_BYTES = 4 << 20
-"""Of a message that is sent in one; torch's store takes 8 MiB."""
+"""The longest part of a message; torch's store accepts 8 MiB."""
 FIRST_LOOK_S, LONGEST_S, SHARE = 0.01, 5.0, 0.1
-"""Seconds between two looks for a message: a share of the time that it has been waited for, within these."""
+"""Seconds between two polls for a message: SHARE of the time waited so far, within the other two."""
 
 _numbers = itertools.count()
 
 
 class HostChannel:
-    """Every method is called on all ranks alike, and in the same order. For one thread.
-
-    store: that all ranks have; by default the one in which they found each other.
+    """Call every method on all ranks alike, in the same order, from one thread.
 
     Raises:
-        DistError: a rank was not heard for as long as `ranks.patience`, or the store is gone. Nothing more comes
-            through the channel then.
-        MessageError: what stands in the store was not told by a rank of this start.
+        DistError: a message did not come within `ranks.patience`, or the store is gone. The channel cannot be used any
+            more.
+        MessageError: a message in the store is not from a rank of this start.
     """
 
-    def __init__(self, ranks: Ranks, store: Any = None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.ranks, self._done, self._said = ranks, 0, list[str]()
         if ranks.world > 1:
             self._name = f"drover/hosts{next(_numbers)}"
-            self._store: Any = dist.PrefixStore(self._name, store or _get_default_store())
+            self._store: Any = dist.PrefixStore(self._name, _get_default_store())
 
     def same(self, value: T) -> T:
         """Rank 0's value, on every rank. What values may be: `messages`."""
@@ -63,9 +60,10 @@ class HostChannel:
         return value
 
     def joined(self, value: T, join: Callable[[Sequence[T]], T]) -> T | None:
-        """The values of all ranks as one, on rank 0; None elsewhere.
+        """The values of all ranks joined into one, on rank 0; None elsewhere.
 
-        join: of the values of neighbouring ranks, in order. It must not raise: others wait for what comes of it.
+        join: joins the values of neighbouring ranks, in order. It must not raise, because other ranks wait for its
+            result.
         """
         if self.ranks.world == 1:
             return join([value])
@@ -78,7 +76,7 @@ class HostChannel:
             others = range(rank + size, min(rank + size * ARITY, self.ranks.world), size)
             heard = [self._hear(f"{self._done}.{other}", other, forget=True) for other in others]
             value, size = join([value, *heard]), size * ARITY
-        for key in self._said:  # what was told to all before: they have all heard it, or they had not answered
+        for key in self._said:  # earlier values for all ranks: all have read them, or they would not have answered
             self._store.delete_key(key)
         self._said = []
         return value
@@ -91,14 +89,14 @@ class HostChannel:
         try:
             for key, part in zip(keys[1:], parts[1:], strict=True):
                 self._set(key, part)
-            self._set(name, len(keys).to_bytes(4, "little") + parts[0])  # last: who waits, waits for this one
+            self._set(name, len(keys).to_bytes(4, "little") + parts[0])  # last: the other ranks wait for this key
         except dist.DistError as error:
-            raise type(error)(f"Rank {self.ranks.rank} could not leave a message in the channel of the hosts, which "
-                              f"saves of checkpoints use and whose store rank 0 has: {error}") from error
+            raise type(error)(f"Rank {self.ranks.rank} could not leave a message in the channel of the hosts. Saving "
+                              f"checkpoints uses it, and rank 0 has its store: {error}") from error
         return keys
 
     def _hear(self, name: str, rank: int, *, forget: bool = False) -> Any:
-        """What a rank has left; forget: nobody else will ask for it."""
+        """The value that a rank has left. forget: delete it, because no other rank reads it."""
         try:
             self._wait(name)
             first = self._get(name)
@@ -108,12 +106,12 @@ class HostChannel:
             for key in keys if forget else ():
                 self._store.delete_key(key)
         except dist.DistError as error:
-            raise type(error)(f"Rank {self.ranks.rank} waited for rank {rank} in the channel of the hosts, which saves "
-                              f"of checkpoints use, in vain: {error}") from error
+            raise type(error)(f"Rank {self.ranks.rank} waited for rank {rank} in the channel of the hosts, which "
+                              f"saving checkpoints uses, without an answer: {error}") from error
         return decode(zlib.decompress(b"".join(parts)), f"rank {rank}")
 
     def _wait(self, key: str) -> None:
-        """Until it is there. Not in one call: that would keep the other threads of this rank from the store."""
+        """Wait for a key by polling. One blocking call would keep this rank's other threads from the store."""
         began, patience_s = time.monotonic(), self.ranks.patience.total_seconds()
         while not self._store.check([key]):
             waited = time.monotonic() - began

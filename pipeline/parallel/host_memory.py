@@ -1,28 +1,28 @@
-"""How the C library deals with memory of the host."""
+"""Settings of the C library's allocator."""
 
 from __future__ import annotations
 
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-"""Of glibc's malloc.h: how much free memory the heap keeps at its end (-1: all), from which size on blocks lie outside
-of it, and how many may."""
+"""From glibc's malloc.h: how much free memory the heap keeps at its end (-1: all), from which size on blocks are
+allocated outside of it (by mmap), and how many such blocks there may be."""
 
 
 def keep_freed_memory() -> None:
-    """Keep what tensors have freed for the next ones, which are as large.
+    """Keep the memory that tensors have freed for the next ones, which are equally large.
 
-    glibc gives large blocks back to the kernel at once, and the next step gets every page of them anew, zeroed: 3 to 5%
-    of a training step on a CPU. Under another C library nothing is changed.
+    By default glibc returns large blocks to the kernel at once, and the next step gets new, zeroed pages: 3 to 5% of a
+    training step on a CPU. Other C libraries are left unchanged.
     """
     _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
 
 
 def return_freed_memory() -> None:
-    """Give blocks of 128 KiB and more back to the kernel as soon as they are freed: for work that is larger than memory
-    and holds one part of it after the other, in blocks of unequal sizes, between which a heap keeps what is of no use.
+    """Return blocks of 128 KiB and more to the kernel as soon as they are freed. This is for work larger than memory
+    that holds one part after the other, in blocks of unequal sizes: a heap would keep unusable gaps between them.
 
-    This is what glibc begins with. By itself it learns that larger and larger blocks come again, and keeps them.
+    These are glibc's initial values. By itself it raises them while a program frees larger and larger blocks.
     """
     _set({M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 128 << 10, M_TRIM_THRESHOLD: 128 << 10})
 

@@ -1,4 +1,4 @@
-"""What the parameters of a model start from, in the rectangles that ranks hold of them."""
+"""Initial values of a model's parameters, in the rectangles that ranks hold."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from drover.model.config import ModelConfig
 from drover.model.llama import initial_value
 
 InitialValues = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], Tensor]
-"""(name of a parameter, its shape, offset, size) -> that rectangle of its first value, on the host."""
+"""(name of a parameter, its shape, offset, size) -> that rectangle of its initial value, on the host."""
 
 
 def drawn(config: ModelConfig, seed: int) -> InitialValues:
-    """`drover.model.llama.initial_value`: each rank draws only the rows that it needs, and all layouts give the same.
+    """`drover.model.llama.initial_value`. Each rank draws only the rows that it needs, and all layouts get the same
+    values.
 
-    With as many threads as torch may use on this rank (OMP_NUM_THREADS, which launches set to its share of the cores).
+    It uses as many threads as torch has on this rank (OMP_NUM_THREADS, which launches set to the rank's share of the
+    cores).
     """
     workers = torch.get_num_threads()
 

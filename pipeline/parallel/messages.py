@@ -1,7 +1,7 @@
-"""What ranks tell each other, as bytes: plain values, numpy arrays, and the records and errors of one table.
+"""Messages between ranks as bytes: plain values, numpy arrays, and the records and errors of one table.
 
 A message is the length of a JSON text, that text, and the content of its bytes and arrays. An object {"!kind": [...]}
-in the text stands for what JSON does not know. `decode` makes nothing else, whoever has written the message.
+in the text represents a value that JSON does not have. `decode` creates nothing else, whoever wrote the message.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MADE = {"Index": "drover.pipeline.formats.shard_index", "Entry": "drover.pipelin
         "HeldoutText": "drover.pipeline.evaluation.bits_per_byte",
         "DamagedCopyError": "drover.pipeline.storage.mirror",
         "UserError": "drover.pipeline.core.errors", "OSError": "builtins", "RuntimeError": "builtins"}
-"""The classes of records and errors that ranks tell each other, and the module of each."""
+"""The classes of records and errors that ranks send each other, and the module of each."""
 _LENGTH, _NUMBERS = struct.Struct("<Q"), "biuf"
 
 
 def encode(value: Any) -> bytes:
-    """A value as bytes. An error is told as `portable` has it, a number of numpy's as Python's.
+    """A value as bytes. Errors are encoded as `portable` makes them, numpy's numbers as Python's.
 
     Raises:
-        TypeError: the value is, or holds, something that ranks do not tell each other.
+        TypeError: the value is, or contains, something that ranks do not send each other.
     """
     parts = list[bytes]()
     text = json.dumps(_plain(value, parts), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
@@ -42,28 +42,28 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes, sender: str) -> Any:
-    """The value that `encode` made bytes of.
+    """The value that `encode` turned into bytes.
 
     Raises:
-        MessageError: it did not make these.
+        MessageError: the bytes are not from `encode`.
     """
     try:
         parts = io.BytesIO(message)
         text = _read(parts, *_LENGTH.unpack(parts.read(_LENGTH.size)))
         value = json.loads(text.decode("utf-8", "surrogatepass"), object_hook=partial(_value, parts))
         if parts.read(1):
-            raise ValueError("there is more than the message says")
+            raise ValueError("there are more bytes than the message announces")
         return value
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError, struct.error) as error:
-        raise MessageError(f"What {sender} has told is no message between ranks ({type(error).__name__}: {error}). "
-                           f"Either it runs other code, or somebody else has written it.") from error
+        raise MessageError(f"The message from {sender} cannot be read ({type(error).__name__}: {error}). Either that "
+                           f"process runs other code, or something else wrote the message.") from error
 
 
 def portable(error: Exception, place: object = "") -> Exception:
-    """An error as other ranks are told: an OSError keeps its number (a full disk is the user's to mend), the rest its
+    """An error as other ranks get it: an OSError keeps its number (a user can fix a full disk), other errors their
     text.
 
-    place: where it happened, for an OSError that does not say.
+    place: the path, for an OSError that names none.
     """
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, error.strerror or str(error), str(error.filename or place))
@@ -73,7 +73,7 @@ def portable(error: Exception, place: object = "") -> Exception:
 
 
 def _plain(value: Any, parts: list[bytes]) -> Any:
-    """What JSON holds of a value; the rest goes to `parts`."""
+    """A value as JSON; the content of bytes and arrays goes to `parts`."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -100,11 +100,11 @@ def _plain(value: Any, parts: list[bytes]) -> Any:
         return {f"!{'OSError' if isinstance(error, OSError) else type(error).__name__}": given}
     if MADE.get(kind.__name__) == kind.__module__:
         return {f"!{kind.__name__}": [_plain(getattr(value, name), parts) for name in kind.__match_args__]}
-    raise TypeError(f"{kind.__module__}.{kind.__name__} is nothing that ranks tell each other; is it missing in MADE?")
+    raise TypeError(f"{kind.__module__}.{kind.__name__} cannot be sent to other ranks. Is it missing in MADE?")
 
 
 def _value(parts: io.BytesIO, found: dict[str, Any]) -> Any:
-    """What an object of the text stands for; what it holds is made by now."""
+    """The value that an object of the text represents. Its contents are decoded already."""
     name = next(iter(found), "")
     if name[:1] != "!":
         return found

@@ -1,9 +1,8 @@
-"""Pipeline parallelism: each rank holds some of the layers, and passes activations on to the rank that has the next.
+"""Pipeline parallelism: each rank holds some of the layers, and sends activations to the rank with the next ones.
 
 Training follows one of torch's schedules (torch.distributed.pipelining; 1F1B: Narayanan et al. 2019, interleaved:
-Narayanan et al. 2021, ZBV: Qi et al. 2023). All ranks of a pipeline hold the tokens of every micro-batch: only hidden
-states travel. Passes without gradients, for validation and texts, take the stages in turn; they have no use for a
-schedule.
+Narayanan et al. 2021, ZBV: Qi et al. 2023). All ranks of a pipeline hold the tokens of every micro-batch and exchange
+hidden states only. Passes without gradients, for validation and texts, run the stages in turn, without a schedule.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from drover.pipeline.parallel.ranks import gathered
 
 
 class Stage(Llama):
-    """Some of a decoder's layers, which torch's schedules call with what the stage before has computed.
+    """Some of a decoder's layers. torch's schedules call it with the output of the stage before.
 
     Attributes:
-        inputs: while a schedule runs, what `Llama.forward` takes of each micro-batch that is to come. Schedules take
-            them in order, and a number of a micro-batch would have to come back from the device first.
+        inputs: while a schedule runs, the arguments of `Llama.forward` for each following micro-batch. Schedules take
+            them in order. (To look them up by a micro-batch's number, the host would have to wait for the device.)
     """
 
     inputs: Iterator[dict[str, Any]] | None = None
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """As Llama's; in a schedule, of hidden states alone."""
+        """As Llama's. In a schedule the only argument is the hidden states."""
         if self.inputs is None:
             return super().forward(*given, **named)
         return super().forward(**next(self.inputs), hidden=None if self.part.embeds else given[0])
 
 
 class PipelinedModel(nn.Module):
-    """The stages that this rank holds, called like the whole model, by all ranks alike.
+    """The stages on this rank, called like the whole model, by all ranks alike.
 
-    Parameters have the names that they have in the whole. Calls are for passes without gradients.
+    Parameters have their names in the whole model. Calls are for passes without gradients.
 
     Args:
-        stages: of this rank, in order. Under FSDP2 they are its modules.
+        stages: of this rank, in order; each a module of FSDP2, if that is used.
         dtype: of the hidden states between stages.
 
     Attributes:
@@ -61,20 +60,21 @@ class PipelinedModel(nn.Module):
             self.names = [name for name, _ in Llama(self.config).named_parameters()]
 
     def of_all(self, lists: Iterable[list[str]]) -> list[str]:
-        """What all stages say, in their order, of a list for each stage of this rank. A collective of the pipeline."""
+        """The texts of all stages, in their order, from a list for each stage of this rank. A collective of the
+        pipeline."""
         held = gathered(dict(zip(self.numbers, lists, strict=True)), self.grid.ranks.device, self.group)
         ranks = [self.parallel.stage_rank(number) for number in range(self.parallel.stages)]
         return [text for number, rank in enumerate(ranks) for text in held[rank][number]]
 
     def named_parameters(self, *given: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages, under their names in the whole model."""
-        for stage in self.stages:  # not as modules of this one, which would put a prefix before
+        """Parameters of this rank's stages, under their names in the whole model."""
+        for stage in self.stages:  # not as modules of this one, which would add a prefix
             yield from stage.named_parameters(*given, **named)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **named: Any) -> Tensor:
-        """As Llama's: logits are the same on every rank. Losses come on the ranks of the last stage; on the others
-        there are zeros in their place, so that early stages go on with the next batch."""
+        """As Llama's. Logits are the same on every rank. Losses are those of the batch on the ranks of the last stage,
+        and zeros on the others, so that early stages can continue with the next batch."""
         found: Tensor | None = None
         out: Tensor | None = None
         for number, stage in zip(self.numbers, self.stages, strict=True):
@@ -98,7 +98,7 @@ class PipelinedModel(nn.Module):
         return found
 
     def _receive(self, number: int, tokens: Tensor, before: Tensor | None) -> Tensor:
-        """What a stage begins with; before: what this rank's stage before has computed."""
+        """The input of a stage. before: the output of this rank's previous stage."""
         source = self.parallel.stage_rank(number - 1)
         if source == self.grid.pipeline_rank:  # at the turn of a V
             assert before is not None
@@ -115,16 +115,16 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
 
     Args:
         shape: (sequences, tokens of each that this rank holds) of a micro-batch.
-        loss: (what the last stage returns, the micro-batch's number) -> what is differentiated.
+        loss: (the last stage's output, the micro-batch's number) -> the scalar to differentiate.
     """
-    # Slow to import, for those who want no pipeline.
+    # Slow to import, and unused without a pipeline.
     from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
     from drover.pipeline.parallel.reducing_stage import ReducingStage
 
     grid, parallel, device = model.grid, model.parallel, model.grid.ranks.device
     rows, length = shape
-    # Given, because torch would otherwise find them out by a pass of its own. Nothing of these is ever filled in.
+    # Only shapes and types. Without them, torch would find these by an extra pass.
     hidden = torch.empty((rows, length // grid.tensor, model.config.dim), dtype=model.dtype, device="meta",
                          requires_grad=True)
     first = torch.empty(1, dtype=torch.int64, device="meta")
@@ -140,5 +140,5 @@ def make_schedule(model: PipelinedModel, micro_batches: int, shape: tuple[int, i
 
 
 def parameter_names(model: nn.Module) -> list[str]:
-    """The names of all parameters, also of those that other ranks of a pipeline hold."""
+    """The names of all parameters, including those that other ranks of a pipeline hold."""
     return model.names if isinstance(model, PipelinedModel) else [name for name, _ in model.named_parameters()]

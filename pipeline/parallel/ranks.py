@@ -1,4 +1,4 @@
-"""The processes of a run as one array of ranks, and how they find each other."""
+"""The ranks of a run, how they meet, and what they exchange."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from drover.pipeline.parallel.host_memory import keep_freed_memory
 from drover.pipeline.parallel.messages import decode, encode
 
 PATIENCE = timedelta(minutes=30)
-"""The slowest lawful wait: one rank hashing a checkpoint."""
+"""The longest legitimate wait: one rank hashing a checkpoint."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Under which names torch reads how it is to deal with the memory of GPUs."""
+"""The variables by which torch configures its allocator for GPUs."""
 MOST_OPEN_FILES_ON_MACOS = 10_240
-"""Where macOS gives infinity as the hard limit, it takes no more (OPEN_MAX)."""
+"""macOS may report an infinite hard limit, but accepts no more than this (OPEN_MAX)."""
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This process among all: its number, how many there are, and its device.
 
-    patience: how long it waits for others in a collective, before torch ends the process and says in which group.
-    memory: within what its weights are given memory; in a rehearsal they get none (pipeline/rehearsal/world.py).
+    patience: how long a collective waits for other ranks before torch ends the process and names the group.
+    memory: the context in which weights are allocated; in a rehearsal it allocates nothing
+    (pipeline/rehearsal/world.py).
     """
 
     rank: int
@@ -42,19 +43,19 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes and speaks for all."""
+        """Whether this is rank 0, which writes files and prints for all."""
         return self.rank == 0
 
     @property
     def device_name(self) -> str | None:
-        """The GPU as its vendor calls it; None on a CPU."""
+        """The GPU's name; None on a CPU."""
         if is_mps(self.device):
             return "Apple GPU (mps)"
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
 
     @property
     def exact(self) -> torch.device:
-        """Where collectives' tensors lie and float64 is computed with."""
+        """The device of collectives' tensors and of float64."""
         return exact(self.device)
 
     def sum(self, *values: float) -> list[float]:
@@ -69,11 +70,11 @@ class Ranks:
         return gathered(value, self.exact)
 
     def collect(self, value: Any) -> list[Any]:
-        """A value of every rank, in rank order, on rank 0; nothing elsewhere."""
+        """A value of every rank, in rank order, on rank 0; an empty list elsewhere."""
         return gathered(value, self.exact, everywhere=False)
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         dist.barrier()
 
     def same(self, value: Any) -> Any:
@@ -86,9 +87,9 @@ class Ranks:
         return value if self.leads else decode(_bytes(told), "rank 0")
 
     def by_leader(self, function: Callable[[], Any], share: bool = True) -> Any:
-        """What `function` gives on rank 0, on every rank; without `share` None on the others.
+        """Call `function` on rank 0 and return its result on every rank; without `share`, None on the others.
 
-        Raises UserError and OSError, on every rank, where it does on rank 0.
+        A UserError or OSError on rank 0 is raised on every rank.
         """
         value = None
         if self.leads:
@@ -102,7 +103,7 @@ class Ranks:
         return told if share else value
 
     def by_all(self, function: Callable[[], object]) -> None:
-        """Call `function` on every rank. Raises UserError, on every rank, where it does on one."""
+        """Call `function` on every rank. A UserError on one rank is raised on every rank."""
         problem = None
         try:
             function()
@@ -113,8 +114,8 @@ class Ranks:
 
 
 def gathered(value: Any, device: torch.device, group: Any = None, *, everywhere: bool = True) -> list[Any]:
-    """A value of every rank of a group (None: of all), in rank order; without `everywhere` on rank 0, nothing
-    elsewhere. device: that of the group's tensors."""
+    """A value of every rank of a group (None: of all), in rank order. Without `everywhere`, on rank 0 only, and an
+    empty list elsewhere. device: that of the group's tensors."""
     mine, rank = encode(value), dist.get_rank(group)
     lengths = torch.empty((dist.get_world_size(group), 1), dtype=torch.int64, device=device)
     dist.all_gather([*lengths], torch.tensor([len(mine)], device=device), group=group)
@@ -138,7 +139,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit of open files to the hard one: a thousand token shards stay open, if they may."""
+    """Raise the soft limit of open files to the hard one, so that a thousand token shards can stay open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES_ON_MACOS if hard == resource.RLIM_INFINITY else hard
     if soft not in (wanted, resource.RLIM_INFINITY):
@@ -146,23 +147,23 @@ def allow_open_files() -> None:
 
 
 def extend_segments() -> None:
-    """Let torch extend the pieces of a GPU's memory that it holds, where it would take further ones: what is free then
-    lies together, and tensors of changing sizes find room. torch reads this when it first asks a GPU for memory.
+    """Let torch extend its segments of a GPU's memory instead of adding new ones. Free memory is then contiguous, and
+    tensors of changing sizes fit. torch reads the variable when it first allocates memory on a GPU.
 
-    Whoever has said in the environment how memory is to be dealt with is obeyed.
+    If the environment already configures the allocator, nothing is changed.
     """
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None, device: str = "auto") -> Ranks:
-    """Join the process group: nccl on GPUs, gloo elsewhere. A process started alone is a group of one.
+    """Join the process group: nccl on GPUs, gloo elsewhere. A process that was started alone is a group of one.
 
-    patience: see `Ranks`. store: where the ranks have met already; None: they meet where the environment says.
-    device: launch.device.
+    patience: see `Ranks`. store: the store in which the ranks have met already; None: the environment names the
+    address. device: launch.device.
 
     Raises:
-        UserError: there is no such device for this rank.
+        UserError: this rank has no such device.
     """
     allow_open_files()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""A stage of torch's pipelines that reduces gradients while it still computes."""
+"""A stage of torch's pipelines that reduces gradients while its backward pass still runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.distributed.pipelining.stage import stage_backward
 
 
 class ReducingStage(PipelineStage):
-    """torch's stage, but for the last backward pass of a step: each of FSDP2's units begins to reduce its gradients
-    when it has them, as without a pipeline. torch's own (2.13) begins when all units have them, and waits for each.
+    """torch's stage, except in the last backward pass of a step: there each FSDP2 unit starts to reduce its gradients
+    as soon as it has them, as without a pipeline. torch's own stage (2.13) starts when all units have them, and waits
+    for each in turn.
 
-    Gradients are the same bits: of all micro-batches they are summed on each rank first, and reduced once. zbv's
-    passes for weights alone run none of FSDP2's hooks, and are torch's (but for the first stage's, which is a whole
-    one).
+    The gradients are bit-equal: each rank sums them over all micro-batches and reduces once. zbv's passes for weights
+    alone run none of FSDP2's hooks, so they remain torch's. (The first stage's last pass is a full one.)
     """
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any],
                                    last_backward: bool = False) -> Any:
-        """torch's, which `backward_one_chunk` calls; of the passes "full", "input" and "weight"."""
+        """As torch's, which `backward_one_chunk` calls. backward_type: "full", "input" or "weight"."""
         if not (last_backward and backward_type == "full" and isinstance(self.submod, FSDPModule)):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         self.submod.set_is_last_backward(True)

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has. Without torch, so that what a plan says is what trains."""
+"""Which layers each stage of a pipeline has. Without torch, so that plans use the same code as training."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.parallel import ParallelConfig
 
 UNKNOWN_WEIGHT = 1.0
-"""What embedding and output matrix count, in layers, while the vocabulary is not known."""
+"""The assumed weight of embedding or output matrix, in layers, while the vocabulary is unknown."""
 
 
 def stage_layers(model: ModelConfig, stages: int) -> list[range]:
-    """The layers of every stage, in order; each has one at least.
+    """The layers of every stage, in order; each has at least one.
 
-    The costliest stage has the least that is possible, whatever else its rank holds. The embedding counts as much
-    of a layer as it has of a layer's weights, and so does the output matrix: 2.4 layers in Llama 3's 8B, 1.2 in
-    70B, 0.7 in 405B. Where it does not come out even, later stages have more: earlier ones hold more activations.
+    The weight of the largest stage is as small as possible, whatever else its rank holds. The embedding and the output
+    matrix count by their weights, in layers: each is 2.4 layers in Llama 3's 8B, 1.2 in 70B, 0.7 in 405B. If the
+    division leaves a remainder, later stages get more layers, because earlier ones hold more activations.
     """
     counts = [1] * stages
     for _ in range(model.layers - stages):
@@ -27,7 +27,7 @@ def stage_layers(model: ModelConfig, stages: int) -> list[range]:
 
 
 def _costs(model: ModelConfig, counts: Sequence[int], embedding: bool = True) -> list[float]:
-    """What stages of so many layers hold, in layers; without `embedding`, what they compute."""
+    """The weights of stages with so many layers, in layers; without `embedding`, their computation."""
     cost = [float(count) for count in counts]
     cost[0] += _ends(model) * embedding
     cost[-1] += _ends(model)
@@ -35,7 +35,7 @@ def _costs(model: ModelConfig, counts: Sequence[int], embedding: bool = True) ->
 
 
 def _ends(model: ModelConfig) -> float:
-    """How many layers' weights the embedding has; the output matrix has as many."""
+    """The embedding's weights, in layers; the output matrix has as many."""
     if model.vocab_size is None:
         return UNKNOWN_WEIGHT
     layer = 2 * model.dim * (model.heads + model.kv_heads) * model.head_width + 3 * model.dim * model.hidden
@@ -43,12 +43,12 @@ def _ends(model: ModelConfig) -> float:
 
 
 def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> float | None:
-    """Time that a step of a pipeline loses by waiting, as a share of the time that its busiest rank works. None: it is
-    not known (zbv).
+    """The bubble: time that a step of a pipeline loses by waiting, as a share of its busiest rank's computing time.
+    None if it is not known (zbv).
 
     Each rank waits while a micro-batch passes through the stages before and after its own: p - 1 times the costliest
-    stage. In layers, where the output matrix counts as in `stage_layers`, and the embedding nothing: it multiplies
-    nothing.
+    stage. Costs are in layers. The output matrix counts as in `stage_layers`. The embedding counts nothing, because it
+    multiplies nothing.
     """
     if parallel.pp == 1:
         return 0.0
@@ -60,7 +60,7 @@ def bubble(model: ModelConfig, parallel: ParallelConfig, micro_batches: int) -> 
 
 
 def largest_share(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """The part of the network's weights that the fullest rank of a pipeline holds; 1 without one."""
+    """The share of the network's weights on the fullest rank of a pipeline; 1 without a pipeline."""
     if parallel.pp == 1:
         return 1.0
     cost = _costs(model, [len(layers) for layers in stage_layers(model, parallel.stages)])

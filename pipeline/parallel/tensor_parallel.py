@@ -1,9 +1,9 @@
-"""Tensor parallelism: each matrix product split over a group of ranks, the sequence split in between.
+"""Tensor parallelism: each matrix product is split over a group of ranks, and the sequence between the products.
 
 The layout is Megatron's (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022). Norms and the residual
-stream hold this rank's part of the sequence; before attention and feed-forward the sequence is gathered, their
-first products are split by columns and their last by rows, whose partial sums are scattered over the sequence again.
-Embedding, output matrix and loss are split by vocabulary. The model's own code knows nothing of it.
+stream hold this rank's part of the sequence. Attention and feed-forward all-gather the sequence. Their first products
+are split by columns, their last by rows, and a reduce-scatter over the sequence adds up the partial sums. Embedding,
+output matrix and loss are split by vocabulary. The model's own code does not change.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from drover.model.loss import Losses, VocabularyPartition
 from drover.pipeline.parallel.activation_checkpointing import noting_product
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The name that torch 2.13 has for it; with the older one it warns on every rank."""
+"""The name in torch 2.13, which warns on every rank about the older name."""
 SEQUENCE = Shard(1)
-"""How activations (batch, length, dim) lie between the products."""
+"""The placement of activations (batch, length, dim) between the products."""
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Spread `model` (on the meta device) over the ranks of the one-dimensional `mesh`, in place."""
-    # Each rank norms its own heads; the gradients of the weights, which all have, are added up.
+    """Split `model` (on the meta device) over the ranks of the one-dimensional `mesh`, in place."""
+    # Each rank normalizes its own heads. All ranks have these weights, so their gradients are summed.
     heads = {f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
              for name in ("q_norm", "k_norm") if model.config.qk_norm}
     for block in model.layers:
@@ -62,7 +62,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
 
 
 class SplitRows(RowwiseParallel):
-    """torch's RowwiseParallel, which also notes the layer's name while it adds up partial sums: activation
+    """torch's RowwiseParallel, which also notes the layer's name while it sums partial results. Activation
     checkpointing finds the sum by that name."""
 
     @staticmethod
@@ -73,11 +73,11 @@ class SplitRows(RowwiseParallel):
 
 
 class SplitEmbedding(ParallelStyle):
-    """The embedding split by vocabulary: each rank looks up its own words, and the sums over ranks are scattered over
-    the sequence.
+    """The embedding split by vocabulary: each rank looks up its own token ids, and a reduce-scatter over the sequence
+    adds the results.
 
-    torch's own RowwiseParallel does so too, but gives every rank the gradient of all words: 4.2 GB of Llama 3's 405B in
-    bfloat16, and in a pipeline, where FSDP2 keeps it in float32 throughout a step, 8.4.
+    torch's own RowwiseParallel does this too, but gives every rank the gradient of the whole vocabulary: 4.2 GB for
+    Llama 3's 405B in bfloat16, and 8.4 GB in a pipeline, where FSDP2 keeps it in float32 throughout a step.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -103,8 +103,8 @@ def _split_by_vocabulary(name: str, module: nn.Module, mesh: DeviceMesh) -> None
 
 
 class SplitOutput(ParallelStyle):
-    """The output matrix split by vocabulary, which is called with hidden states that are split by sequence and gathers
-    them. Logits become whole; losses are."""
+    """The output matrix split by vocabulary. It all-gathers its hidden states, which are split by sequence. Logits are
+    all-gathered too. Losses need no gathering."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, _split_by_vocabulary, self._gather_states,
@@ -120,8 +120,8 @@ class SplitOutput(ParallelStyle):
 
 
 class SplitLosses(Losses):
-    """The losses where hidden states are whole on every rank and the output matrix is split by vocabulary: the same
-    values on every rank of the group."""
+    """The losses from whole hidden states on every rank and an output matrix split by vocabulary. Every rank of the
+    group gets the same values."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -129,14 +129,14 @@ class SplitLosses(Losses):
     def at_hand(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, TensorParallelVocabulary]:
         """As in Losses."""
         assert isinstance(hidden, DTensor) and isinstance(weight, DTensor)
-        # Each rank's loss knows only its own words: the gradients of the gathered states are parts of a sum.
+        # Each rank's loss uses its own part of the vocabulary: its gradients of the gathered states are partial sums.
         whole = hidden.to_local(grad_placements=[Partial()])
         part = weight.to_local()
         return whole, part, TensorParallelVocabulary(self.mesh, part.shape[0])
 
 
 class TensorParallelVocabulary(VocabularyPartition):
-    """This rank's slice of the vocabulary: `width` words of equally many on every rank of the group."""
+    """This rank's slice of the vocabulary: `width` token ids, equally many on every rank of the group."""
 
     def __init__(self, mesh: DeviceMesh, width: int) -> None:
         self.group, self.size, self.width = mesh.get_group(), mesh.size(), width
@@ -145,7 +145,7 @@ class TensorParallelVocabulary(VocabularyPartition):
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """As in VocabularyPartition."""
         columns = labels.unsqueeze(-1) - self.first
-        here = (columns >= 0) & (columns < self.width)  # an ignored label is nowhere: it is negative
+        here = (columns >= 0) & (columns < self.width)  # an ignored label is on no rank: it is negative
         return columns.masked_fill(~here, 0), here
 
     def normaliser(self, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO as a way to spread the model: its configuration, and the start on ranks that are already joined.
+"""DeepSpeed's ZeRO: its configuration, and its start on ranks that have already joined.
 
-DeepSpeed is never given the launch, the schedule or the checkpoint: ranks come from our launcher, the learning rate
-from our schedule, and what is saved is the portable form that every engine reads.
+DeepSpeed controls neither launch nor schedule nor checkpoints: ranks come from our launcher, the learning rate from our
+schedule, and checkpoints have the form that every engine reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.d
     if parallel.offload == "params":
         zero["offload_param"] = where
     return {
-        "train_micro_batch_size_per_gpu": 1,  # it only counts with it; a micro-batch is as large as we give it
+        "train_micro_batch_size_per_gpu": 1,  # only for its counters; we choose the size of micro-batches
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": train.clip_norm, "zero_optimization": zero,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
@@ -44,7 +44,7 @@ def zero_config(parallel: ParallelConfig, train: TrainConfig, precision: torch.d
 
 
 def import_deepspeed(on_gpu: bool) -> Any:
-    """The library, told what it runs on; UserError where it is not installed or cannot be imported."""
+    """The library, set up for GPUs or CPUs. Raises UserError if it is not installed or cannot be imported."""
     require("parallel.engine deepspeed", "deepspeed", "take parallel.engine=fsdp2")
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -52,11 +52,11 @@ def import_deepspeed(on_gpu: bool) -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise UserError(f"parallel.engine is 'deepspeed', but the package cannot be imported ({error}). Mend its "
+        raise UserError(f"parallel.engine is 'deepspeed', but the package cannot be imported ({error}). Repair its "
                         f"installation, or take parallel.engine=fsdp2.") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not on_gpu:
-        # It would build this with a C++ compiler at the first start, only for collectives of inference.
+        # At the first start it would compile this with a C++ compiler, only for collectives of inference.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -65,13 +65,13 @@ def spread_by_zero(config: ModelConfig, ranks: Ranks, precision: torch.dtype, tr
                    parallel: ParallelConfig, accumulation: int, attention: Backend, make_optimizer: Any) -> Any:
     """DeepSpeed's engine around a model whose weights are undefined.
 
-    attention: computes it inside documents. make_optimizer: from the model to the optimizer that DeepSpeed is to use.
+    attention: the backend inside documents. make_optimizer: makes the optimizer for DeepSpeed from the model.
     """
     on_gpu = ranks.device.type == "cuda"
     deepspeed = import_deepspeed(on_gpu)
     settings = zero_config(parallel, train, precision, accumulation, on_gpu)
     if parallel.zero_stage == 3:
-        with deepspeed.zero.Init(config_dict_or_path=settings):  # told a dtype, it takes another (0.19.8)
+        with deepspeed.zero.Init(config_dict_or_path=settings):  # given a dtype, it uses another (0.19.8)
             model = Llama(config)
     else:
         with torch.device("meta"):

@@ -1,8 +1,8 @@
-"""Answers a launcher, in JSON: what a step of training takes on the ranks that it is submitted for.
+"""Estimates memory and traffic of a training step for a launcher, in JSON.
 
 Standard input: {"config": path, "overrides": [...], "ranks": N, "gpu": bool, "memory_gb": number or null}. Standard
-output, last line: {"lines": [...], "fits": bool, "verdict": text}, {"refused": text} where the step cannot be
-taken, or {"failed": text} where it cannot be rehearsed.
+output, last line: {"lines": [...], "fits": bool, "verdict": text}. If these ranks cannot train it, {"refused": text}.
+If the estimate fails, {"failed": text}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from drover.pipeline.rehearsal.report import brief, ends_and_middle, fullest
 
 
 def answered(request: dict[str, Any]) -> dict[str, Any]:
-    """See above. The ends of a pipeline are rehearsed: embedding or output matrix come on top of layers there."""
+    """See above. Of a pipeline, the first and the last rank are rehearsed: they also hold embedding or output
+    matrix."""
     config = load_config(request["config"], request["overrides"], check=False)  # the launcher has checked it
     numbers = ends_and_middle(config, request["ranks"])
     try:

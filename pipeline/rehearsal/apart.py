@@ -1,4 +1,4 @@
-"""Rehearsals in processes of their own: torch has one process group in a process, and remembers meshes of before."""
+"""Rehearsals in separate processes: a process has only one of torch's process groups, and keeps earlier meshes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from drover.pipeline.rehearsal.report import Rehearsal
 
 
 def refuse(config: Config, ranks: int, numbers: Sequence[int]) -> None:
-    """Raise a UserError with everything for which these of so many ranks cannot be rehearsed. Without torch."""
+    """Raise a UserError with every reason why these ranks cannot be rehearsed. Without torch.
+
+    ranks: how many there are. numbers: those to be rehearsed.
+    """
     if wrong := [number for number in numbers if not 0 <= number < ranks]:
-        raise UserError(f"There is no rank {wrong[0]} among {ranks}: they count from 0 to {ranks - 1}.")
+        raise UserError(f"There is no rank {wrong[0]} among {ranks}. Ranks are numbered from 0 to {ranks - 1}.")
     found = [] if config.parallel.engine == "fsdp2" else [
-        "parallel.engine is 'deepspeed', which is not rehearsed: it places weights by itself, with kernels of its own. "
+        "parallel.engine is 'deepspeed', which cannot be rehearsed: it places weights itself, with its own kernels. "
         "Take parallel.engine=fsdp2, or start without a rehearsal."]
     if (config.model.vocab_size or vocabulary_size(config)) is None:
-        found.append("The vocabulary's size is not known before the tokenizer is there. Set model.vocab_size.")
+        found.append("The size of the vocabulary is unknown until the tokenizer exists. Set model.vocab_size.")
     if found := found or rank_problems(config, ranks):
         raise UserError(f"This cannot be rehearsed on {ranks} ranks: {listed(found)}")
 
@@ -32,7 +35,7 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
     """`drover.pipeline.rehearsal.step.rehearse` of each of these ranks, as many at once as there are cores.
 
     Raises:
-        UserError: see `refuse`; NotRehearsedError where a process was ended, for want of memory as a rule.
+        UserError: see `refuse`. NotRehearsedError: a process was killed, usually for lack of memory.
     """
     refuse(config, ranks, numbers)
     context = multiprocessing.get_context("forkserver")
@@ -46,8 +49,8 @@ def rehearse_apart(config: Config, ranks: int, numbers: Sequence[int], *, gpu: b
         try:
             return list(threads.map(in_a_process, numbers))
         except BrokenProcessPool as error:
-            raise NotRehearsedError("A rehearsal's process was ended from outside. It takes some 1 GB of memory: is so "
-                                    "much free here?") from error
+            raise NotRehearsedError("A process of the rehearsal was killed. It needs about 1 GB of memory: check that "
+                                    "this machine has so much free.") from error
 
 
 def _rehearse(config: Config, ranks: int, rank: int, gpu: bool, all_micro_batches: bool) -> Rehearsal:

@@ -1,4 +1,4 @@
-"""Attention as the GPUs would compute it, where there are none."""
+"""The attention of GPUs, for estimates on machines without any."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from drover.pipeline.core.errors import UserError
 
 
 class FlashKernel(Varlen):
-    """Varlen's kernels without a GPU: torch knows what they return and keep (output and log-sum-exp), which is all that
-    a rehearsal asks of them."""
+    """Varlen's kernels without a GPU. A rehearsal needs only the shapes of their results and of what they keep (output
+    and log-sum-exp), which torch knows."""
 
     name: ClassVar[str] = "varlen"
 
@@ -30,10 +30,11 @@ NAME = f"{FlashKernel.__module__}:{FlashKernel.__name__}"
 
 
 def on_gpus(name: str, where: Where) -> tuple[str, str]:
-    """What stands for `train.attention` in a rehearsal of GPUs (of compute capability 8.0), and what to say of it.
+    """The backend that replaces `train.attention` in a rehearsal of GPUs (of compute capability 8.0), and a note about
+    it.
 
     Raises:
-        UserError: it could not run there either.
+        UserError: GPUs cannot run it either.
     """
     missing = _missing_here(name, where) if ":" in name else ""
     if ":" in name and not missing:
@@ -42,7 +43,7 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
         try:
             choice = choose("auto" if missing else name, replace(where, device=torch.device("cuda")))
         except ValueError as error:
-            raise UserError(f"train.attention cannot be had on GPUs: {error}") from error
+            raise UserError(f"train.attention cannot be used on GPUs: {error}") from error
     chosen, note = choice.backend.name, choice.fallback
     if missing:
         note = f"attention {name} {missing} here: it is rehearsed as {chosen}"
@@ -52,8 +53,8 @@ def on_gpus(name: str, where: Where) -> tuple[str, str]:
 
 
 def _missing_here(name: str, where: Where) -> str:
-    """What somebody else's backend lacks on this machine, which it may have on GPUs; nothing, if it cannot be loaded:
-    then the engine says so."""
+    """Why a plugin's backend cannot run on this machine; GPUs may run it. Empty if it cannot be loaded, which the
+    engine reports."""
     try:
         return load(name).refusal(where)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether a rehearsed step fits a GPU, and what would make it."""
+"""Whether a rehearsed step fits a GPU, and which settings would make it fit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from drover.pipeline.rehearsal.lost_time import GAIN, Lost, lost
 from drover.pipeline.rehearsal.report import Rehearsal, ends_and_middle, fullest
 
 TIGHT = 0.9
-"""Of a GPU's memory: beyond it, what is not rehearsed may be too much."""
+"""The share of a GPU's memory that a rehearsed step may use. The rest is for what is not estimated."""
 TRIED, ENOUGH, SEARCH_S = 6, 3, 120.0
-"""Ways that are rehearsed, at most; those that fit after which no more are; and after how long no more are begun."""
+"""The search for settings that fit ends after so many rehearsals, so many that fit, or so many seconds."""
 LONG = 32768
-"""Tokens of a sequence from which it is split over ranks rather than the products are."""
+"""Sequences of at least so many tokens are split over ranks (cp) before products are (tp)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Settings that were rehearsed, by `section.key`; none: the configuration as it is. peak: bytes of a rank."""
+    """Settings that were rehearsed, by `section.key`; empty for the configuration itself. peak: bytes of a rank."""
 
     settings: dict[str, object]
     peak: int
@@ -35,7 +35,7 @@ class Layout:
 
 
 def rehearsed(config: Config, settings: dict[str, object], ranks: int, rank: int = 0, *, gpu: bool = True) -> Layout:
-    """The configuration with other settings, by the fullest of the ranks that are looked at, `rank` among them.
+    """The configuration with other settings: the fullest of the rehearsed ranks, which include `rank`.
 
     Raises:
         UserError: see `rehearse_apart`.
@@ -46,24 +46,24 @@ def rehearsed(config: Config, settings: dict[str, object], ranks: int, rank: int
 
 
 def verdict(config: Config, found: Rehearsal, memory: float, *, gpu: bool = True) -> tuple[bool, str]:
-    """Whether a rank fits a GPU of so many bytes, and a sentence that says so: with the largest item, and for what does
-    not fit with ways that do, each of them rehearsed."""
+    """Whether a rank fits a GPU with `memory` bytes, and a sentence about it. If it does not fit, the sentence names
+    the largest item, and settings that fit, each of them rehearsed."""
     size, has = readable(found.peak.bytes), readable(memory)
     if found.peak.bytes <= TIGHT * memory:
         return True, f"{size} of {has}: it fits"
     if found.peak.bytes <= memory:
-        return True, (f"{size} of {has}: it fits, but what is not rehearsed (CUDA's context, NCCL's buffers, gaps) "
-                      f"takes some GB as well")
+        return True, (f"{size} of {has}: it fits, but memory that is not estimated (CUDA's context, NCCL's buffers, "
+                      f"fragmentation) takes some GB more")
     largest = max(found.peak.kinds, key=lambda kind: found.peak.kinds[kind])
     config = with_largest(config, found.ranks)
     item = next(item for item in found.peak.items if item.kind == largest)
-    said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. Most of it are {largest}, "
+    said = (f"rank {found.rank:,} would hold {size} where a GPU has {has}. The largest part is {largest}, "
             f"{readable(found.peak.kinds[largest])}, above all {item}.")
     return False, f"{said} {_advice(config, found, largest, memory, gpu)}"
 
 
 def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: bool) -> str:
-    """What was rehearsed to make it fit, and what could not be, or was not for want of time."""
+    """The settings that were rehearsed to make it fit, and those that were not, for errors or lack of time."""
     tried: list[Layout] = []
     fitting: list[Layout] = []
     left_out: list[str] = []
@@ -74,7 +74,7 @@ def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: 
             continue
         try:
             layout = rehearsed(config, settings, found.ranks, found.rank, gpu=gpu)
-        except Exception as error:  # noqa: BLE001 - told; that the job does not fit stands without it
+        except Exception as error:  # noqa: BLE001 - reported; the job does not fit in any case
             left_out.append(f"{named(settings)} ({(str(error).splitlines() or [type(error).__name__])[0]})")
             continue
         tried.append(layout)
@@ -90,12 +90,12 @@ def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: 
         return f"Rehearsed as well, and fitting, the fastest first: {text}.{rest}"
     if tried:
         text = ", ".join(f"{named(layout.settings)} ({readable(layout.peak)})" for layout in tried)
-        return f"Rehearsed as well, and not fitting: {text}. More of it together, or more ranks, hold less.{rest}"
+        return f"Rehearsed as well, but not fitting: {text}. Combine such settings, or take more ranks.{rest}"
     return f"Take more ranks.{rest}"
 
 
 def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, object]]:
-    """Settings that would hold less: one for itself, those that cost least time first, then several together."""
+    """Settings that need less memory: single ones first, the fastest before others, then several together."""
     train, parallel = config.train, config.parallel
     single: list[dict[str, object]] = []
     micro_batch = BatchPlan.of(train, parallel, found.ranks).micro_batch
@@ -119,7 +119,7 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, o
 
 
 def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
-    """Whether the settings can be had on so many ranks, whatever else is wrong."""
+    """Whether the settings cause no new problem on so many ranks."""
     try:
         other = changed(config, settings)
         return set(problems(other)) <= set(problems(config)) and not rank_problems(other, ranks)
@@ -128,7 +128,7 @@ def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
 
 
 def named(settings: dict[str, object]) -> str:
-    """Settings as a command line takes them."""
+    """Settings in the form of the command line."""
     return " ".join(f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
                     for key, value in settings.items())
 

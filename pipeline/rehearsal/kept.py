@@ -1,9 +1,9 @@
-"""What blocks keep for the backward pass on GPUs, where a CPU's operators keep more.
+"""Replacements that keep as much for the backward pass as blocks do on GPUs. A CPU's operators keep more.
 
-torch's RMSNorm is one kernel on GPUs, which keeps its input and a number for each token; on CPUs it is made of
-operators that keep two float32 copies. A compiled block keeps as much as one that is not, but for silu's result, which
-it computes again: by torch's partitioner for inductor, which a test asks. The rehearsal takes these in the places of
-the real ones. Nobody reads what they compute.
+On GPUs torch's RMSNorm is one kernel that keeps its input and one number per token. On CPUs it consists of operators
+that keep two float32 copies. A compiled block keeps as much as an eager one, except silu's result, which it recomputes.
+(A test compares this with torch's partitioner for inductor.) A rehearsal replaces the real functions by these; their
+values are never read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps all that it is given; its result is as large as the first, and gradients as what they are of."""
+    """Keeps all its inputs. The result has the shape of the first input, each gradient that of its input."""
 
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class _Kept(torch.autograd.Function):
 
 
 def norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
-    """In the place of `nn.RMSNorm.forward`, as one kernel."""
+    """Replaces `nn.RMSNorm.forward`, as one kernel."""
     here: Tensor = x
     weight: Tensor = module.weight
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
@@ -39,6 +39,6 @@ def norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """In the place of `drover.model.llama.swiglu`, as in a compiled block."""
+    """Replaces `drover.model.llama.swiglu`, as in a compiled block."""
     out: Tensor = _Kept.apply(gate, up)
     return out

@@ -1,6 +1,6 @@
 """The time that a rehearsed step loses, estimated from counted FLOPs and bytes at the rates below.
 
-It ranks layouts of one model on the same GPUs; it does not predict tokens per second.
+The estimate ranks layouts of one model on the same GPUs. It does not predict tokens per second.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ FLOPS = 0.5 * 989e12
 NODE_BYTES, NETWORK_BYTES = 0.8 * 450e9, 0.8 * 50e9
 """Bytes/s that a GPU sends: four fifths of an H100's NVLink, and of a network adapter of 400 Gb/s."""
 GAIN = 0.005
-"""A setting has to save at least this share of the products' time; less is finer than the estimate."""
+"""A setting must save at least this share of the products' time; smaller differences are below the estimate's
+accuracy."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Time that a step loses, each as a share of the time of the model's own products.
+    """Time that a step loses, as shares of the time of the model's own products.
 
-    waiting: in a pipeline, for other stages. recomputing: activations that were not kept. exchanging: collectives that
+    waiting: for other stages of a pipeline. recomputing: activations that were not kept. exchanging: collectives that
     no computation hides.
     """
 
@@ -36,7 +37,7 @@ class Lost:
 
     @property
     def time(self) -> float:
-        """Of the step, where products alone take 1."""
+        """Time of the step, in units of the products' time."""
         return (1 + self.recomputing + self.exchanging) * (1 + self.waiting)
 
     def __str__(self) -> str:
@@ -45,7 +46,7 @@ class Lost:
 
 
 def before_exchanges(config: Config, ranks: int) -> Lost:
-    """What a step loses at least: all that is known without a rehearsal."""
+    """The loss that is known without a rehearsal: the least that a step can lose."""
     train, shape = with_largest(config, ranks).train, network(config)
     products = shape.flops_per_token(train.sequence_length, causal=True)
     return Lost(bubble(shape, config.parallel, BatchPlan.of(train, config.parallel, ranks).accumulation) or 0.0,
@@ -53,29 +54,29 @@ def before_exchanges(config: Config, ranks: int) -> Lost:
 
 
 def lost(config: Config, found: Rehearsal) -> Lost:
-    """What a rehearsed step of the configuration loses, on nodes of `launch.gpus_per_node`, or of 8."""
+    """The loss of a rehearsed step, on nodes with `launch.gpus_per_node` GPUs, or with 8."""
     known, gpus_per_node = before_exchanges(config, found.ranks), config.launch.gpus_per_node or 8
     train, parallel = with_largest(config, found.ranks).train, config.parallel
     plan = BatchPlan.of(train, parallel, found.ranks)
     products_s = (plan.tokens / found.ranks * network(config).flops_per_token(train.sequence_length, causal=True)
                   / FLOPS)
     sizes = parallel.sizes(found.ranks)
-    neighbours = sizes.tensor * sizes.context  # the ranks of a tensor group follow each other, then those of a context
+    neighbours = sizes.tensor * sizes.context  # ranks of a tensor group are neighbours, then those of a context group
     span = {"tensor": sizes.tensor, "context": neighbours, "shard": neighbours * sizes.shard,
             "weights": neighbours * sizes.shard}
-    # FSDP2 exchanges weights and gradients beside the products; in a pipeline it gathers before all of them, and
-    # reduces beside the last micro-batch's backward pass. A group of all ranks counts as FSDP2's wherever FSDP2 has
-    # more than one rank.
+    # FSDP2 exchanges weights and gradients while products run. In a pipeline it all-gathers before them, and reduces
+    # during the last micro-batch's backward pass. A group of all ranks counts as FSDP2's if FSDP2 has more than one
+    # rank.
     beside = sizes.replicate * sizes.shard * sizes.context > 1
     at_once_s = hidden_s = summed_s = 0.0
-    # The share of a group's reduce-scatters beside which compiled blocks compute gradients of weights: those of the
-    # backward pass. Under context parallelism with checkpointing, these products run before, beside the second gather.
+    # The share of a group's reduce-scatters during which compiled blocks compute gradients of weights: those of the
+    # backward pass. Under context parallelism with checkpointing these products run earlier, during the second gather.
     backward: dict[str, float] = {}
     if train.compile is not False and not parallel.async_tp:
         backward = {"tensor": 0.5, "context": 1.0 if train.activation_checkpointing == "none" else 0.0}
     for channel, size in found.traffic.bytes.items():
         if channel.operation == "receive":
-            continue  # another rank sends it meanwhile
+            continue  # counted where it is sent
         share = 1.0 if channel.operation == "send" else (channel.ranks - 1) / channel.ranks
         rate = NODE_BYTES if span.get(channel.group, found.ranks) <= gpus_per_node else NETWORK_BYTES
         seconds = share * size / rate * (2 if channel.operation == "all-reduce" else 1)
@@ -95,7 +96,7 @@ def lost(config: Config, found: Rehearsal) -> Lost:
 
 
 def recomputed_flops(train: TrainConfig, shape: ModelConfig) -> float:
-    """FLOPs a token that are computed again for the backward pass, which never needs w2's result."""
+    """FLOPs per token that are recomputed for the backward pass, which never needs w2's result."""
     if train.activation_checkpointing == "none":
         return 0.0
     key_value = shape.kv_heads * shape.head_width

@@ -1,7 +1,8 @@
-"""What lies in a rank's memory, by kind: a log of storages as they come and go, sorted once all is known.
+"""A rank's memory by kind: a log of storages as they are allocated and freed.
 
-A storage is one piece of memory, whatever tensors look at it. Its kind often shows later than it is made (a product is
-a gradient once it is reduced), so the log is gone through at the end, when every storage has its kind.
+A storage is one piece of memory, however many tensors are views of it. Its kind often becomes known after its
+allocation (a product is a gradient once it is reduced). So the log is evaluated at the end, when every storage has its
+kind.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS = ("weights", "gradients", "moments", "gathered", "activations", "received", "logits")
-"""weights: this rank's part of the masters. gradients: also whole ones that wait to be reduced. moments: the
-optimizer's states. gathered: weights of other ranks, in the computing precision. received: what a pipeline keeps room
-for, hidden states and their gradients. logits: of the output head's chunk, with their gradients. activations: all else.
+"""weights: this rank's part of the master weights. gradients: including whole ones before their reduction. moments: the
+optimizer's state. gathered: all-gathered weights, in the computing precision. received: a pipeline's buffers for hidden
+states and their gradients. logits: of the output head's chunk, with their gradients. activations: the rest.
 """
 
 
 @dataclass
 class Piece:
-    """A storage. kind: empty while nothing says so; first, last: of the log, between which it is there."""
+    """A storage. kind: empty while it is unknown."""
 
     kind: str
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Item:
-    """Pieces that are alike, at the peak. bytes: of all `count` of them."""
+    """Equal pieces at the peak. bytes: of all `count` of them."""
 
     kind: str
     shape: tuple[int, ...]
@@ -53,7 +54,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that was held at a time. bytes: in all. kinds: of each kind then. items: the largest first."""
+    """The most that was held at one time. bytes: in total. kinds: bytes of each kind. items: the largest first."""
 
     bytes: int
     kinds: dict[str, int]
@@ -61,7 +62,7 @@ class Peak:
 
 
 class Memory:
-    """The log. `hold` tells it of tensors; that a storage is gone, or has another size, it sees by itself."""
+    """The log. Call `hold` for each tensor. Freed and resized storages are noticed automatically."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -70,11 +71,11 @@ class Memory:
         self._log: list[tuple[int, int]] = []
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether its storage is noted."""
+        """Whether the tensor's storage is in the log."""
         return tensor.untyped_storage()._cdata in self._numbers
 
     def hold(self, tensor: Tensor, kind: str = "") -> None:
-        """Note a tensor's storage, and its kind where it has none yet."""
+        """Add a tensor's storage to the log, and set its kind if it has none yet."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         number = self._numbers.get(key)
@@ -87,7 +88,7 @@ class Memory:
         weakref.finalize(storage, self._gone, key, number)
 
     def name(self, tensor: Tensor, kind: str) -> None:
-        """Say of what kind a tensor's storage is, whatever was said before."""
+        """Set the kind of a tensor's storage, replacing an earlier one."""
         self.hold(tensor)
         self._pieces[self._numbers[tensor.untyped_storage()._cdata]].kind = kind
 
@@ -103,7 +104,7 @@ class Memory:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """While FSDP2 lets go of gathered weights by giving their storages no size, which no operator does."""
+        """Notice when FSDP2 frees gathered weights: it resizes their storages to zero, without any operator."""
         import torch
 
         resize: Any = torch.UntypedStorage.resize_
@@ -119,7 +120,7 @@ class Memory:
             yield
 
     def peak(self) -> Peak:
-        """The most that was held since the beginning, and of what."""
+        """The most that was held since the beginning, by kind and item."""
         total = most = at = 0
         for place, (_, change) in enumerate(self._log):
             total += change

@@ -1,4 +1,4 @@
-"""What a rehearsal found, for programs and for people."""
+"""The results of a rehearsal, for programs and for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drover.pipeline.rehearsal.traffic import Channel, Traffic
 
 RESULT = "pipeline/training/engines/fsdp.py"
-"""Where every step reads its loss, norm and whether it was applied, in one transfer after its last operation."""
+"""The file in which every step reads its loss, norm and whether it was applied, in one transfer at its end."""
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Rehearsal:
 
     Attributes:
         waits: places where the host waits for the device before the step's result, and how often in the rehearsed part.
-        masks: places where a mask of all pairs of tokens is made, with its shape.
-        notes: what is rehearsed otherwise than it will run.
+        masks: places where a mask of all pairs of tokens is created, with its shape.
+        notes: differences between the rehearsal and the real run.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Rehearsal:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """As JSON, for programs."""
         channels = [{**asdict(channel), "calls": self.traffic.calls[channel], "bytes": self.traffic.bytes[channel]}
                     for channel in sorted(self.traffic.calls)]
         return {"rank": self.rank, "ranks": self.ranks, "layers": self.layers, "peak_bytes": self.peak.bytes,
@@ -51,25 +51,25 @@ class Rehearsal:
 
 
 def network(config: Config) -> ModelConfig:
-    """The model with its vocabulary."""
+    """The model with its size of vocabulary."""
     return config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size(config)})
 
 
 def layers_of(shape: ModelConfig, parallel: ParallelConfig, pipeline_rank: int) -> str:
-    """Which layers a rank has."""
+    """The layers of a rank, as ranges."""
     held = stage_layers(shape, parallel.stages)
     return ", ".join(f"{held[stage].start}-{held[stage].stop - 1}" for stage in parallel.stages_of(pipeline_rank))
 
 
 def ends_and_middle(config: Config, ranks: int) -> list[int]:
-    """The first rank of the first, a middle and the last rank of a pipeline; of ranks without one, the first: it holds
-    the most, as parts that do not come out even are larger on the first ranks."""
+    """The first of the ranks that share the first, a middle and the last stage of a pipeline. Without a pipeline, rank
+    0: it holds the most, because uneven parts are larger on the first ranks."""
     each = ranks // config.parallel.pp
     return [place * each for place in sorted({0, config.parallel.pp // 2, config.parallel.pp - 1})]
 
 
 def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
-    """A page for the terminal."""
+    """The results as a page for the terminal."""
     ranks, parallel = found[0].ranks, config.parallel
     plan, sizes = BatchPlan.of(with_largest(config, ranks).train, parallel, ranks), parallel.sizes(ranks)
     layout = " x ".join(f"{name} {size}" for name, size in zip(
@@ -89,7 +89,7 @@ def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
     page += aligned([["collectives of the step", "ranks", *ranks_here],
                      *([f"{channel.group}: {channel.operation}", f"{channel.ranks:,}",
                         *(_counted(one, channel) for one in found)] for channel in channels)], str.rjust)
-    page += ["each with its calls and bytes: what a rank gives or gets, whichever is more", ""]
+    page += ["each with calls and bytes: what a rank sends or receives, whichever is more", ""]
     return page + judgements(found)
 
 
@@ -100,7 +100,7 @@ def judgements(found: Sequence[Rehearsal]) -> list[str]:
     return [f"waits      {_places(waits) or 'none: the host reads nothing but the result of the step'}",
             f"masks      {_places(masks) or 'none of all pairs of tokens'}",
             *(f"note       {text}" for text in dict.fromkeys(note for one in found for note in one.notes)),
-            "note       CUDA's context, NCCL's buffers, kernels' own scratch and gaps between pieces come on top"]
+            "note       CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top"]
 
 
 def _places(places: dict[str, Any]) -> str:
@@ -113,12 +113,12 @@ def _counted(one: Rehearsal, channel: Channel) -> str:
 
 
 def fullest(found: Sequence[Rehearsal]) -> Rehearsal:
-    """The one that holds the most."""
+    """The rank that holds the most."""
     return max(found, key=lambda one: one.peak.bytes)
 
 
 def brief(found: Sequence[Rehearsal]) -> list[str]:
-    """A few lines for a plan: the fullest rank's memory, how much ranks tell each other, and what is slow."""
+    """A few lines for a plan: the fullest rank's memory, the traffic, and what makes a step slow."""
     most = fullest(found)
     kinds = sorted(((size, kind) for kind, size in most.peak.kinds.items() if size), reverse=True)
     return [f"{readable(most.peak.bytes)} on rank {most.rank:,} at its peak: "

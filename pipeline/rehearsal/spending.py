@@ -1,4 +1,4 @@
-"""What spare memory buys: settings that lose less time and still fit, each of them rehearsed."""
+"""Use spare memory to save time: settings that lose less time and still fit, each of them rehearsed."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from drover.pipeline.rehearsal.fitting import TIGHT, Layout, changed, named, pos
 from drover.pipeline.rehearsal.lost_time import GAIN, before_exchanges
 
 KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
-"""`train.kept_activations` that are kept together."""
+"""Groups of `train.kept_activations` that the search adds together."""
 
 
 def spend(config: Config, ranks: int, memory: float,
-          tell: Callable[[str], None] = lambda _: None) -> list[Layout]:
+          report: Callable[[str], None] = lambda _: None) -> list[Layout]:
     """The configuration's layout, then each layout that the search moved to.
 
-    The search rehearses every single change (`changes`) that takes memory and may save time: those that wait and
-    recompute less, or exchange less, than now. It moves to the one that saves most and fits, of equal ones to the
-    smallest. It ends where none saves time.
+    The search rehearses every single change (`changes`) that takes memory and may save waiting, recomputing or
+    exchanging time. It moves to the change that saves most and fits; of equal ones, to the smallest. It ends when no
+    change saves time.
 
     Args:
-        memory: bytes of a GPU, of which TIGHT may be used.
-        tell: called with a line on every layout.
+        memory: bytes of a GPU, of which the share TIGHT may be used.
+        report: called with a line about every layout.
 
     Raises:
-        UserError: the configuration cannot be rehearsed, or its pipeline is zbv, whose waiting is not known.
+        UserError: the configuration cannot be rehearsed, or its schedule is zbv, whose bubble is not known.
     """
     if config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv":
-        raise UserError("What spare memory buys is not searched with parallel.pp_schedule zbv, whose waiting time is "
-                        "not known. Take 1f1b or interleaved.")
+        raise UserError("With parallel.pp_schedule=zbv, --spend cannot search: the bubble of zbv is not known. Take "
+                        "1f1b or interleaved.")
 
     def tried(settings: dict[str, object]) -> Iterator[Layout]:
         try:
             layout = rehearsed(config, settings, ranks)
         except (NotRehearsedError, UserError) as error:
             if not settings:
-                raise  # what is to be bettered cannot be rehearsed
-            tell(f"{named(settings)}: not rehearsed: {error}")
+                raise  # the configuration itself cannot be rehearsed
+            report(f"{named(settings)}: not rehearsed: {error}")
         else:
-            tell(str(layout))
+            report(str(layout))
             yield layout
 
     path = [*tried({})]

@@ -1,4 +1,4 @@
-"""One optimizer step of the real engine on one rank, watched."""
+"""One optimizer step of the real engine on one rank, with its memory and traffic recorded."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from drover.pipeline.training.optimizers import muon
 from drover.pipeline.training.precision import DTYPES, choose_precision
 
 ENOUGH = 3
-"""Micro-batches that are computed of a step without a pipeline: the first, one between, and the last. All between are
-alike: their traffic counts so often, and memory is at its peak by then."""
+"""Micro-batches that are computed of a step without a pipeline: the first, one in the middle, and the last. All in the
+middle are equal: the traffic of one is multiplied, and memory has reached its peak by then."""
 
 
 def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_micro_batches: bool = False) -> Rehearsal:
-    """What a step of rank `rank` of `ranks` would tell others, hold and wait for.
+    """Traffic, memory and waits of a step on rank `rank` of `ranks`.
 
-    gpu: as on GPUs, with their kernel for attention; else as on CPUs. all_micro_batches: compute each of them.
+    gpu: as on GPUs, with their attention kernel; else as on CPUs. all_micro_batches: compute every micro-batch.
 
     Raises:
-        UserError: the configuration does not fit the ranks, or cannot be rehearsed.
+        UserError: the configuration does not suit so many ranks, or cannot be rehearsed.
     """
     refuse(config, ranks, [rank])
     decided, notes, shape = rehearsable(config, ranks, gpu)
@@ -53,16 +53,15 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
 
 
 def rehearsable(config: Config, ranks: int, gpu: bool) -> tuple[Config, list[str], ModelConfig]:
-    """The configuration as it is rehearsed, what to say of it, and the network with its vocabulary."""
+    """The configuration as it is rehearsed, notes about it, and the network with its size of vocabulary."""
     decided, notes = _decided(with_largest(config, ranks), gpu)
     if config.train.phases:
-        notes.insert(0, f"{largest_phase(config, ranks).name} is rehearsed, which has the most tokens in a "
-                        f"micro-batch")
+        notes.insert(0, f"{largest_phase(config, ranks).name} is rehearsed: its micro-batches have the most tokens")
     return decided, notes, network(config)
 
 
 def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
-    """What cannot be rehearsed as it is asked for, by what comes nearest; and what to say of it."""
+    """Replace settings that cannot be rehearsed by the nearest that can. Returns the configuration, and notes."""
     train, parallel, model = config.train, config.parallel, config.model
     name, notes, cpu = train.attention, [], torch.device("cpu")
     precision: str = train.precision
@@ -77,7 +76,7 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
         name, note = attention.on_gpus(name, where)
         notes += [note] if note else []
     if train.compile or (gpu and train.compile is None):
-        notes.append("the loss is rehearsed uncompiled: compiled, logits take less")
+        notes.append("the loss is rehearsed uncompiled: compiled, logits take less memory")
     if parallel.async_tp:
         notes.append("async_tp is rehearsed as whole products, each exchanged in one piece")
     return config.model_copy(update={
@@ -87,7 +86,7 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
 
 @contextmanager
 def as_on_gpus(train: TrainConfig) -> Iterator[None]:
-    """Sizes and types that are chosen by the device, and what blocks keep for the backward pass, as on GPUs."""
+    """Use the sizes and types of GPUs, and keep as much for the backward pass as blocks do there."""
     swiglu = kept.swiglu if train.compile is not False else drover.model.llama.swiglu
     with (mock.patch.object(drover.model.loss, "CHUNK_TOKENS_CPU", drover.model.loss.CHUNK_TOKENS_ACCELERATOR),
           mock.patch.dict(muon.COMPUTED_IN, {"cpu": muon.COMPUTED_IN["cuda"]}),
@@ -97,25 +96,25 @@ def as_on_gpus(train: TrainConfig) -> Iterator[None]:
 
 
 def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batches: bool = False) -> Rehearsal:
-    """A step of the real engine on `ranks`, there or not: what is measured and what is rehearsed take this way.
+    """A step of the real engine on `ranks`, real or fake. Measurements and rehearsals both use this function.
 
-    config: with a precision other than auto and fp8, uncompiled.
+    config: uncompiled, with a precision other than auto and fp8.
     """
     grid, plan = Grid(ranks, config.parallel), BatchPlan.of(config.train, config.parallel, ranks.world)
     precision = DTYPES[config.train.precision]
     engine = build_engine(config, shape, grid, precision, plan.accumulation, None)
-    engine.proven = True  # what is looked at once in an attempt is no part of a step
+    engine.proven = True  # the check of a start's first step is not part of a step
     whole = all_micro_batches or grid.pipeline > 1 or plan.accumulation <= ENOUGH
     count = plan.accumulation if whole else ENOUGH
     assert shape.vocab_size is not None
     watch = Watch((shape.vocab_size // grid.tensor, shape.dim), plan.sequence_length // grid.context)
-    sections = [Traffic.none() for _ in range(count)]
+    sections = [Traffic() for _ in range(count)]
     with ranks.memory(), watch:
         _name_state(engine, watch)
         engine.before_update = lambda: _name_gradients(engine, watch)
         engine.step(_batches(plan, grid, count, watch, sections), count, plan.tokens, config.train.lr, StepLimits())
         _name_state(engine, watch)
-    traffic = Traffic.none()
+    traffic = Traffic()
     for number, section in enumerate(sections):
         traffic.add(section, plan.accumulation - count + 1 if number == 1 and not whole else 1)
     notes = [] if whole else [f"of {plan.accumulation} micro-batches the first, the second and the last were computed; "
@@ -126,7 +125,7 @@ def take_step(config: Config, shape: ModelConfig, ranks: Ranks, all_micro_batche
 
 
 def _batches(plan: BatchPlan, grid: Grid, count: int, watch: Watch, sections: list[Traffic]) -> Iterator[Batch]:
-    """Micro-batches of sequences that are one document each, which is the most that attention can have to hold."""
+    """Micro-batches of sequences with one document each, for which attention needs the most memory."""
     length = plan.sequence_length // grid.context
     for number in range(count):
         watch.traffic = sections[number]
@@ -138,7 +137,7 @@ def _batches(plan: BatchPlan, grid: Grid, count: int, watch: Watch, sections: li
 
 
 def _name_state(engine: Engine, watch: Watch) -> None:
-    """Weights and moments; the latter are made if they are not there, as a session does before it begins."""
+    """Name weights and optimizer state. The state is created if missing, as training does before its first step."""
     with torch.no_grad():
         for name, parameter in engine.model.named_parameters():
             watch.memory.name(own(parameter.detach()), "weights")

@@ -1,10 +1,10 @@
-"""What ranks tell each other: every collective that torch dispatches, with its group and bytes."""
+"""Traffic between ranks: every collective that torch dispatches, with its group and bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 NAMESPACES = ("c10d", "_c10d_functional")
 KINDS = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce",
          "alltoall": "all-to-all", "broadcast": "broadcast", "send": "send", "recv": "receive"}
-"""As the field calls torch's operators, by a part of their names without underscores. Another keeps its name."""
+"""The usual names of collectives, by a part of the names of torch's operators without underscores. Other operators keep
+their names."""
 
 
 @dataclass(frozen=True, order=True)
@@ -31,20 +32,15 @@ class Channel:
 class Traffic:
     """Calls and bytes by channel.
 
-    The bytes of a call are what this rank gives or gets, whichever is more: the gathered whole of an all-gather, what
-    goes into a reduce-scatter, the tensor of any other.
+    The bytes of a call are what this rank sends or receives, whichever is more: the result of an all-gather, the input
+    of a reduce-scatter, the tensor of any other collective.
     """
 
-    calls: Counter[Channel]
-    bytes: Counter[Channel]
-
-    @classmethod
-    def none(cls) -> Traffic:
-        """Of nothing."""
-        return cls(Counter(), Counter())
+    calls: Counter[Channel] = field(default_factory=Counter)
+    bytes: Counter[Channel] = field(default_factory=Counter)
 
     def add(self, other: Traffic, times: int = 1) -> None:
-        """Count `other` in, so many times."""
+        """Add the calls of `other`, so many times."""
         for channel in other.calls:
             self.calls[channel] += times * other.calls[channel]
             self.bytes[channel] += times * other.bytes[channel]
@@ -56,14 +52,14 @@ class Traffic:
         group = next(filter(None, map(_group, arguments)), None)
         if group is None or "barrier" in name:
             assert kind not in KINDS.values(), f"{operator} has a group that is not found"
-            return  # waiting for one that was counted
+            return  # a wait for a collective that was counted
         channel = Channel(_described(group), kind, group.size())
         self.calls[channel] += 1
         self.bytes[channel] += max(map(_bytes, (*arguments, result)))
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
-    """The process group that an operator was given: as an object, boxed, or by name."""
+    """The process group in an operator's argument: an object, boxed, or a name."""
     if isinstance(argument, dist.ProcessGroup):
         return argument
     if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
@@ -74,7 +70,7 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
 
 
 def _described(group: dist.ProcessGroup) -> str:
-    """An axis as the grid calls it."""
+    """The grid's name of a group's axis."""
     text = group.group_desc
     return "all ranks" if text == "default_pg" else text.removeprefix("mesh_") or group.group_name
 

@@ -1,4 +1,4 @@
-"""Looks at every operator of a step as torch dispatches it, on real tensors and on fakes alike."""
+"""Observes every operator of a step as torch dispatches it, on real and on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from drover.pipeline.rehearsal.traffic import NAMESPACES, Traffic
 HERE = Path(__file__).resolve().parent
 HOUSE = HERE.parents[1]
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
-"""What is memory of its own. All else (DTensor, tensors on their way) wraps these, and says so when asked first."""
+"""Tensors that own memory. Other types (DTensor, tensors in flight) wrap these."""
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 """Operators whose result the host has to wait for."""
 REDUCED = {"chunk_cat"}
 GATHERED = {"all_gather_copy_in", "split_with_sizes_copy"}
-"""FSDP2's own operators: what goes into a reduction; what goes into a gathering and comes out of it."""
+"""FSDP2's own operators: inputs of a reduction; inputs and outputs of an all-gather."""
 BY_FSDP2 = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "gradients"}
-"""What its functions make, also where a group of one rank needs none of these operators."""
+"""Kinds of the tensors that FSDP2's functions create. A group of one rank calls none of the operators above."""
 ONCE = {"_warmup_p2p"}
-"""What torch's pipelines do before a first step alone."""
+"""Functions of torch's pipelines that run only before the first step."""
 ROOM = {"_create_act_recv_info", "_prepare_forward_infra", "_prepare_backward_infra"}
-"""Where torch's pipelines make room for what is to come."""
+"""Functions in which torch's pipelines allocate buffers for what they will receive."""
 DENSE_FROM = 512
-"""Tokens from which a mask of all pairs is a burden. Shorter sequences may be cheapest so."""
+"""Tokens from which a mask of all pairs is costly. For shorter sequences it may be the cheapest way."""
 
 
 class Watch(TorchDispatchMode):
-    """Enter it after the model is placed, and around the steps.
+    """Enter it after the model is built, around the steps.
 
     Args:
         head: (words, width) of the output matrix on this rank.
         tokens: of a sequence on this rank.
 
     Attributes:
-        memory, traffic: what it saw. waits: where the host waited for the device, and how often. masks: where a mask of
-            all pairs of tokens was made, with its shape.
+        memory, traffic: the records. waits: places where the host waited for the device, and how often. masks: places
+            where a mask of all pairs of tokens was created, with its shape.
     """
 
     def __init__(self, head: tuple[int, int], tokens: int) -> None:
         super().__init__()
         self.head, self.tokens = head, tokens
-        self.memory, self.traffic = Memory(), Traffic.none()
+        self.memory, self.traffic = Memory(), Traffic()
         self.waits: Counter[str] = Counter()
         self.masks: dict[str, tuple[int, ...]] = {}
         self._following: AbstractContextManager[None] | None = None
@@ -72,22 +72,22 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
-            return NotImplemented  # what it wraps comes by next
+            return NotImplemented  # the wrapped tensors are dispatched next
         name = operator._schema.name.partition("::")[2]
         if name in WAITING:
             if not any(frame.f_code.co_name in ONCE for frame in frames()):
                 self.waits[place()] += 1
             if name == "_local_scalar_dense" and isinstance(arguments[0], FakeTensor):
-                return {torch.bool: False}.get(arguments[0].dtype, 1)  # nothing is wrong, and pipelines' votes agree
+                return {torch.bool: False}.get(arguments[0].dtype, 1)  # no error flags, and pipelines' votes agree
         for tensor in tensors(arguments):
             self._look_at(tensor)
         try:
             result = operator(*arguments, **options or {})
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise NotRehearsedError(f"The rehearsal ends at {place()}: {operator} cannot tell what it returns before "
-                                    f"the device has computed it, so the host would wait for the device there, in "
-                                    f"every step. Take another way (of train.attention, for one), or start without a "
-                                    f"rehearsal.") from None
+            raise NotRehearsedError(f"The rehearsal ends at {place()}: the size of the result of {operator} depends on "
+                                    f"computed values, so the host would wait for the device there in every step. Use "
+                                    f"other settings (such as train.attention), or start without a rehearsal."
+                                    ) from None
         except RuntimeError as error:
             if "found two different devices" not in str(error):
                 raise
@@ -111,14 +111,14 @@ class Watch(TorchDispatchMode):
                 self.memory.name(tensor, "gradients")
 
     def _look_at(self, tensor: Tensor) -> None:
-        """Note a tensor's storage if it is memory that was not seen before."""
+        """Add a tensor's storage to the log if it is new memory."""
         if tensor.device.type == "meta" or self.memory.knows(tensor):
             return
         attends, kind = False, ""
         for frame in frames():
             file, function = frame.f_code.co_filename, frame.f_code.co_name
             if file.endswith("distributed/tensor/_sharding_prop.py"):
-                return  # DTensor asks for the shape of a result; nothing is computed
+                return  # DTensor computes only the shape of a result
             if file.endswith("model/loss.py"):
                 kind = kind or self._of_the_loss(tensor)
             if "_fully_shard/" in file:
@@ -137,7 +137,7 @@ class Watch(TorchDispatchMode):
 
 
 def frames() -> Iterator[FrameType]:
-    """Those of the caller's, the innermost first."""
+    """The caller's frames, the innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -145,7 +145,7 @@ def frames() -> Iterator[FrameType]:
 
 
 _file = cache(lambda name: Path(name).resolve())
-"""The file of a frame: imported as `drover.*`, ours are named by links."""
+"""The resolved file of a frame. Our files are imported through the links in drover/."""
 
 
 def place() -> str:
@@ -158,7 +158,7 @@ def place() -> str:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All plain ones in nested lists and tuples."""
+    """All tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

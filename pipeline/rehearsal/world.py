@@ -1,4 +1,4 @@
-"""A rank among any number of ranks that are not there."""
+"""One real rank in a fake process group of any size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from drover.pipeline.parallel.ranks import Ranks
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[Ranks]:
-    """This process as rank `rank` of `world`, in a process group that moves nothing. `Ranks.memory` makes its tensors
-    fakes: shapes, element types and storages of a size, without contents."""
+    """This process as rank `rank` of `world`, in a process group that transfers nothing. `Ranks.memory` creates fake
+    tensors: shapes, types and sizes of storages, without contents."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     assert not dist.is_initialized(), "a rehearsal has a process of its own, or comes before a process group"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    # Real tensors get in as constants: the places of context parallelism, for one, are made by NumPy.
+    # Real tensors enter as constants: context parallelism, for example, computes its places with NumPy.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     send = _held(dist.isend)
     try:
@@ -35,7 +35,7 @@ def fake_world(rank: int, world: int) -> Iterator[Ranks]:
 
 
 def _held(send: Any) -> Any:
-    """`isend` that holds what is sent as long as somebody may wait for it, as other process groups do."""
+    """`isend` that keeps the sent tensor alive as long as its work object, as other process groups do."""
     def sent(tensor: torch.Tensor, *others: Any, **named: Any) -> Any:
         work = send(tensor, *others, **named)
         weakref.finalize(work, lambda held: None, tensor)

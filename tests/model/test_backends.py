@@ -109,8 +109,6 @@ def test_short_rows_in_half_precision_take_the_mask_which_is_faster():
 
     assert isinstance(prepared(256, torch.bfloat16), torch.Tensor)
     assert runs(prepared(256, torch.float32)) == [(2, 128)] and runs(prepared(512, torch.bfloat16)) == [(2, 256)]
-    three = inputs(ROWS["mixed"], dtype=torch.bfloat16)
-    assert torch.equal(attended(ByDocument(), three, ROWS["mixed"]), attended(WAYS[0], three, ROWS["mixed"]))
 
 
 def test_varlen_is_given_padded_edges_and_unrepeated_heads():
@@ -123,10 +121,6 @@ def test_varlen_is_given_padded_edges_and_unrepeated_heads():
               for count in range(1, 64)}
     assert shapes == {3, 5, 9, 17, 33, 65}
     assert VarlenOnCpu().prepare(Documents(numbered([[9, 2], [11]])), torch.bfloat16).longest == 11, "no row is longer"
-    before = dict(varlen_on_cpu.CALLS)
-    three = inputs(ROWS["mixed"])
-    attended(VarlenOnCpu(), three, ROWS["mixed"]).sum().backward()
-    assert {kind: count + 1 for kind, count in before.items()} == varlen_on_cpu.CALLS, "torch's own operator"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -181,7 +175,7 @@ def test_on_a_gpu_auto_takes_varlen_where_it_can_and_says_why_it_does_not(monkey
 @pytest.mark.parametrize("name, says", [
     ("varlen", "'varlen' needs a GPU, not a cpu device. Take auto, which is by_document here"),
     ("flex", "'flex' has no backward pass on a cpu device"),
-    ("flash", r"'flash' is not known; there are auto, sdpa, by_document, varlen, flex, and classes elsewhere"),
+    ("flash", r"'flash' is not known. Take auto, sdpa, by_document, varlen, flex, or another class"),
     ("nowhere.to_be:Found", "cannot be loaded: No module named 'nowhere'"),
     ("drover.model.attention.sdpa:Sdpb", "has no attribute 'Sdpb'"),
     ("drover.model.attention.backend:Documents", "is no class derived from"),

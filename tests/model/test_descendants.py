@@ -6,7 +6,7 @@ import torch
 
 from drover.model.attention.backend import Backend, Where
 from drover.model.attention.choosing import choose
-from drover.model.attention.sdpa import Sdpa, dense_mask
+from drover.model.attention.sdpa import Sdpa
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
 from drover.pipeline.training.engines.engine import without_gradient
@@ -15,13 +15,6 @@ from tests.tiny_models import DESCENDANT
 
 CPU = torch.device("cpu")
 SHAPE = {"dim": 48, "layers": 1, "heads": 6, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 50, "context_length": 32}
-
-
-def test_a_window_is_so_many_keys_the_querys_own_included():
-    for queries, cached in ((5, 0), (2, 3)):
-        seen = dense_mask(queries, cached, None, CPU, window=3)[0, 0] == 0
-        back = torch.arange(cached, cached + queries)[:, None] - torch.arange(cached + queries)
-        assert torch.equal(seen, (back >= 0) & (back < 3))
 
 
 def test_a_backend_that_knows_no_window_is_not_taken_for_one():

@@ -30,10 +30,6 @@ def test_a_torch_without_the_operator(monkeypatch):
     assert choose(monkeypatch, "AuthenticAMD", "AVX512") == ByOnednn(False, False)
 
 
-def test_is_made_once():
-    assert by_onednn() is by_onednn()
-
-
 def test_the_vendor_as_linux_says_it(tmp_path):
     description = tmp_path / "cpuinfo"
     description.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 1\n")

@@ -64,10 +64,7 @@ def test_compiled_rotation_is_real_and_equal():
     assert len(graphs) == 1 and "complex" not in graphs[0]
 
 
-def test_restarted_positions_pick_the_same_rows_and_none_is_beyond_the_context():
-    rotation = TABLE.at(torch.tensor([[0, 1, 2, 0, 1]]), torch.float32)
-    assert torch.equal(rotation.cos[0, 3:], rotation.cos[0, :2])
-    assert not torch.equal(rotation.cos[0, 1], rotation.cos[0, 2])
+def test_no_position_is_beyond_the_context():
     with pytest.raises(IndexError):
         TABLE.at(torch.tensor([[64]]), torch.float32)
 

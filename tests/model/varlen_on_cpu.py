@@ -23,51 +23,49 @@ class VarlenOnCpu(Varlen):
         return ""
 
 
-def documents(edges, edges_k, longest, longest_k, window):
-    """(queries, keys) of each document or segment that has any, as slices, checked as a kernel would have them."""
-    assert window[0] >= -1 and window[1] == 0
-    queries, keys = slices(edges, longest), slices(edges_k, longest_k)
-    assert len(queries) == len(keys)
-    assert all(count(own) <= count(seen) for own, seen in zip(queries, keys, strict=True))
-    return [(own, seen) for own, seen in zip(queries, keys, strict=True) if count(own)]
-
-
 def slices(edges, longest):
-    """Of each document, with those that have nothing."""
+    """The tokens of each document or segment, checked as a kernel would have them."""
     places = edges.tolist()
     assert places[0] == 0 and places == sorted(places) and edges.dtype == torch.int32
-    found = [slice(start, end) for start, end in pairwise(places)]
-    assert max(map(count, found)) <= longest, "the kernel would leave out what is beyond"
-    return found
+    assert max(end - start for start, end in pairwise(places)) <= longest, "the kernel would leave out what is beyond"
+    return [slice(start, end) for start, end in pairwise(places)]
 
 
-def count(tokens):
-    """How many there are in a slice."""
-    return tokens.stop - tokens.start
+def shares(q, k, edges, edges_k, longest, longest_k, scale, window):
+    """softmax(q k^T), causal from the last query and key of each document on, and window[0] keys back: (heads, queries,
+    keys), its log-sum-exp, and the scale."""
+    assert window[0] >= -1 and window[1] == 0
+    seen = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for own, keys in zip(slices(edges, longest), slices(edges_k, longest_k), strict=True):
+        part = seen[own, keys]
+        assert part.shape[0] <= part.shape[1]
+        more = part.shape[1] - part.shape[0]
+        part[:] = torch.ones_like(part).tril(more)
+        if window[0] >= 0:
+            part.triu_(more - window[0])
+    scale = scale or q.shape[-1] ** -0.5
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1), scores.logsumexp(-1), scale
 
 
-def weights(q, k, scale, window):
-    """softmax(q k^T) of one document, causal from the last query and key on, and window[0] keys back: (heads, queries,
-    keys), and its log-sum-exp."""
-    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
-    more = len(k) - len(q)
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(more)
-    seen = seen if window[0] < 0 else seen.triu(more - window[0])
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1), scores.logsumexp(-1)
+def repeated(q, *others):
+    """Keys or values with a head for each of the queries'."""
+    return [whole.repeat_interleave(q.shape[1] // whole.shape[1], 1) for whole in others]
 
 
 def forward(q, k, v, edges, edges_k, longest, longest_k, is_causal=False, scale=None, window_size=None, *others,
             **named):
     """Of torch_attn::_varlen_attn: output, log-sum-exp (heads, tokens), state of random numbers."""
     CALLS["forward"] += 1
-    group = q.shape[1] // k.shape[1]
-    out, normaliser = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    for own, seen in documents(edges, edges_k, longest, longest_k, window_size):
-        keys, values = (whole[seen].repeat_interleave(group, 1) for whole in (k, v))
-        shares, normaliser[:, own] = weights(q[own], keys, scale, window_size)
-        out[own] = torch.einsum("hqk,khd->qhd", shares, values)
-    return out, normaliser, torch.zeros(2, dtype=torch.uint64)
+    keys, values = repeated(q, k, v)
+    weights, normaliser, _ = shares(q, keys, edges, edges_k, longest, longest_k, scale, window_size)
+    out = torch.einsum("hqk,khd->qhd", weights, values.masked_fill(unseen(edges_k, v), 0)).contiguous()
+    return out, normaliser.float(), torch.zeros(2, dtype=torch.uint64)
+
+
+def unseen(edges_k, k):
+    """The keys behind the last document's, (keys, 1, 1), which may hold anything."""
+    return (torch.arange(len(k)) >= edges_k[-1])[:, None, None]
 
 
 def backward(gradient, q, k, v, out, normaliser, edges, edges_k, longest, longest_k, is_causal, state, scale=None,
@@ -75,19 +73,13 @@ def backward(gradient, q, k, v, out, normaliser, edges, edges_k, longest, longes
     """Of torch_attn::_varlen_attn_backward: gradients of q, k, v. Those of keys in no document are what a kernel may
     leave there: anything."""
     CALLS["backward"] += 1
-    group = q.shape[1] // k.shape[1]
-    found = tuple(torch.full_like(whole, torch.nan) for whole in (q, k, v))
-    for own, seen in documents(edges, edges_k, longest, longest_k, window_size):
-        queries, keys, values = q[own], *(whole[seen].repeat_interleave(group, 1) for whole in (k, v))
-        shares, _ = weights(queries, keys, scale, window_size)
-        upstream = gradient[own]
-        towards = torch.einsum("qhd,khd->hqk", upstream, values)
-        scores = shares * (towards - (towards * shares).sum(-1, keepdim=True)) * (scale or q.shape[-1] ** -0.5)
-        found[0][own] = torch.einsum("hqk,khd->qhd", scores, keys)
-        for total, part in ((found[1], torch.einsum("hqk,qhd->khd", scores, queries)),
-                            (found[2], torch.einsum("hqk,qhd->khd", shares, upstream))):
-            total[seen] = part.unflatten(1, (-1, group)).sum(2)
-    return found
+    keys, values = (whole.masked_fill(unseen(edges_k, k), 0) for whole in repeated(q, k, v))
+    weights, _, scale = shares(q, keys, edges, edges_k, longest, longest_k, scale, window_size)
+    towards = torch.einsum("qhd,khd->hqk", gradient, values)
+    scores = weights * (towards - (towards * weights).sum(-1, keepdim=True)) * scale
+    of_keys, of_values = (torch.einsum("hqk,qhd->khd", part, whole).unflatten(1, (k.shape[1], -1)).sum(2).masked_fill(
+        unseen(edges_k, k), torch.nan) for part, whole in ((scores, q), (weights, gradient)))
+    return torch.einsum("hqk,khd->qhd", scores, keys).contiguous(), of_keys, of_values
 
 
 varlen._varlen_attn.register_kernel("cpu")(forward)

@@ -10,6 +10,8 @@ from drover.model.config import ModelConfig
 from drover.model.generate import generate
 from drover.pipeline.evaluation.placing import place
 from drover.pipeline.formats.weights import load_model, open_weights
+from tests.formats.exporting import write_model
+from tests.tiny_models import opinionated
 
 
 def calls(ranks, folder, dp_shard, dtype):
@@ -62,14 +64,7 @@ def one_fails(ranks, folder):
 
 def write(folder, **changes):
     """A folder in Hugging Face's form with weights that make sharp choices."""
-    from drover.model.llama import Llama, initialise
-    from tests.formats.exporting import write_model
-
     config = ModelConfig(**{"dim": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 56, "vocab_size": 160,
                             "context_length": 128, **changes})
-    model = Llama(config)
-    initialise(model, config, seed=5)
-    with torch.no_grad():
-        model.output.weight.mul_(4)
-    write_model(folder, model, dtype=torch.float32, bos_id=1, eos_id=2)
+    write_model(folder, opinionated(config), dtype=torch.float32, bos_id=1, eos_id=2)
     return folder

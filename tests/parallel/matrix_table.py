@@ -6,6 +6,7 @@
 import json
 import platform
 import sys
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
 import torch
@@ -15,7 +16,6 @@ from tests.parallel.groups import REPOSITORY, CaseError
 from tests.parallel.matrix import (
     ATTENTION,
     BACKENDS,
-    CASES,
     CHECKPOINTING,
     CROSSED,
     LAYOUTS,
@@ -28,6 +28,8 @@ from tests.parallel.matrix import (
 )
 
 TABLE = REPOSITORY / "docs/matrix.md"
+FAULTS: list[str] = []
+"""The cases that are beyond their bounds, or failed."""
 
 
 def machine() -> str:
@@ -36,14 +38,16 @@ def machine() -> str:
 
 
 def shown(case: Case) -> tuple[str, str]:
-    """How far a case's losses and its gradients are, for the table; said on the way, since it takes minutes."""
+    """How far a case's losses and its gradients are, for the table; printed on the way, since it takes minutes."""
     if lacks(case):
         return "not run", "not run"
     try:
         away = differences(case.name)
     except CaseError as error:
-        print(f"{case.name}: {error}", file=sys.stderr, flush=True)
+        FAULTS.append(f"{case.name}: {str(error).splitlines()[-1]}")
         return "fails", "fails"
+    FAULTS.extend(f"{case.name}: {what} differs by {value:.1e}, allowed is {case.allows(what):.0e}"
+                  for what, value in away.items() if not value <= case.allows(what))
     losses, gradients = (f"{value:.1e}" if value else "equal"
                          for value in (away.pop("loss and norm"), max(away.values())))
     print(f"{case.name}: {losses}, gradients {gradients}", file=sys.stderr, flush=True)
@@ -56,69 +60,44 @@ def bounds(case: Case) -> str:
     return ", ".join(dict.fromkeys(both)) if case.bound else "equal"
 
 
+def section(title: str, text: str, heads: list[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """A part of the page, as Markdown."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (heads, *rows)]
+    return [title, "", *wrap(text, 118), *[""] * bool(text), lines[0], "---".join("|" * (len(heads) + 1)),
+            *lines[1:], ""]
+
+
 def table() -> str:
     """The matrix with measured differences, as Markdown."""
-    lines = ["# The matrix: every engine computes the same", "", *wrap(
-        f"Made by `make matrix`; `tests/parallel/test_matrix.py` holds cases of it to the bounds. A difference is the "
-        f"largest relative one from the case compared with: in the loss and gradient norm of any step, and in the "
-        f"gradient of any parameter (norm of the difference over norm, whole tensors, first step and last); `equal` is "
-        f"to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on {platform.machine()}. A "
-        f"descendant has heads of another width, biases of queries, keys and values, QK-norm, windows and a layer "
-        f"without rotary embedding.", 118), "",
-             "## Layouts", "",
-             "| case | ranks | steps | compared with | loss, norm | gradients | bounds |",
-             "|---|---|---|---|---|---|---|"]
-    for case in LAYOUTS:
-        if case.reference is not None:
-            losses, gradients = shown(case)
-            lines.append(f"| {case.name} | {case.ranks} | {case.settings['steps']} | {case.reference} | {losses} | "
-                         f"{gradients} | {bounds(case)} |")
-    return "\n".join([*lines, "", *crossed_table(), "", *attention_table()]) + "\n"
-
-
-def crossed_table() -> list[str]:
-    """The full product: a row for a layout and backend, a column for checkpointing and tying."""
     product = full_product()
     columns = [(tied, kept) for tied in (False, True) for kept in CHECKPOINTING]
-    heads = [f"{kept}{', tied' if tied else ''}" for tied, kept in columns]
-    lines = ["## Options crossed", "", *wrap(
-        "Every layout with every way to compile, every activation checkpointing, and tied embeddings, in float64 over "
-        "three steps; accumulation over two micro-batches, attention across documents and weights kept between the "
-        "passes take turns. Shown is the largest difference of any parameter's gradient from one eager process; "
-        "losses, norms and gradients are all held to 1e-12.", 118),
-             "", f"| layout | compiled by | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
-    for layout in CROSSED:
-        for backend in BACKENDS:
-            cells = [shown(product[layout, tied, backend, kept])[1] for tied, kept in columns]
-            lines.append(f"| {layout} | {backend or 'nothing'} | {' | '.join(cells)} |")
     missing = sorted({lack for case in product.values() if (lack := lacks(case))})
-    return [*lines, *(f"\nNot run: {lack}." for lack in missing)]
-
-
-def attention_table() -> list[str]:
-    """Attention backends against the dense mask; varlen by a kernel for the CPU that the tests bring."""
-    lines = ["## Attention inside documents", "", *wrap(
-        "Document by document, and varlen's operator with a kernel for the CPU that the tests register, against the "
-        "dense mask in one process: float64, three steps, every two values of two options together. All are held to "
-        "1e-12.", 118), "", "| case | ranks | loss, norm | gradients |", "|---|---|---|---|"]
-    for case in ATTENTION:
-        losses, gradients = shown(case)
-        lines.append(f"| {case.name} | {case.ranks} | {losses} | {gradients} |")
-    return lines
-
-
-def faults() -> list[str]:
-    """The cases that are beyond their bounds, or failed."""
-    found = []
-    for name, case in CASES.items():
-        if case.reference is None or lacks(case):
-            continue
-        try:
-            found += [f"{name}: {what} differs by {value:.1e}, allowed is {case.allows(what):.0e}"
-                      for what, value in differences(name).items() if not value <= case.allows(what)]
-        except CaseError as error:
-            found.append(f"{name}: {str(error).splitlines()[-1]}")
-    return found
+    return "\n".join([
+        "# The matrix: every engine computes the same", "", *wrap(
+            f"Made by `make matrix`; `tests/parallel/test_matrix.py` holds cases of it to the bounds. A difference is "
+            f"the largest relative one from the case compared with: in the loss and gradient norm of any step, and in "
+            f"the gradient of any parameter (norm of the difference over norm, whole tensors, first step and last); "
+            f"`equal` is to the last bit. A decoder of three blocks on packed documents, {machine()}, gloo on "
+            f"{platform.machine()}. A descendant has heads of another width, biases of queries, keys and values, "
+            f"QK-norm, windows and a layer without rotary embedding.", 118), "",
+        *section("## Layouts", "", ["case", "ranks", "steps", "compared with", "loss, norm", "gradients", "bounds"],
+                 ((case.name, case.ranks, case.settings["steps"], case.reference, *shown(case), bounds(case))
+                  for case in LAYOUTS if case.reference is not None)),
+        *section("## Options crossed",
+                 "Every layout with every way to compile, every activation checkpointing, and tied embeddings, in "
+                 "float64 over three steps; accumulation over two micro-batches, attention across documents and "
+                 "weights kept between the passes take turns. Shown is the largest difference of any parameter's "
+                 "gradient from one eager process; losses, norms and gradients are all held to 1e-12.",
+                 ["layout", "compiled by", *(f"{kept}{', tied' if tied else ''}" for tied, kept in columns)],
+                 ((layout, backend or "nothing", *(shown(product[layout, tied, backend, kept])[1]
+                                                   for tied, kept in columns))
+                  for layout in CROSSED for backend in BACKENDS)),
+        *(f"Not run: {lack}.\n" for lack in missing),
+        *section("## Attention inside documents",
+                 "Document by document, and varlen's operator with a kernel for the CPU that the tests register, "
+                 "against the dense mask in one process: float64, three steps, every two values of two options "
+                 "together. All are held to 1e-12.", ["case", "ranks", "loss, norm", "gradients"],
+                 ((case.name, case.ranks, *shown(case)) for case in ATTENTION))])
 
 
 def store() -> None:
@@ -133,8 +112,8 @@ def main() -> int:
         return 0
     TABLE.write_text(table(), encoding="utf-8")
     print(TABLE.read_text(encoding="utf-8"))
-    print("\n".join(found := faults()))
-    return 1 if found else 0
+    print("\n".join(FAULTS))
+    return 1 if FAULTS else 0
 
 
 if __name__ == "__main__":

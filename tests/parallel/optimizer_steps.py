@@ -1,58 +1,48 @@
 """What every rank does where optimizers are compared: steps, rejected ones, given gradients; saving and loading."""
 
-from functools import partial
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from drover.pipeline.formats.shard_index import Index
-from drover.pipeline.formats.sharded_tensors import CheckpointReader, TensorShard, write_index, write_part
+from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.parallel.grid import own
 from tests.faulty import Scale
-from tests.parallel.train_steps import each_engine, train_steps, whole
+from tests.parallel.train_steps import nothing, train_steps, whole
 
 
-def optimizer_steps(ranks, first=0, rejected=(), given=False, save=None, load=None, train=None, **settings):
+def optimizer_steps(ranks, first=0, rejected=(), given=False, load=None, train=None, **settings):
     """`train_steps` from step `first` on, by a schedule of ten steps.
 
     rejected: steps whose loss is no number, so that gradients are not either. given: gradients are replaced by ones
-    that are made up whole, the same under every layout. save, load: folders of checkpoints, written at the end, read
-    at the start.
+    that are made up whole, the same under every layout. load: the folder of a checkpoint to start from.
 
     Returns, on rank 0: `results`, (loss, norm, applied) of each step; `state`, whole tensors by name as in a
     checkpoint; `held`, whether weights and states were the same to the last bit, on all ranks, after each rejected
     step.
     """
-    results, held, built, numbers = [], [], [], count(first)
+    results, held, engines, scales, copies = [], [], [], [], {}
 
-    def watch(engine):
-        built.append(engine)
+    def built(engine):
+        engines.append(engine)
+        scales.append(Scale(engine))
         if load:
             with CheckpointReader(Path(load)) as reader:
                 engine.load(reader, first)
-        step, scale = engine.step, Scale(engine)
 
-        def stepping(*arguments):
-            number = next(numbers)
-            scale.factor = float("nan") if number in rejected else 1.0
-            engine.proven = engine.proven or number in rejected
-            engine.before_update = partial(give, engine, number) if given else lambda: None
-            before = copied(engine)
-            result = step(*arguments)
-            results.append([result.loss, result.grad_norm, result.applied])
-            if number in rejected:
-                after = copied(engine)
-                held.append(ranks.sum(not all(torch.equal(before[key], after[key]) for key in before)) == [0.0])
-            return result
-        engine.step = stepping
+    def before(engine, step):
+        scales[0].factor = float("nan") if step in rejected else 1.0
+        engine.proven = engine.proven or step in rejected
+        copies.update(copied(engine))
 
-    with each_engine(watch):
-        train_steps(ranks, first=first, train={"steps": 10, "warmup_steps": 2, **(train or {})}, **settings)
-    if save:
-        store(ranks, built[0], Path(save))
-    return {"results": results, "state": whole(ranks, built[0].state_shards()), "held": held}
+    def after(engine, step, result):
+        results.append([result.loss, result.grad_norm, result.applied])
+        if step in rejected:
+            held.append(ranks.sum(any(not torch.equal(copies[key], now) for key, now in copied(engine).items())) == [0])
+
+    train_steps(ranks, first=first, train={"steps": 10, "warmup_steps": 2, **(train or {})}, **settings, built=built,
+                before=before, update=give if given else nothing, after=after)
+    return {"results": results, "state": whole(ranks, engines[0].state_shards()), "held": held}
 
 
 def copied(engine):
@@ -69,16 +59,3 @@ def give(engine, step):
         place = engine.parts[name]
         cut = made_up[tuple(slice(a, a + n) for a, n in zip(place.offset, place.size, strict=True))]
         own(parameter.grad).copy_(torch.from_numpy(cut))
-
-
-def store(ranks, engine, folder):
-    """A checkpoint's tensors."""
-    if ranks.leads:
-        folder.mkdir(parents=True)
-    ranks.barrier()
-    pieces = {name: [TensorShard(piece.tensor.detach().contiguous(), piece.offset, piece.shape) for piece in pieces]
-              for name, pieces in engine.state_shards().items()}
-    parts = ranks.collect(write_part(folder / f"rank-{ranks.rank:05}.safetensors", pieces))
-    if ranks.leads:
-        write_index(folder, Index.joined(parts))
-    ranks.barrier()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-
 import pytest
 import torch
 
@@ -13,16 +10,16 @@ from drover.model.config import ModelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel import attention
 from drover.pipeline.parallel.attention import KERNELS, OWN, choose_attention, choose_flash
-from tests.conftest import run_python, run_stage
+from tests.conftest import needs_compiler, run_python, run_stage
 from tests.refusal import refused
-from tests.stages.training import train_folder
+from tests.stages.training import events
 
 CPU = torch.device("cpu")
 
 
 def test_what_cannot_be_had_is_said_to_the_user():
     assert isinstance(choose_attention("auto", ModelConfig(), CPU, torch.float32, False).backend, ByDocument)
-    refused(UserError, r"train.attention cannot be had here: attention 'varlen' needs a GPU, not", choose_attention,
+    refused(UserError, r"train.attention cannot be used here: attention 'varlen' needs a GPU, not", choose_attention,
             "varlen", ModelConfig(), CPU, torch.bfloat16, False)
     refused(UserError, "'by_document' cannot be compiled", choose_attention, "by_document", ModelConfig(), CPU,
             torch.float32, True)
@@ -42,7 +39,7 @@ def test_newer_flash_kernels_are_used_where_gpu_and_packages_allow(monkeypatch, 
     monkeypatch.setattr(attention, "find_spec", lambda module: module if module in installed else None)
     device = CPU if capability is None else torch.device("cuda", 0)
     if " " in taken:
-        refused(UserError, f"train.flash={name} cannot be had here: it {taken}", choose_flash, name, device)
+        refused(UserError, f"train.flash={name} cannot be used here: it {taken}", choose_flash, name, device)
     else:
         assert choose_flash(name, device) == taken
     assert activated == ([taken.upper()] if taken in ("fa3", "fa4") else [])
@@ -73,14 +70,9 @@ def test_torch_takes_the_kernels_of_the_package_that_is_looked_for(tmp_path, nam
     assert found.stdout.split() == [name, name.upper(), "True"]
 
 
-def test_a_run_says_what_computed_its_attention(fresh):
-    run_stage("train", fresh, "train.steps=2", "train.warmup_steps=1")
-    events = [json.loads(line) for line in (train_folder(fresh) / "events.jsonl").read_text().splitlines()]
-    assert [event["attention"] for event in events if event["event"] == "start"] == ["by_document"]
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which inductor needs on a CPU")
-def test_a_fallback_is_said_once(fresh):
+@needs_compiler
+def test_a_run_records_what_computes_its_attention_and_prints_a_fallback_once(fresh):
     result = run_stage("train", fresh, "train.steps=2", "train.warmup_steps=1", "train.sample_every=9",
                        "train.compile=true")
     assert (result.stdout + result.stderr).count("so sdpa computes attention inside documents") == 1
+    assert [event["attention"] for event in events(fresh, "start")] == ["sdpa"]

@@ -7,10 +7,9 @@ import torch
 import torch._dynamo
 
 from drover.model.attention.sdpa import Sdpa
-from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.parallel.compiling import compile_blocks, compiled_share, uncompiled
-from tests.conftest import REPOSITORY, slow
+from tests.conftest import slow
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import CHECKPOINTING
@@ -23,21 +22,6 @@ KINDS = {"sliding_window": 7, "full_attention_interval": 3, "no_rope_layer_inter
 """Of 12 layers, those with a window or not, rotated or not: four kinds."""
 
 
-def recipe(name):
-    """What a shipped configuration sets of layout and checkpointing, over two ranks where it has more."""
-    config = load_config(REPOSITORY / f"configs/{name}.yaml", check=False)
-    parallel = config.parallel
-    pipeline = {"pp": 2, "pp_schedule": parallel.pp_schedule, "pp_stages": min(parallel.pp_stages, 2),
-                "reshard": parallel.reshard} if parallel.pp > 1 else {}
-    axes = {axis: 2 for axis in ("tp", "cp") if getattr(parallel, axis) > 1}
-    return 2 ** (len(axes) + bool(pipeline)) if axes or pipeline else 1, {
-        "parallel": {**axes, **pipeline}, "accumulation": 2 if pipeline else 1,
-        "train": {"attention": NAME, **{key: getattr(config.train, key) for key in (
-            "activation_checkpointing", "kept_activations", "recomputed_blocks")}}}
-
-
-RECIPES = {name: recipe(name) for name in ("llama3.2_1b", "llama3_8b", "llama3_70b", "llama3_405b", "llama3_8b_128k",
-                                           "shakespeare_char_gpu", "tinystories")}
 OPTIONS = {
     **{f"checkpointing {name}, four kinds of layers": (1, {"train": train, "shape": KINDS})
        for name, train in CHECKPOINTING.items()},
@@ -47,17 +31,20 @@ OPTIONS = {
     "ZeRO 1": (2, {"precision": "fp32", "parallel": {"engine": "deepspeed", "zero_stage": 1},
                    "train": CHECKPOINTING["selective"]}),
     "across documents, tied": (1, {"tied": True, "train": {"across_documents": True, **CHECKPOINTING["selective"]}}),
+    "interleaved pipeline and tensor parallel, weights kept": (4, {
+        "parallel": {"pp": 2, "pp_schedule": "interleaved", "tp": 2, "reshard": "never"}, "accumulation": 2,
+        "train": {"attention": NAME, **CHECKPOINTING["every second"]}}),
     "tensor and context parallel, four kinds of layers": (4, {
         "parallel": {"tp": 2, "cp": 2}, "shape": KINDS, "train": {"attention": NAME, **CHECKPOINTING["selective"]}})}
 
-FEW = ("llama3_8b", "checkpointing selective, four kinds of layers")
+FEW = ("FSDP2, bf16, accumulation", "checkpointing selective, four kinds of layers")
 
 
 @pytest.mark.parametrize("case", [
-    *FEW, *slow(*(name for name in [*RECIPES, *OPTIONS] if name not in FEW))])
+    *FEW, *slow(*(name for name in OPTIONS if name not in FEW))])
 def test_every_call_of_a_block_runs_compiled(case):
     """Also with more layers than torch allows graphs, and of all kinds of layers."""
-    ranks, settings = {**RECIPES, **OPTIONS}[case]
+    ranks, settings = OPTIONS[case]
     settings = {**settings, "shape": {"layers": LAYERS, **settings.get("shape", {})}}
     found = run_case(ranks, "compiled", {"body": "tests.parallel.train_steps:compiled_calls", "steps": 3,
                                          "backend": "aot_eager", **settings})

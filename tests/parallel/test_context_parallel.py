@@ -1,5 +1,6 @@
-"""Attention over a sequence that is split over ranks, one rank after another in this process; tests/parallel/matrix.py
-has the ranks, and all that is around attention."""
+"""Attention over a sequence that is split over ranks; tests/parallel/matrix.py has all that is around attention."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -10,13 +11,13 @@ from drover.model.attention.choosing import choose
 from drover.model.attention.layout import Layout, attend
 from drover.model.attention.sdpa import Sdpa
 from drover.model.config import ModelConfig
+from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel.attention import choose_attention
-from drover.pipeline.parallel.context_parallel import _sum, gathered, part_of, places
-from tests.model.agreement import agree
-from tests.model.test_backends import WAYS, inputs, names, numbered
-from tests.model.varlen_on_cpu import NAME
+from drover.pipeline.parallel.context_parallel import ContextParallel, gathered, part_of, places
+from drover.pipeline.parallel.grid import Grid
+from tests.model.test_backends import WAYS, inputs, numbered
 from tests.parallel.groups import run_case
 from tests.refusal import refused
 
@@ -29,53 +30,35 @@ ROWS = {
 CPU = torch.device("cpu")
 
 
-def by_ranks(whole, index):
-    """(ranks, rows, length / ranks, ...) of (rows, length, ...)."""
-    row = torch.arange(len(whole))[:, None]
-    return torch.stack([whole[row, index[:, rank]] for rank in range(index.shape[1])])
+def attended(ranks, kv_heads, window):
+    """Asserts on each rank that its part of attention, and of the gradients, is that of the dense mask: of each way and
+    kind of row."""
+    mesh = Grid(ranks, ParallelConfig(cp=ranks.world)).mesh["context"]
+    for backend, rows in itertools.product(WAYS, ROWS.values()):
+        index = places(rows, ranks.world)[:, ranks.rank, :, None, None]
 
+        def mine(whole, index=index):
+            return whole.gather(1, index.expand(-1, -1, *whole.shape[2:]))
 
-class Packed(torch.autograd.Function):
-    """What a rank makes of the gathered keys, without the gathering."""
-
-    @staticmethod
-    def forward(ctx, whole, index, uses):
-        """Rows of `whole`, by number."""
-        ctx.save_for_backward(uses)
-        return whole.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """Sums of what is said of each row."""
-        return _sum((gradient,), *ctx.saved_tensors)[:, 0], None, None
-
-
-def attended(backend, three, rows, ranks, window):
-    """All ranks' outputs, put together again, as each computes its own from what it gathers."""
-    index = places(rows, ranks)
-    q, k, v = (by_ranks(whole, index) for whole in three)
-    out = torch.empty(three[0].shape, dtype=torch.float64)
-    row = torch.arange(len(rows))[:, None]
-    for rank in range(ranks):
-        found = gathered(rows, ranks, rank, window)
-        segments = Documents(torch.zeros(1, q[rank].shape[:2].numel()), found.lengths, window, found.keys)
-        keys, values = (Packed.apply(whole.flatten(0, 2), torch.from_numpy(found.index), torch.from_numpy(found.uses))
-                        for whole in (k, v))
-        # What no query may see. As numbers, since 0 x NaN is NaN in a dense mask's product.
-        unseen = torch.arange(found.keys.rows) >= sum(found.keys.lengths)
-        keys, values = (whole.masked_fill(unseen[:, None, None], 1e3)[None] for whole in (keys, values))
-        mine = backend.attend(q[rank].flatten(0, 1)[None], keys, values, backend.prepare(segments, torch.float64))
-        out = out.index_put((row, index[:, rank]), mine.view(q[rank].shape))
-    return out
+        three = inputs(rows, kv_heads)
+        windowed = window is not None
+        expected = attend(*three, Layout.of(None, Sdpa(), Documents(numbered(rows)), torch.float64, window), windowed)
+        parts = [mine(whole.detach()).requires_grad_() for whole in three]
+        context = ContextParallel(backend, mesh)
+        layout = Layout.of(None, context, Documents(mine(numbered(rows)[..., None, None])[..., 0, 0],
+                                                    [length for row in rows for length in row]), torch.float64, window)
+        found = attend(parts[0], *context.offer(*parts[1:]), layout, windowed)
+        upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(expected, three, upstream)
+        for ours, golden in zip((found, *torch.autograd.grad(found, parts, mine(upstream))), (expected, *gradients),
+                                strict=True):
+            torch.testing.assert_close(ours, mine(golden), rtol=0, atol=1e-12)
+    return {}
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads", "window"), [(2, 6, None), (4, 1, 7)])
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("backend", WAYS, ids=names)
-def test_segments_together_equal_the_dense_mask_forward_and_backward(backend, rows, ranks, kv_heads, window):
-    three = inputs(rows, kv_heads)
-    layout = Layout.of(None, Sdpa(), Documents(numbered(rows)), torch.float64, window)
-    agree(attended(backend, three, rows, ranks, window), attend(*three, layout, windowed=window is not None), three)
+def test_ranks_together_equal_the_dense_mask_forward_and_backward(ranks, kv_heads, window):
+    run_case(ranks, "", {"body": f"{__name__}:attended", "kv_heads": kv_heads, "window": window})
 
 
 def test_keys_beyond_a_window_are_left_out():
@@ -112,43 +95,28 @@ def test_parts_of_a_batch_hold_every_token_with_its_label_and_position(across):
     assert [batch.lengths for batch in micro_batches] == [(row,) for row in parts[1].lengths]
 
 
-@pytest.mark.parametrize("kept, attention, gathered", [("none", 1, 1), ("full", 2, 2), ("selective", 1, 2)])
-def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, gathered):
-    """For each of three blocks. Selective checkpointing keeps attention's result and not the keys, which are large."""
-    found = run_case(2, "", {"body": "tests.parallel.train_steps:attention_calls", "steps": 1, "parallel": {"cp": 2},
-                             "train": {"activation_checkpointing": kept}})
-    assert found == {"attention": 3 * attention, "gathered": 3 * gathered}
+def exchanges(**settings):
+    return run_case(2, "", {"body": "tests.parallel.train_steps:exchanges", **settings})
 
 
-def computed_meanwhile(**settings):
-    """By the kind of exchange, the different numbers of products that stand between its begin and the wait for it."""
-    found = run_case(2, "", {"body": "tests.parallel.train_steps:computed_meanwhile", **settings})
-    return {kind: sorted(set(counts)) for kind, counts in found.items()}
-
-
-def test_queries_are_computed_while_keys_and_values_are_exchanged():
-    """One product forward, and two backward: of the input's gradient, and of the weight's."""
-    assert computed_meanwhile(parallel={"cp": 2}) == {"gathers": [1], "sums": [2]}
+@pytest.mark.parametrize("kept, attention, gathers", [
+    ("none", 3, [1] * 3), ("full", 6, [1] * 6), ("selective", 3, [1] * 3 + [0] * 3)])
+def test_keys_are_gathered_again_with_what_is_computed_again(kept, attention, gathers):
+    """By each of three blocks. Selective checkpointing keeps attention's result and not the keys, which are large.
+    Meanwhile queries are computed: one product forward, and two backward, of the input's gradient and the weight's."""
+    found = exchanges(parallel={"cp": 2}, train={"activation_checkpointing": kept})
+    assert found == {"attention": attention, "gathers": gathers, "sums": [2] * 3}
 
 
 @pytest.mark.slow
 def test_compiled_blocks_compute_gradients_of_weights_while_activations_gradients_are_exchanged():
     """Under context parallelism all those that are known by then, with two of inputs; under tensor parallelism those of
     the feed-forward, and of attention. Forward, and where gradients are gathered, the next product needs the sum."""
-    assert computed_meanwhile(backend="inductor", parallel={"cp": 2}) == {"gathers": [1], "sums": [6]}
-    assert computed_meanwhile(backend="inductor", parallel={"tp": 2}) == {"gathers": [0], "sums": [0, 3, 4]}
-    # What is gathered again has the products beside it that were beside the sum.
-    again = {"backend": "inductor", "train": {"activation_checkpointing": "selective"}}
-    assert computed_meanwhile(**again, parallel={"cp": 2}) == {"gathers": [1, 8], "sums": [1]}
-    assert computed_meanwhile(**again, parallel={"tp": 2}) == {"gathers": [0, 5], "sums": [0, 2, 3]}
-
-
-@pytest.mark.slow
-def test_other_documents_are_not_compiled_anew():
-    """Twice for all blocks and steps: for the first shapes, and for those of other lengths. The loss has two graphs."""
-    found = run_case(2, "", {"body": "tests.parallel.train_steps:graphs", "steps": 12, "parallel": {"cp": 2},
-                             "train": {"attention": NAME}})
-    assert 3 <= found["graphs"] <= 5
+    again = {"activation_checkpointing": "selective"}  # what is gathered again has the products that the sum had
+    for axis, train, gathers, sums in (("cp", {}, [1], [6]), ("tp", {}, [0], [0, 3, 4]),
+                                       ("cp", again, [1, 8], [1]), ("tp", again, [0, 5], [0, 2, 3])):
+        found = exchanges(backend="inductor", parallel={axis: 2}, train=train)
+        assert [sorted(set(found[kind])) for kind in ("gathers", "sums")] == [gathers, sums]
 
 
 def test_backends_that_know_no_segments_are_not_taken():

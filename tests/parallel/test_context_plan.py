@@ -46,20 +46,13 @@ def test_every_token_is_on_one_rank_in_chunks_that_cut_each_document_evenly(row)
 @pytest.mark.parametrize(("length", "ranks"), [(512, 2), (512, 8), (8192, 4)])
 def test_work_is_within_5_percent_of_even(length, ranks):
     """Also where documents are equal, of one token, or short after a long one."""
-    cuts = [np.cumsum(np.random.default_rng(0).lognormal(np.log(size), 1.2, length).astype(int) + 1)
-            for size in (20, 100, 700)]
-    rows = [*(np.diff([0, *places[places < length], length]) for places in cuts),
-            *([*[size] * (length // size), *[length % size] * (length % size > 0)] for size in (1, 3, 13, 100, 512)),
-            [length * 3 // 4, *[1] * (length // 4)]]
+    lengths = np.random.default_rng(0).lognormal(np.log(100), 1.2, length).astype(int) + 1
+    ends = np.cumsum(lengths)
+    rows = [np.diff([0, *ends[ends < length], length]), [length * 3 // 4, *[1] * (length // 4)],
+            *([*[size] * (length // size), *[length % size] * (length % size > 0)] for size in (1, 3, 13, 100, 512))]
     for row in rows:
-        pairs = work(row, ranks)
-        assert max(pairs) <= 1.05 * sum(pairs) / ranks and min(pairs) >= 0.95 * sum(pairs) / ranks
-
-
-def test_documents_that_torchs_balancer_leaves_uneven():
-    """[4, 12] over two ranks: 26 and 62 pairs there."""
-    assert work((4, 12), 2) == [44, 44]
-    assert len(set(work((1024, 7168), 4))) == 1
+        pairs = np.array(work(row, ranks))
+        assert (abs(pairs / pairs.mean() - 1) <= 0.05).all()
 
 
 def test_a_row_that_does_not_come_out_even_is_refused():

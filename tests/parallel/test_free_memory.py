@@ -7,7 +7,6 @@ import torch
 
 from drover.pipeline.parallel import free_memory as module
 from drover.pipeline.parallel.free_memory import free_memory
-from tests.conftest import run_python
 
 CPU = torch.device("cpu")
 
@@ -47,8 +46,10 @@ def test_the_least_of_all_counts(groups, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_a_limit_of_the_process_counts(kind):
-    code = ("import resource, torch; from drover.pipeline.parallel import free_memory as module; "
-            "module._of_host, module._of_groups = lambda: 2**50, lambda: []; "
-            f"resource.setrlimit({int(kind)}, (8 * 2**30,) * 2); print(module.free_memory(torch.device('cpu')))")
-    assert 0 < int(run_python("-c", code).stdout) < 8 * 2**30
+def test_a_limit_of_the_process_counts(groups, monkeypatch, kind):
+    none, limit = resource.RLIM_INFINITY, 2**50
+    monkeypatch.setattr(module, "_of_host", lambda: 2**60)
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limit if asked == kind else none, none))
+    assert 0 < free_memory(CPU) < limit
+    limit = 1  # less than the process has already
+    assert free_memory(CPU) == 0

@@ -10,7 +10,6 @@ import torch
 
 from drover.model.llama import Llama, initialise
 from drover.pipeline.data.sampling.batch import pack
-from tests.parallel.crossing import pairs
 from tests.parallel.groups import CaseError, run_case
 from tests.parallel.matrix import (
     ATTENTION,
@@ -24,7 +23,6 @@ from tests.parallel.matrix import (
     few,
     kind_of,
     lacks,
-    met,
     results,
     run,
 )
@@ -101,14 +99,14 @@ def test_weights_are_asked_for_one_unit_ahead_and_no_more_often_than_needed(tied
 def test_a_pipeline_reduces_gradients_while_it_computes(schedule, stages, layers, tied, ahead):
     """Each block's from when it has them; torch's stage waits until all of its blocks have."""
     parallel = {"pp": 2, "pp_schedule": schedule, **({"pp_stages": stages} if stages > 1 else {})}
-    found = run_case(4, "", {"body": "tests.parallel.train_steps:reduced_early", "accumulation": 2, "tied": tied,
-                             "shape": {"layers": layers}, "parallel": parallel})
-    ours, theirs = found["ours"], found["torch's"]
+    ours, theirs = (run_case(4, "", {
+        "body": "tests.parallel.train_steps:reduced_early", "torchs": torchs, "accumulation": 2, "tied": tied,
+        "shape": {"layers": layers}, "parallel": parallel}) for torchs in (False, True))
     assert ours["results"] == theirs["results"] and ours["blocks"] == theirs["blocks"]
     for mine, golden in zip(ours["gradients"], theirs["gradients"], strict=True):
         assert set(mine) == set(golden) and len(mine) == layers * 9 + 3 - tied
         assert all(np.array_equal(mine[name], golden[name]) for name in golden)
-    assert [mine - other for mine, other in zip(ours["begun"], theirs["begun"], strict=True)] == ahead, found
+    assert [mine - other for mine, other in zip(ours["begun"], theirs["begun"], strict=True)] == ahead
 
 
 KEPT = {"backend": "aot_eager", "parallel": {"reshard": "never"}, "train": {"activation_checkpointing": "full"}}
@@ -126,11 +124,6 @@ def test_losses_and_logits_between_steps_are_those_of_one_process(layout, tied, 
     for mine, golden in zip(found["passes"], expected["passes"], strict=True):
         for name, value in golden.items():
             np.testing.assert_allclose(mine[name], value, rtol=1e-11, atol=1e-13, err_msg=name)
-
-
-def test_any_two_options_that_meet_in_a_case_meet_in_one_of_the_few():
-    held, all_of_them = (set().union(*(pairs(met(case)) for case in cases)) for cases in (FEW, RUN))
-    assert not [pair for pair in all_of_them - held if ("backend", "inductor") not in pair] and len(FEW) < len(RUN) / 2
 
 
 def test_losses_are_those_that_were_stored():

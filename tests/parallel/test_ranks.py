@@ -73,23 +73,16 @@ def test_a_collective_waits_longer_than_the_watchdog_unless_told(minutes, hang, 
     assert longest_wait(config) == expected
 
 
-def test_as_many_files_may_be_open_as_the_hard_limit_allows():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
-        allow_open_files()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_where_the_hard_limit_is_none_as_on_macos_as_many_as_it_takes(monkeypatch):
-    set_to, none = [], resource.RLIM_INFINITY
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
-    for soft in (256, none):
-        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, none))
-        allow_open_files()
-    assert set_to == [(10_240, none)]
+@pytest.mark.parametrize(("soft", "hard", "expected"), [
+    (1024, 4096, [(4096, 4096)]), (4096, 4096, []), (256, resource.RLIM_INFINITY, [(10_240, resource.RLIM_INFINITY)]),
+    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, [])])
+def test_as_many_files_may_be_open_as_the_hard_limit_allows(monkeypatch, soft, hard, expected):
+    """Where that is none, as on macOS, as many as it takes."""
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    allow_open_files()
+    assert found == expected
 
 
 def test_apples_gpu_is_one_process(monkeypatch):

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
 import torch.distributed as dist
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
 
@@ -53,13 +52,19 @@ def windows(step):
             for count in random.integers(0, 6, SEQUENCES)]
 
 
+def nothing(*given):
+    """What `train_steps` calls where nobody looks."""
+
+
 def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied=False, shape=None, backend=None,
-                severed=None, train=None, parallel=None):
-    """Train on these ranks, of which all call this alike.
+                severed=None, train=None, parallel=None, built=nothing, before=nothing, update=nothing, after=nothing):
+    """Train on these ranks. All ranks call this alike.
 
     first: the step to begin with. accumulation: micro-batches of a rank in a step. tied, shape: of the model, see
     `model_of`. backend: of torch.compile; None: blocks are not compiled. severed: a module whose output is cut off from
-    the graph of gradients, as a fault would.
+    the graph of gradients, as a fault would. built: called with the engine before the first step. before, update,
+    after: called with the engine and the step's number before a step, before its weights change, and after it; after
+    also with the step's result.
 
     Returns, on rank 0: `results`, (steps, 2) loss and gradient norm; `initial`, a hash of the first weights;
     `gradients`, of the first and the last step, whole, by parameter.
@@ -77,67 +82,43 @@ def train_steps(ranks, precision="fp64", steps=12, first=0, accumulation=1, tied
         engine = build_engine(config, model, grid, DTYPES[precision], accumulation, drawn(model, 0))
     if severed:
         engine.model.get_submodule(severed).register_forward_hook(lambda module, inputs, output: output.detach())
-    initial = whole(ranks, {name: shards for name, shards in engine.state_shards().items()
-                            if name.startswith("model.")})
+    built(engine)
+    initial = weights(ranks, engine)
     results, gradients = [], []
+
+    def take(step):
+        if step in (first, steps - 1):
+            gradients.append(whole(ranks, engine.gradients()))
+        update(engine, step)
+
     for step in range(first, steps):
         every = windows(step)
         batch = pack(every[grid.data_rank * share:(grid.data_rank + 1) * share])
         if grid.context > 1:
             batch = part_of(batch, grid.context, grid.context_rank, config.train.across_documents)
-        take = partial(lambda: gradients.append(whole(ranks, engine.gradients())))
-        engine.before_update = take if step in (first, steps - 1) else lambda: None
+        before(engine, step)
+        engine.before_update = partial(take, step)
         result = engine.step(batch.split(config.train.micro_batch), accumulation, pack(every).targets,
                              planned_rate(step, PhasePlan.of(config.train)), StepLimits())
         results.append([result.loss, result.grad_norm])
+        after(engine, step, result)
     return {"results": results, "initial": digest(initial), "gradients": gradients}
 
 
 @contextlib.contextmanager
-def each_engine(prepare):
-    """Have `prepare(engine)` called with the engines that `train_steps` builds."""
-    build = build_engine
+def called(*names):
+    """(name, group) of each call of those of torch's collectives; names that this torch does not have are left out."""
+    found = []
 
-    def prepared(*given):
-        engine = build(*given)
-        prepare(engine)
-        return engine
-
-    with mock.patch(f"{__name__}.build_engine", prepared):
-        yield
-
-
-def after_each_step(look):
-    """Have `look(engine)` called after each step of the engines that `train_steps` builds."""
-    def watch(engine):
-        step = engine.step
-
-        def stepping(*arguments):
-            result = step(*arguments)
-            look(engine)
-            return result
-        engine.step = stepping
-
-    return each_engine(watch)
-
-
-@contextlib.contextmanager
-def counted(**collectives):
-    """How often those of torch's collectives are called, by kind; several names of one are those of torch versions."""
-    counts = dict.fromkeys(collectives, 0)
-
-    def counting(kind, collective):
+    def noting(name, collective):
         def call(*given, **named):
-            counts[kind] += 1
+            found.append((name, named.get("group")))
             return collective(*given, **named)
         return call
 
-    with contextlib.ExitStack() as patches:
-        for kind, names in collectives.items():
-            for name in names:
-                if (collective := getattr(dist, name, None)) is not None:
-                    patches.enter_context(mock.patch.object(dist, name, counting(kind, collective)))
-        yield counts
+    known = {name: noting(name, getattr(dist, name)) for name in names if hasattr(dist, name)}
+    with mock.patch.multiple(dist, **known):
+        yield found
 
 
 GATHERS, REDUCTIONS = (("all_gather_single", "all_gather_into_tensor"),  # as torch 2.13 and 2.11
@@ -155,51 +136,34 @@ def passes(ranks, **settings):
     `losses` of every target, `logits`, and those of the last token alone, of what rank 0 trains on."""
     found = []
 
-    def look(engine):
+    def after(engine, *_):
         batch = pack(windows(0)[:2])
         extra = {"documents": batch.documents, "positions": batch.positions}
         with torch.no_grad():
             losses = engine.model(batch.tokens, batch.labels, **extra, reduction="none")
             logits, last = engine.model(batch.tokens, **extra), engine.model(batch.tokens, last_only=True)
         engine.free_unsharded()
-        found.append({"losses": losses, "logits": logits, "last": last[:, -1:]})
+        found.append({"losses": losses.numpy(), "logits": logits.numpy(), "last": last[:, -1:].numpy()})
 
-    with after_each_step(look):
-        results = train_steps(ranks, **settings)["results"]
-    return {"results": results, "passes": [{name: value.numpy() for name, value in step.items()} for step in found]}
+    return {"results": train_steps(ranks, **settings, after=after)["results"], "passes": found}
 
 
 def norms(ranks, **settings):
     """What `engines/norms.py` measures in each step, and the norms that follow from whole gradients and weights."""
-    found, computed = [], []
+    found, computed, seen = [], [], []
 
-    def weights(engine):
-        return whole(ranks, {name.removeprefix("model."): shards for name, shards in engine.state_shards().items()
-                             if name.startswith("model.")})
+    def update(engine, step):
+        seen[:] = weights(ranks, engine), whole(ranks, engine.gradients()), StepNorms(engine, ranks.device)
 
-    def watch(engine):
-        step = engine.step
+    def after(engine, *_):
+        old, gradients, measured = seen
+        found.append(measured.finish())
+        new = weights(ranks, engine)
+        computed.append({name: [np.linalg.norm(tensor) for tensor in (
+            gradient, new[f"model.{name}"], new[f"model.{name}"] - old[f"model.{name}"])]
+            for name, gradient in gradients.items()})
 
-        def stepping(*arguments):
-            take, gradients, before, measured = engine.before_update, {}, weights(engine), []
-
-            def look():
-                gradients.update(whole(ranks, engine.gradients()) or {})
-                measured.append(StepNorms(engine, ranks.device))
-            engine.before_update = look
-            result = step(*arguments)
-            engine.before_update = take
-            found.append(measured[0].finish())
-            after = weights(engine)
-            if ranks.leads:
-                computed.append({name: [np.linalg.norm(tensor) for tensor in (
-                    gradients[name], after[name], after[name] - before[name])] for name in after})
-            return result
-        engine.step = stepping
-
-    with each_engine(watch):
-        done = train_steps(ranks, **settings)
-    return {**done, "norms": found, "computed": computed}
+    return {**train_steps(ranks, **settings, update=update, after=after), "norms": found, "computed": computed}
 
 
 def compiled_calls(ranks, **settings):
@@ -208,7 +172,7 @@ def compiled_calls(ranks, **settings):
     share."""
     found, cp = [], settings.get("parallel", {}).get("cp", 1)
 
-    def look(engine):
+    def after(engine, *_):
         batch = pack(windows(0)[:2])
         if cp > 1:
             batch = part_of(batch, cp, engine.grid.context_rank, False)
@@ -220,8 +184,8 @@ def compiled_calls(ranks, **settings):
 
     few = 2 if settings.get("train", {}).get("recomputed_blocks", 1) == 1 else 8  # the others have graphs of their own
     CALLS.all = CALLS.eager = 0
-    with after_each_step(look), mock.patch.object(compiling, "GRAPHS", few):
-        train_steps(ranks, **settings)
+    with mock.patch.object(compiling, "GRAPHS", few):
+        train_steps(ranks, **settings, after=after)
     return {"calls": found}
 
 
@@ -229,77 +193,53 @@ def traffic(ranks, **settings):
     """How often this rank gathered weights and reduced gradients in `train_steps`; and how often it had gathered when
     a module first began its forward pass, or a block its backward pass."""
     seen = {"forward": {}, "backward": {}}
-    with counted(gathers=GATHERS, reductions=REDUCTIONS) as counts:
-        def note(direction, name):
-            def hook(*given):
-                seen[direction].setdefault(name, counts["gathers"])
-            return hook
+    with called(*GATHERS) as gathers, called(*REDUCTIONS) as reductions:
+        def note(direction, name, *given):
+            seen[direction].setdefault(name, len(gathers))
 
-        def watch(engine):
+        def built(engine):
             held = blocks(engine.model)
             for name, module in [*held, *((name, engine.model.get_submodule(name))
                                           for name in ("tok_embeddings", "output"))]:
-                module.register_forward_pre_hook(note("forward", name))
+                module.register_forward_pre_hook(partial(note, "forward", name))
             for name, module in held:
-                module.register_full_backward_pre_hook(note("backward", name))
+                module.register_full_backward_pre_hook(partial(note, "backward", name))
 
-        with each_engine(watch):
-            train_steps(ranks, **settings)
-    return {**counts, **{direction: list(first.items()) for direction, first in seen.items()}}
+        train_steps(ranks, **settings, built=built)
+    return {"gathers": len(gathers), "reductions": len(reductions),
+            **{direction: list(first.items()) for direction, first in seen.items()}}
 
 
-def reduced_early(ranks, **settings):
-    """A pipeline's first step with our stage, and with torch's: `begun`, how many reductions of gradients this rank had
+def reduced_early(ranks, torchs=False, **settings):
+    """A pipeline's first step with our stage, or with torch's: `begun`, how many reductions of gradients this rank had
     begun when each of its blocks began its last backward pass, in the order of these; what `train_steps` returns."""
-    found = {}
-    for name, stage in (("ours", reducing_stage.ReducingStage), ("torch's", PipelineStage)):
-        last = {}
-        with counted(reductions=REDUCTIONS) as counts, mock.patch.object(reducing_stage, "ReducingStage", stage):
-            def note(block, counts=counts, last=last):
-                def hook(*given):
-                    last.pop(block, None)
-                    last[block] = counts["reductions"]
-                return hook
+    last = {}
 
-            def watch(engine, note=note):
-                for held in engine.model.stages:
-                    for block, module in blocks(held):
-                        module.register_full_backward_pre_hook(note(block))
+    def built(engine):
+        for stage in engine.model.stages:
+            for block, module in blocks(stage):
+                module.register_full_backward_pre_hook(partial(note, block))
 
-            with each_engine(watch):
-                done = train_steps(ranks, steps=1, **settings)
-        found[name] = {**done, "begun": list(last.values()), "blocks": list(last)}
-    return found
+    def note(block, *given):
+        last.pop(block, None)
+        last[block] = len(reductions)
+
+    stage = PipelineStage if torchs else reducing_stage.ReducingStage
+    with called(*REDUCTIONS) as reductions, mock.patch.object(reducing_stage, "ReducingStage", stage):
+        done = train_steps(ranks, steps=1, **settings, built=built)
+    return {**done, "begun": list(last.values()), "blocks": list(last)}
 
 
-def graphs(ranks, **settings):
-    """How many graphs this rank compiled in `train_steps`."""
-    found = []
-
-    def count(graph, inputs):
-        found.append(graph)
-        return graph
-    train_steps(ranks, backend=aot_autograd(fw_compiler=count, bw_compiler=lambda graph, inputs: graph), **settings)
-    return {"graphs": len(found)}
-
-
-def attention_calls(ranks, **settings):
-    """How often this rank computed attention forward, and gathered keys and values for it, in `train_steps` with
-    varlen's kernel for the CPU."""
+def exchanges(ranks, backend=None, train=None, **settings):
+    """How many matrix products stand between each exchange of activations and the wait for it, in a step with varlen's
+    kernel for the CPU: of those that run, or of the code that inductor makes. `gathers`, `sums` of gradients; and how
+    often `attention` was computed forward."""
+    run = partial(train_steps, ranks, backend=backend, steps=1, train={"attention": NAME, **(train or {})}, **settings)
     before = KERNEL_CALLS["forward"]
-    names = operators(partial(train_steps, ranks, train={"attention": NAME, **settings.pop("train", {})}, **settings))
-    return {"attention": KERNEL_CALLS["forward"] - before,
-            "gathered": names.count("_c10d_functional::all_gather_into_tensor")}
-
-
-def computed_meanwhile(ranks, backend=None, **settings):
-    """How many matrix products stand between each exchange of keys and values and the wait for it, in `train_steps`: of
-    those that run, or of the code that inductor makes. `gathers`, `sums` of gradients."""
-    settings = {"train": {"attention": NAME, **settings.pop("train", {})}, "steps": 1, **settings}
     if backend is None:
-        lines = operators(partial(train_steps, ranks, **settings))
+        lines = operators(run)
     else:
-        _, codes = run_and_get_code(partial(train_steps, ranks, backend=backend, **settings))
+        _, codes = run_and_get_code(run)
         lines = [line for code in codes for line in code.splitlines()
                  if ".default(" in line or line.lstrip().startswith("extern_kernels.mm(")]
     found, begun = {"gathers": [], "sums": []}, None
@@ -311,7 +251,7 @@ def computed_meanwhile(ranks, backend=None, **settings):
             begun = None
         elif begun is not None and ("aten::mm" in line or "extern_kernels.mm(" in line):
             begun[-1] += 1
-    return found
+    return {**found, "attention": KERNEL_CALLS["forward"] - before}
 
 
 def waits(ranks, seconds, parallel):
@@ -320,6 +260,11 @@ def waits(ranks, seconds, parallel):
     groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names}
     return {axis: (group.group_desc, group._get_backend(ranks.device).options._timeout.total_seconds())
             for axis, group in groups.items()}
+
+
+def weights(ranks, engine):
+    """Whole weights in float64, by their names in a checkpoint, on rank 0."""
+    return whole(ranks, {name: shards for name, shards in engine.state_shards().items() if name.startswith("model.")})
 
 
 def whole(ranks, mine):

@@ -51,7 +51,7 @@ def test_what_makes_a_step_slow_is_named_and_a_plain_step_waits_for_nothing():
 
 
 @pytest.mark.parametrize("settings, ranks, rank, text", [
-    ({"parallel": {"engine": "deepspeed"}}, 2, 0, "deepspeed', which is not rehearsed"),
+    ({"parallel": {"engine": "deepspeed"}}, 2, 0, "deepspeed', which cannot be rehearsed"),
     ({"model": {"vocab_size": None}, "tokenizer": {"kind": "tiktoken", "path": "there"}}, 2, 0, "Set model.vocab_size"),
     ({}, 3, 0, "not divisible"),
     ({}, 2, 2, "There is no rank 2 among 2"),
@@ -69,9 +69,9 @@ def test_what_does_not_fit_is_told_with_what_does(monkeypatch):
         return verdict(config, found, share * found.peak.bytes)
     assert told(2)[0]
     tight, text = told(1.05)
-    assert tight and "not rehearsed" in text
+    assert tight and "not estimated" in text
     fits, text = told(0.8)
-    assert not fits and "Most of it are activations" in text and "train.micro_batch=2 (89.2 MB, about " in text
+    assert not fits and "The largest part is activations" in text and "train.micro_batch=2 (89.2 MB, about " in text
 
     def half(config, *arguments, **options):
         return [replace(found, peak=replace(found.peak, bytes=50_000_000))]

@@ -49,31 +49,30 @@ def test_recomputed_operations_are_those_of_what_is_not_kept_but_for_w2():
     assert recomputed_flops(some.train, SHAPE) == 2 * 8 * (64 * 64 + 64 * 96)
 
 
-def test_collectives_that_products_hide_cost_only_what_is_longer():
-    config = config_of({"tp": 2})
-    products = 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS
-    node, network = NODE_BYTES * products, NETWORK_BYTES * products  # bytes that take as long
-    assert lost(config, rehearsal(**{"tensor_all-gather": node})).exchanging == pytest.approx(0.5)
-    assert lost(config, rehearsal(**{"tensor_all-reduce": node})).exchanging == pytest.approx(1.0)
-    assert lost(config_of({"tp": 2}, 1), rehearsal(**{"tensor_all-gather": network})).exchanging == pytest.approx(0.5)
-    # Half of the sums is made backward, beside products for weights' gradients: a third of all.
-    summed = rehearsal(**{"tensor_reduce-scatter": 4 * node})  # 2 of the products' time
-    assert lost(config, summed).exchanging == pytest.approx(1 + (1 - 1 / 3))
-    for kept, exposed in (("none", 0.0), ("selective", 0.25)):  # of what is hidden without checkpointing
-        split = config_of({"cp": 2}, activation_checkpointing=kept)
-        of_keys = rehearsal(**{"context_reduce-scatter": node / 2})
-        assert lost(split, of_keys).exchanging == pytest.approx(exposed)
-    eager = config_of({"tp": 2}, compile=False)
-    assert lost(eager, summed).exchanging == pytest.approx(2)
-    for weights, exposed in ((2 * network, 0.0), (6 * network, 2.0)):
-        assert lost(config, rehearsal(**{"shard_all-gather": weights})).exchanging == pytest.approx(exposed)
-    pipelined = config_of({"pp": 2}, 4)
-    found = lost(pipelined, rehearsal(**{"shard_all-gather": network, "pipeline_send": network,
-                                                "pipeline_receive": network}))
-    assert found.exchanging == pytest.approx(1.5) and found.waiting == 1 / 4
-    assert found.time == pytest.approx(2.5 * 1.25)
-    found = lost(pipelined, rehearsal(**{"shard_reduce-scatter": network}))
-    assert found.exchanging == pytest.approx(1 / 2 - 2 / 3 / 4)  # of four micro-batches, the last one's backward pass
+TENSOR, CONTEXT, PIPELINE = {"tp": 2}, {"cp": 2}, {"pp": 2}
+
+
+@pytest.mark.parametrize(("parallel", "gpus_per_node", "train", "channel", "rate", "times", "exposed"), [
+    (TENSOR, 8, {}, "tensor_all-gather", NODE_BYTES, 1, 0.5), (TENSOR, 8, {}, "tensor_all-reduce", NODE_BYTES, 1, 1),
+    (TENSOR, 1, {}, "tensor_all-gather", NETWORK_BYTES, 1, 0.5),
+    # Half of the sums is made backward, while products for weights' gradients run: a third of all.
+    (TENSOR, 8, {}, "tensor_reduce-scatter", NODE_BYTES, 4, 1 + (1 - 1 / 3)),
+    (TENSOR, 8, {"compile": False}, "tensor_reduce-scatter", NODE_BYTES, 4, 2),
+    (CONTEXT, 8, {}, "context_reduce-scatter", NODE_BYTES, 0.5, 0),
+    (CONTEXT, 8, {"activation_checkpointing": "selective"}, "context_reduce-scatter", NODE_BYTES, 0.5, 0.25),
+    (TENSOR, 8, {}, "shard_all-gather", NETWORK_BYTES, 2, 0), (TENSOR, 8, {}, "shard_all-gather", NETWORK_BYTES, 6, 2),
+    (PIPELINE, 4, {}, "shard_all-gather", NETWORK_BYTES, 1, 0.5),
+    (PIPELINE, 4, {}, "pipeline_send", NETWORK_BYTES, 1, 1),
+    (PIPELINE, 4, {}, "pipeline_receive", NETWORK_BYTES, 1, 0),
+    # The backward pass of the last of four micro-batches hides some.
+    (PIPELINE, 4, {}, "shard_reduce-scatter", NETWORK_BYTES, 1, 1 / 2 - 2 / 3 / 4)])
+def test_collectives_that_products_hide_cost_only_what_is_longer(parallel, gpus_per_node, train, channel, rate, times,
+                                                                 exposed):
+    """times: how often the bytes of the channel take as long as the products."""
+    products_s = 256 * 64 / 16 * SHAPE.flops_per_token(256, causal=True) / FLOPS
+    found = lost(config_of(parallel, gpus_per_node, **train), rehearsal(**{channel: times * rate * products_s}))
+    assert found.exchanging == pytest.approx(exposed) and found.waiting == (1 / 4 if parallel is PIPELINE else 0)
+    assert found.time == pytest.approx((1 + exposed) * (1 + found.waiting))
 
 
 def test_the_search_goes_where_most_time_is_saved_and_all_fits(monkeypatch):

@@ -43,7 +43,7 @@ def ours(model, prompts, eos, penalty=1.0):
     return [row.tokens + [eos] * (row.end == "stop") for row in rows]
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.15])
+@pytest.mark.parametrize("penalty", [0.9, 1.0, 1.15])
 def test_greedy_tokens_are_equal(both, penalty):
     expected = [theirs(both[0], prompt, TOKENIZER.eos_id, repetition_penalty=penalty) for prompt in PROMPTS]
     assert ours(both[1], PROMPTS, TOKENIZER.eos_id, penalty) == expected

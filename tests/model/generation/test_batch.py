@@ -10,9 +10,8 @@ from drover.model.config import ModelConfig
 from drover.model.generate import generate
 from drover.model.generation import cache
 from drover.model.generation.batch import Batch
-from drover.model.generation.sampling import Sampling, penalised
+from drover.model.generation.sampling import Sampling
 from drover.model.generation.writer import stream
-from drover.model.llama import Llama
 from tests.refusal import refused
 from tests.tiny_models import DESCENDANT, opinionated
 
@@ -44,24 +43,6 @@ def together(*given):
     return [row.tokens for row in written(*given)]
 
 
-@torch.no_grad()
-def by_full_passes(model: Llama, prompt, sampling):
-    """Greedy tokens, everything computed anew for each."""
-    tokens = list(prompt)
-    for _ in range(sampling.max_tokens):
-        scores = penalised(model(torch.tensor([tokens]))[0, -1], torch.tensor(tokens), sampling.repetition_penalty)
-        tokens.append(int(scores.argmax()))
-    return tokens[len(prompt):]
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_greedy_rows_are_the_full_passes_token_by_token(model, room, penalty):
-    samplings = [Sampling(max_tokens=count, repetition_penalty=penalty) for count in (30, 12, 25, 1, 20, 40)]
-    found = together(model, PROMPTS, samplings)
-    assert found == list(map(by_full_passes, [model] * len(PROMPTS), PROMPTS, samplings))
-    assert len({tuple(row[:12]) for row in found if len(row) >= 12}) >= 4  # the model looks at its prompts
-
-
 def settings(chance: random.Random) -> Sampling:
     return Sampling(max_tokens=chance.randint(1, 30), temperature=chance.choice([0, 0.7, 1.5]),
                     top_k=chance.choice([None, 5, 40]), top_p=chance.choice([1.0, 0.9]), min_p=chance.choice([0, 0.02]),
@@ -91,15 +72,19 @@ def test_rows_that_come_and_go_become_what_each_becomes_alone(model, room):
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.1, "top_p": 0.9}])
-def test_a_row_is_what_generate_gives_and_touches_nothing_global(model, sampling):
+def test_a_row_is_what_generate_gives_and_touches_nothing_global(model, room, sampling):
+    """With a cache, and by full passes for each token."""
     state = torch.get_rng_state()
+
     def generated(prompts=PROMPTS, seed=7, count=20, **more):
         return generate(model, prompts, count, **{"top_p": 1.0, **sampling}, seed=seed, stop_ids={3, 11}, **more)
 
     expected = generated()
     assert expected == generated(use_cache=False) == generated(use_cache=False, multiple_of=4)
     assert (expected == generated(seed=8)) is (sampling["temperature"] == 0)
-    assert generated(count=0) == [[]] * len(PROMPTS)
+    assert generated(count=0) == [[]] * len(PROMPTS) and len(set(map(tuple, expected))) >= 4  # it looks at its prompts
+    refused(ValueError, "Prompt 1 is empty", generated, [[1], []])
+    refused(ValueError, "must be at least 0, not -1", generated, count=-1)
     model.train()
     assert generated(PROMPTS[:1])[0] == expected[0] and model.training, "neighbours do not matter"
     model.eval()

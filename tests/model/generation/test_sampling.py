@@ -1,11 +1,12 @@
-"""The settings check themselves, and their formulas are those of transformers' processors."""
+"""The settings check themselves, and their formulas are those of transformers' processors; for the repetition penalty
+test_against_transformers shows it."""
 
 import itertools
 
 import pytest
 import torch
 
-from drover.model.generation.sampling import Sampling, draw, kept, penalised
+from drover.model.generation.sampling import Sampling, draw, kept
 from tests.refusal import refused
 
 
@@ -21,17 +22,6 @@ def test_everything_that_is_wrong_is_said_at_once():
                   {"seed": 2**63}):
         refused(ValueError, next(iter(wrong)), Sampling, **wrong)
     Sampling(max_tokens=1, temperature=0, top_k=1, top_p=1, min_p=1, seed=2**63 - 1, logprobs=0, prompt_logprobs=0)
-
-
-@pytest.mark.parametrize("penalty", [0.8, 1.0, 1.3])
-def test_the_repetition_penalty_is_that_of_transformers(penalty):
-    from transformers import RepetitionPenaltyLogitsProcessor
-    chance = torch.Generator().manual_seed(1)
-    for _ in range(20):
-        scores = torch.randn(50, generator=chance) * 4
-        seen = torch.randint(50, (30,), generator=chance)
-        theirs = RepetitionPenaltyLogitsProcessor(penalty)(seen[None], scores[None].clone())[0]
-        assert torch.equal(penalised(scores, seen, penalty), theirs)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
