@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from drover.pipeline.config.shipped import FILTERS
@@ -37,7 +35,6 @@ LINES = "a menu\n\n" * 3 + "said once and for all, at some length\n" * 1
     ("length", {"least_words": 2}, "one", "fewer than 2 words"), ("length", {"least_words": 2}, "one\ntwo", None),
     ("length", {"most_words": 2}, "one two  three", "more than 2 words"),
     ("length", {"most_words": 2}, " one  two ", None),
-    ("length", {"least_words": 1_000, "most_characters": 1}, "ab", "more than 1 characters"),
     ("repetition", {}, LINES, "more than 0.3 of the lines are repetitions"),
     ("repetition", {"most_lines": 0.5}, LINES, "more than 0.2 of the characters are in repeated lines"),
     ("repetition", {"most_lines": 0.5, "most_characters": 0.3}, LINES, None),
@@ -80,12 +77,6 @@ def test_masks_can_be_chosen_left_out_and_added():
     assert changed("masking", text, email="", ip=None) == " 8.8.8.8 12-345 \\1"
     own = [{"find": "[0-9]{2}-[0-9]{3}", "mask": r"\1"}, {"find": "1", "mask": "one"}]
     assert changed("masking", text, email=None, ip=None, patterns=own) == "a@b.org 8.8.8.8 \\one \\one"
-
-
-@given(st.text(st.sampled_from("a1.@:-_%f0 \n<>") | st.characters(codec="utf-8"), max_size=60))
-def test_masking_twice_masks_nothing_more(text):
-    once = changed("masking", text)
-    assert changed("masking", once) == once
 
 
 @pytest.mark.parametrize(("settings", "said"), [

@@ -96,7 +96,7 @@ def translated(kind, asked):
     plain = {}
     for name, value in asked.items():
         if found := re.fullmatch("(top|dup)_([0-9]+)_gram", name):
-            grams[found[1]][int(found[2])] = 2 if value is None else value
+            grams[found[1]][int(found[2])] = 99 if value is None else value  # runs that overlap count more than once
         else:
             plain[name] = value
     return plain | {f"{rule}_n_grams": tuple(limits.items()) for rule, limits in grams.items()}
@@ -124,19 +124,19 @@ def real_texts():
     return [text for text in found if text.strip()]
 
 
+LINES = ["Home", "read more...", "- one", "• two", "A fact [12] was told [citation needed]. [edit]",
+         "Enable JavaScript to see this page, please.", "function() { return 1; }.", "Lorem ipsum dolor sit amet.",
+         "We use cookies on this site.", "", "\u3000", "x" * 1001 + " is a long word.", "Again, and again.\n\n",
+         "# # # # # #", 'He said "yes" to it. She did not! Why? “So.” Well.', "很好。我们走吧！", "क्या है।",
+         "…", "1 2 3 4 5 6 7 8 9"]
+"""What pages have: menus, ellipses, bullets, citations, code."""
+
+
 def dirty(text, draw):
-    """The text with what pages have: menus, ellipses, bullets, citations, code, repetitions, other line ends."""
+    """The text with such lines and some of its own, each several times, and other line ends."""
     lines = text.split("\n")[:40]
     for _ in range(draw.randint(0, 10)):
-        place = draw.randrange(len(lines) + 1)
-        lines[place:place] = draw.choice([
-            ["Home", "About", "Contact us"], ["read more..."] * draw.randint(1, 30), ["- one", "• two"] * 5,
-            ["A fact [12] was told [citation needed]. [edit]"], ["Enable JavaScript to see this page, please."],
-            ["function() { return 1; }."], ["Lorem ipsum dolor sit amet."], ["We use cookies on this site."],
-            lines[:draw.randint(1, 12)] * draw.randint(1, 5), ["", "", "\u3000"], ["x" * 1001 + " is a long word."],
-            ["Again, and again.", "", "", "Again, and again.", "", ""] * draw.randint(1, 9),
-            ["# # # # # #"] * draw.randint(1, 20), ['He said "yes" to it. She did not! Why? “So.” Well.'] * 3,
-            ["很好。我们走吧！", "क्या है।", "…", "1 2 3 4 5 6 7 8 9"]])
+        lines.insert(draw.randrange(len(lines) + 1), "\n".join([draw.choice([*LINES, *lines])] * draw.randint(1, 30)))
     return draw.choice(["\n", "\n\n", "\r\n", "\n\n\n"]).join(lines) + draw.choice(["", "\n", " "])
 
 
