@@ -93,7 +93,7 @@ def test_a_cut_is_noticed_and_named(shard, inside):
         member = list(tar)[2]
     shard.write_bytes(shard.read_bytes()[:member.offset_data + 100 if inside else member.offset])
     seen, told = found(shard)
-    assert re.search(r"web-00000\.tar is torn.*shard again", told) and (member.name in told) == inside
+    assert re.search(r"web-00000\.tar is truncated.*shard again", told) and (member.name in told) == inside
     assert [document.text for document in seen] == [own.text for own in DOCUMENTS[:2]]
     shard.unlink()
     assert "web-00000.tar is missing" in found(shard)[1]

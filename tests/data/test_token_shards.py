@@ -93,7 +93,7 @@ def test_a_torn_file_is_named(tmp_path):
     os.truncate(shard.path, shard.record["data_offset"] + 20)
     with pytest.raises(UserError, match="cut after training began"):  # an error, and no signal
         shard.tokens(0, shard.token_count)
-    with pytest.raises(UserError, match=r"web-00000.arrow is torn or not a token shard"):
+    with pytest.raises(UserError, match=r"web-00000.arrow is damaged or not a token shard"):
         read_batch(shard.path)
     batch = pa.record_batch({"text": ["a"]})
     with pa.ipc.new_file(str(shard.path), batch.schema) as writer:
@@ -117,7 +117,7 @@ def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path, w
         put(place, 10 * place)
     assert shard.document_starts(19_990, 20_010).tolist() == [19_990, 20_000]
     put(2000, -1)
-    with pytest.raises(UserError, match="torn or not a token shard"):
+    with pytest.raises(UserError, match="damaged or not a token shard"):
         read_batch(shard.path)
 
 

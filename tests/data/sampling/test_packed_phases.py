@@ -47,7 +47,7 @@ def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path)
                                   max_epochs={"code": limit}), data, said.append)
     refuse(epochs["code"] + 0.1)
     assert sum(text.startswith("  padding: ") for text in said) == 3
-    assert re.search(r"  the epoch has \d+ tokens of web left where the length changes: they come first, packed anew",
+    assert re.search(r"  the epoch has \d+ tokens of web left where the length changes: they come first, packed again",
                      "\n".join(said))
     with pytest.raises(UserError, match=rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes "):
         refuse(epochs["code"] - 0.1)

@@ -66,7 +66,7 @@ def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):
     kept.packings[0].path(1).unlink()
     files = contents(tmp_path)
     own = packed(tmp_path, table, planner=lambda planning: read(planning, told.append))
-    assert "is not in" in told[0] and "made for this time alone" in told[0] and contents(tmp_path) == files
+    assert "is not in" in told[0] and "for this command only" in told[0] and contents(tmp_path) == files
     assert own.order.plan_sha256 == kept.order.plan_sha256
     place = own.packings[0].folder
     del own
@@ -90,7 +90,7 @@ def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm, count):
     first, before = packed(tmp_path, table), contents(tmp_path)
     harm(first.packings[0])
     if harm is DAMAGE["cut"][0]:
-        with pytest.raises(UserError, match="is torn: it has"):
+        with pytest.raises(UserError, match="is damaged: it has"):
             first.batch(0, 8)
     again = packed(tmp_path, table, said=said)
     why = "they were not planned before" if count == 3 else "their files were missing, damaged or of other shards"
