@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,40 @@ def assert_same_batches(one: Any, other: Any) -> None:
     assert (one.targets, one.lengths, one.padding) == (other.targets, other.lengths, other.padding)
 
 
+def assert_batch(batch: Any, own: Sequence[Any], packed: bool, again: bool) -> None:
+    """A batch of one sequence is what its pieces of documents say. A label is the next token of a document; where
+    documents are packed, a piece that was cut and does not fill its sequence has none for its last token. Packed again
+    it may have lost that label, too."""
+    from drover.pipeline.data.sampling.batch import IGNORED
+    length, ids = batch.tokens.shape[1], [piece.ids().tolist() for piece in own]
+    padding = length - sum(map(len, ids))
+    labels = [label for part in ids for label in (*part[1:], IGNORED)] + [IGNORED] * padding
+    begin, end = own[-1].shard.document_span(own[-1].document)
+    if not padding and begin + own[-1].stop < end and (not packed or len(own) == 1) and not (
+            again and batch.labels[0, -1] == IGNORED):
+        labels[-1] = own[-1].shard.tokens(begin + own[-1].stop, end)[0]
+    sizes = [*map(len, ids), *[padding][:padding]]
+    for name, kind, row in (("tokens", "int64", [*chain.from_iterable(ids), *[0] * padding]),
+                            ("labels", "int64", labels),
+                            ("documents", "int32", np.repeat(range(len(sizes)), sizes).tolist()),
+                            ("positions", "int64", [place for size in sizes for place in range(size)])):
+        found = getattr(batch, name)[0].numpy()
+        assert found.dtype == kind and found.tolist() == row, name
+    assert (batch.targets, batch.lengths, batch.padding) == (
+        length - labels.count(IGNORED), (tuple(sizes),), (padding,))
+
+
 def assert_readings(data: Any, below: int) -> None:
-    """The pieces of samples are the tokens of their batches, and a document's readings are the pieces that name it."""
+    """Batches are made of the pieces of their samples, and a document's readings are the pieces that name it."""
     from drover.pipeline.data.provenance import pieces, readings
-    from drover.pipeline.data.sampling.order import ANEW
-    samples, seen, rows = np.arange(below), dict[Any, list[Any]](), dict[int, list[int]]()
-    epochs = data.order.locate(samples).epoch.tolist()
-    for piece in pieces(data, samples):
-        seen.setdefault((piece.shard.path, piece.document), []).append(
-            (piece.sample, epochs[piece.sample], piece.start, piece.stop))
-        rows.setdefault(piece.sample, []).extend(piece.ids().tolist())
-    for sample in samples:
-        batch = data.batch_of(np.array([sample]))
-        assert rows[sample] == batch.tokens[0, :batch.tokens.shape[1] - batch.padding[0]].tolist()
+    from drover.pipeline.data.sampling.order import ANEW, lengths_of
+    seen, packed, located = dict[Any, list[Any]](), bool(data.packings), data.order.locate(np.arange(below))
+    for sample, group in groupby(pieces(data, np.arange(below)), key=lambda piece: piece.sample):
+        own, again = list(group), located.space[sample] >= len(lengths_of(data.order.plan))
+        assert_batch(data.batch(sample, 1), own, packed, packed and again)
+        for piece in own:
+            seen.setdefault((piece.shard.path, piece.document), []).append(
+                (sample, int(located.epoch[sample]), piece.start, piece.stop))
     for pool, shards in enumerate(data.shards):
         for index, shard in enumerate(shards):
             for document in range(shard.documents):

@@ -1,4 +1,4 @@
-"""Which documents of token shards are measured, and their tokens, which are read when somebody asks for them."""
+"""Which documents of token shards are measured. Their tokens are read on access."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Chosen:
 def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
     """Documents of a source until they have `tokens` tokens (None: all); at least one, if there is any.
 
-    Taken in the order of their keys, which are hashes of the text: the same documents wherever they are measured, and a
-    choice that favours no part of the corpus. Of the documents of one shard after another only those that may be among
-    them are kept in mind.
+    They are taken in the order of their keys, which are hashes of the text. So the same documents are measured
+    everywhere, and no part of the corpus is favoured. Shards are read one by one; only documents that may still be
+    chosen are kept in memory.
     """
     taken, of_documents, of_tokens = np.empty(0, _CANDIDATE), 0, 0
     for number, shard in enumerate(shards):
@@ -62,7 +62,7 @@ def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
 
 
 class ChosenDocuments(Sequence[np.ndarray]):
-    """The ids of chosen documents, each read from its shard when it is asked for, and none kept but the last."""
+    """The ids of chosen documents. Each is read from its shard on access; only the last one stays in memory."""
 
     def __init__(self, shards: Sequence[TokenShard], chosen: Chosen) -> None:
         self._shards, self._chosen = shards, chosen

@@ -86,7 +86,7 @@ def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str
         examples: dropped documents to show for each filter and reason.
 
     Returns:
-        As `DataCard.record`, with `languages` (documents by language) by the filters that tell them, if there are any.
+        As `DataCard.record`, with `languages`: documents by language, for each filter that counts languages.
     """
     cards, shown, found = [DataCard().record()], dict[str, dict[str, list[Any]]](), []
     for record in records:

@@ -17,7 +17,7 @@ import orjson
 from drover.pipeline.core.errors import is_full_disk
 
 Place = int | str | None
-"""1-based line or record number; in a part of a file what stands after the `@` of an id; None for a file as a whole."""
+"""1-based line or record number; in a part of a file, the text after the `@` of an id; None for the whole file."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ def damage() -> tuple[type[Exception], ...]:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether memory or a disk ran out, which Arrow and numpy tell by exceptions of the same kinds as damage."""
+    """Whether memory or a disk ran out. Arrow and numpy raise the same exceptions for that as for damage."""
     return isinstance(error, MemoryError) or is_full_disk(error)
 
 
 def raise_unless_damage(error: Exception) -> None:
-    """Raise one of `damage()` again where it tells of this machine and not of the data: a shortage, or an OSError with
-    an errno. Taken for damage, it would be recorded as lost data for good."""
+    """Raise one of `damage()` again if its cause is this machine and not the data: a shortage, or an OSError with an
+    errno. Otherwise the data would be recorded as lost for good."""
     if is_shortage(error) or (isinstance(error, OSError) and error.errno is not None):
         raise error
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest document: a record as it stands in its file, unpacked, and a text in UTF-8."""
+    """The size of the largest document: of its record, unpacked, and of its text in UTF-8."""
 
     megabytes: float
 
@@ -72,7 +72,7 @@ class Limit:
 
     @property
     def reason(self) -> str:
-        """What is said of a longer document."""
+        """Why a longer document is rejected."""
         return f"longer than shard.max_document_mb ({self.megabytes:g} MB) allows"
 
     def exceeded(self, place: Place, *, lost: bool = False) -> Unreadable:
@@ -96,7 +96,7 @@ class Document:
         text: the text, never empty.
         source: name of the source it came from.
         id: its own id, or the file's name and the record's number.
-        meta: fields kept beside the text; plain JSON values.
+        meta: further fields of the record; plain JSON values.
         key: its name in a shard, see `document_key`; empty before it is in one.
         place: where it was read, where its id does not say so: file and record as in such an id.
     """

@@ -1,4 +1,4 @@
-"""Files that are something else than their name says: told by their first bytes, with what to do about it."""
+"""Recognize, by its first bytes, a file that is not what its name says, and say what to do about it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SIGNATURES = (
      "UTF-16 text with a byte-order mark; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"),
     (b"\x89PNG", "PNG", "a PNG file; leave it out"), (b"\xff\xd8\xff", "JPEG", "a JPEG file; leave it out"),
     (b"\x7fELF", "ELF", "an ELF file; leave it out"))
-"""First bytes of files that are no text, what they are, and what is told of that."""
+"""First bytes of files that are not text, the name of their format, and what a user reads about it."""
 _FORMATS = {"parquet": "Parquet", "arrow": "Arrow"}
 FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
@@ -49,9 +49,9 @@ def mistaken(path: Path | ObjectFile, kind: str) -> str | None:
         compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
             return _instead_of(kind, head)
-        what, told = _signature(head)
+        what, advice = _signature(head)
         if head and compression != ("zstd" if head[1:4] == SKIPPABLE else what):
-            return f"its name ends in {ending}, but it is {told or f'no {compression} data; rename it'}"
+            return f"its name ends in {ending}, but it is {advice or f'no {compression} data; rename it'}"
         with unpacked(_opened(path), compression) as stream:
             return _instead_of(kind, stream.read(HEAD) or b"")
     except (OSError, EOFError, zlib.error):
@@ -63,9 +63,9 @@ def _opened(path: Path | ObjectFile) -> io.RawIOBase | io.BufferedReader:
 
 
 def _instead_of(kind: str, head: bytes) -> str | None:
-    wanted, (what, told) = _FORMATS.get(kind), _signature(head)
+    wanted, (what, advice) = _FORMATS.get(kind), _signature(head)
     if what:
-        return None if what == wanted else f"it is {told}"
+        return None if what == wanted else f"it is {advice}"
     if wanted is not None:
         return None  # its own reader knows
     if kind != "txt" and head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
@@ -94,5 +94,5 @@ def _is_utf8(head: bytes) -> bool:
 
 
 def _signature(head: bytes) -> tuple[str, str]:
-    """What a file is by its first bytes, and what is told of that; "" of both where they say nothing."""
-    return next(((name, told) for start, name, told in _SIGNATURES if head.startswith(start)), ("", ""))
+    """The format that a file's first bytes show, and what a user reads about it; both "" if they show none."""
+    return next(((name, advice) for start, name, advice in _SIGNATURES if head.startswith(start)), ("", ""))

@@ -14,7 +14,7 @@ from drover.pipeline.core.errors import UnusableInputError, UserError
 def hub_rows(source: HubSource) -> Iterator[tuple[int, Any]]:
     """The rows of a Hugging Face dataset with their numbers, from 1.
 
-    Damage inside it cannot be told row by row, so it fails the stage.
+    A damaged row cannot be skipped, so it fails the stage.
 
     Raises:
         UserError: it cannot be loaded or read on, or has no column with text.

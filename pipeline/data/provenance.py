@@ -71,10 +71,10 @@ def pieces(data: TrainingData, samples: np.ndarray) -> Iterator[DocumentSpan]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of a part of a document: tokens [start, stop) of it in this sample, when the pool was gone through
-    for the `epoch`-th time (from 0).
+    """One reading of a part of a document: its tokens [start, stop) in this sample, in the `epoch`-th pass over the
+    pool (from 0).
 
-    anew: the phase, from 1, since which the pool is read by itself, with epochs of its own; 0 where it is not.
+    anew: the phase, from 1, that began to read the pool by itself, with its own epochs; 0 if none did.
     """
 
     sample: int

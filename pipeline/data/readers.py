@@ -210,7 +210,7 @@ def _said(error: ValueError | RecursionError) -> str:
 
 
 class TooLongError(Exception):
-    """A value goes on beyond the limit."""
+    """A value is longer than the limit."""
 
 
 class _JsonText:

@@ -161,11 +161,11 @@ def unit_documents(payload: dict[str, Any], seen: Callable[[dict[str, Any]], obj
                 yield from _file_documents(source, piece.file, records, limit, fields)
             seen(file.record())
         except (Missing, Changed) as error:
-            raise UserError(f"source {source.name}: {error} It was another when the stage shard began. Let nobody "
-                            f"write there; the same command then reads what is there.") from None
+            raise UserError(f"source {source.name}: {error} It has changed since the stage shard began. Let nobody "
+                            f"write there, and run the same command again: it reads what is there then.") from None
         except MemoryError as error:  # not the data: recorded as damage it would stay lost when there is more
-            told = f" ({error})" if str(error) else ""
-            raise UserError(f"source {source.name}: {piece.file} needs more memory than this process can have{told}. "
+            why = f" ({error})" if str(error) else ""
+            raise UserError(f"source {source.name}: {piece.file} needs more memory than this process can have{why}. "
                             f"Give the stage more, or fewer processes at once (launch.processes), and run it again."
                             ) from None
         except OSError as error:
@@ -219,7 +219,7 @@ def _document(source: Source, file: str, place: Place, record: Any, limit: Limit
 
 
 def _broken_field(document: Document, id_field: str | None) -> str:
-    """Which field is not valid Unicode, to stand before what is said of it; empty where it is the text."""
+    """Names the field that is not valid Unicode, as the beginning of a reason; empty if it is the text."""
     for name, value in (("", document.text), (id_field, document.id), *document.meta.items()):
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -82,15 +82,15 @@ class ShardTable:
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]]) -> ShardTable:
-        """The output records of an encode stage as columns; UserError if they speak of what no file holds."""
+        """The output records of an encode stage as columns; UserError if a record contradicts itself."""
         for record in records:
             check_record(record, TokenRecord, "encode")
         numbers = np.array([[record[name] for name in NUMBERS] for record in records], np.int64)
         numbers = numbers.reshape(-1, len(NUMBERS))
         sizes = np.array([np.dtype(record["dtype"]).itemsize for record in records], np.int64)
         if (beyond := np.flatnonzero(_beyond(numbers, sizes))).size:
-            raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} has not the "
-                            f"room for what is said to be in it. Run the stage again with --force.")
+            raise UserError(f"The manifest of the stage encode is damaged: {records[beyond[0]]['path']} is too "
+                            f"small for the documents that it lists. Run the stage again with --force.")
         digests = np.frombuffer(bytes.fromhex("".join(record["sha256"] for record in records)), np.uint8)
         shared = [(record["split"], record["source"], record["dtype"]) for record in records]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shared))}
@@ -198,13 +198,13 @@ def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterabl
 
 def open_shards(folder: Path, outputs: Sequence[dict[str, Any]] | ShardTable, split: str,
                 source: str | None = None, opener: Opener | None = None) -> Shards:
-    """The shards of one split (and source) among a manifest's outputs, in the order of their paths. None is looked at
+    """The shards of one split (and source) among a manifest's outputs, in the order of their paths. No file is touched
     before it is read. opener: see `OpenShards`."""
     table = outputs if isinstance(outputs, ShardTable) else ShardTable.of(outputs)
     return Shards(OpenShards(folder, table, opener=opener), table.rows(split, source))
 
 
 def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:
-    """What is wrong with these shards as far as their sizes tell, a sentence each: one stat a shard."""
+    """A sentence for each of these shards whose file is missing or has another size: one stat a shard."""
     found = (TokenShard(folder / table.path(row), table.record(row)).size_problem() for row in rows)
     return [problem for problem in found if problem]

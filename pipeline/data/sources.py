@@ -52,9 +52,9 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
         problems |= {source.name: wrong} if wrong else {}
         found += named
     if problems:
-        told = [problem for wrong in problems.values() for problem in wrong]
-        raise AbsentInputError(f"The sources of the corpus cannot all be read:\n{listed(told)}" if len(told) > 1
-                           else told[0], found, set(problems))
+        every = [problem for wrong in problems.values() for problem in wrong]
+        raise AbsentInputError(f"The sources of the corpus cannot all be read:\n{listed(every)}" if len(every) > 1
+                               else every[0], found, set(problems))
     return found
 
 
@@ -102,7 +102,7 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
     endings = [path.name for path in files if file_format(_pure(path), source.format) is None]
     if endings:
         problems.append(f"source {source.name}: the names of {len(endings)} files ({', '.join(sorted(endings)[:3])}"
-                        f"{' ...' if len(endings) > 3 else ''}) do not tell their format. Set `format`, narrow "
+                        f"{' ...' if len(endings) > 3 else ''}) do not show their format. Set `format`, narrow "
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
     return files, problems

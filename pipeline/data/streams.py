@@ -81,9 +81,10 @@ class Piece:
         return ObjectFile(self.path, self.bytes, self.etag) if is_url(self.path) else None
 
     def refuse_changed(self) -> None:
-        """UserError if the file's size or time is another than the unit was told; OSError if it cannot be had.
+        """UserError if the file's size or time has changed since the unit was planned; OSError if it cannot be read.
 
-        The store compares the ETag of an object at each read, so an object is looked at only if nothing of it is read.
+        The store compares the ETag of an object at each read, so only an object of which nothing is read is checked
+        here.
         """
         if (reader := self.reader()) is not None:
             if not (self.bytes and self.etag):
@@ -96,14 +97,14 @@ class Piece:
             sizes = f"{self.bytes:,} -> {now.st_size:,} bytes" if now.st_size != self.bytes else \
                 "its time is another, its size is not"
             raise UserError(f"{self.path} is not what it was when the stage shard began: {sizes}. Let "
-                            f"nobody write to it; the same command then reads it anew.")
+                            f"nobody write to it, and run the same command again, which reads it again.")
 
 
 class Input:
     """A piece that is read, and hashed on the way.
 
     Raises:
-        UserError: the file is not the one that the unit was told of.
+        UserError: the file has changed since the unit was planned.
         OSError: it cannot be read.
     """
 
@@ -139,11 +140,11 @@ class Input:
 
     def spool(self) -> io.BufferedReader:
         """An object that can be read at any place: its piece is copied to this disk now, and hashed; other ranges are
-        fetched when they are asked for. To be closed."""
+        fetched on access. Close it after use."""
         assert self.reader is not None
         copy, start = tempfile.TemporaryFile(), self._hash.at  # noqa: SIM115 - closed by the spool
         self._hash.read_to(self.piece.bytes, copy.write)
-        return io.BufferedReader(_Spool(self.reader, copy, start), 1)  # which fetches no more than is asked for
+        return io.BufferedReader(_Spool(self.reader, copy, start), 1)  # it fetches no more than each read needs
 
     def _opened(self, position: int, until: int | None) -> Any:
         if self.reader is not None:

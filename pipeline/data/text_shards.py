@@ -40,7 +40,7 @@ counted as spaces) are what differs in others."""
 _EMPTY_SUM = sum(_EMPTY) - sum(_EMPTY[148:156]) + 8 * ord(" ") - sum(_EMPTY[124:135])
 _WRONG = (ValueError, KeyError, TypeError, AttributeError)
 """What is raised of a file that is no text shard."""
-_MEND = "Delete the file and run the stage shard again: it makes only what is missing."
+_FIX = "Delete the file and run the stage shard again: it makes only what is missing."
 
 
 class TextRecord(TypedDict):
@@ -103,13 +103,13 @@ def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | Non
     only: numbers of documents, from 0; the others are passed over, and their number is not checked.
 
     Raises:
-        UserError: the shard is torn, a text is not the one that was written, or their number is another.
+        UserError: the shard is truncated, a text was changed, or the number of documents is wrong.
     """
     path, count = folder / record["path"], 0
     for document in read_documents(path, only):
         if not key_fits(document):
             raise UserError(f"{path} is damaged: the text of the document {document.id} does not have the hash that "
-                            f"its name {document.key} says. {_MEND}")
+                            f"its name {document.key} says. {_FIX}")
         count += 1
         yield document
     _refuse_other_count(path, count, record["docs"] if only is None else len(only))
@@ -119,7 +119,7 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
     """The documents of one shard, in order, one in memory at a time; with `only`, those of these numbers, from 0.
 
     Raises:
-        UserError: naming the file and the place at which it is torn or not a text shard.
+        UserError: naming the file and the place at which it is truncated or not a text shard.
     """
     with _opened(path) as shard:
         for name, member in shard.members(only):
@@ -166,15 +166,15 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
     if (found := hashed.digest.hexdigest()) != expected.sha256:
         raise UserError(wrong(expected, found)) from fault
     if fault is not None:
-        raise UserError(f"{path} is no text shard: {fault}. {_MEND}") from fault
+        raise UserError(f"{path} is no text shard: {fault}. {_FIX}") from fault
     _refuse_other_count(path, count, record["docs"])
     if batch.texts:
         yield batch
 
 
 def _members(file: _Hashed) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each member, by webdataset. It takes a torn or foreign tar for a shorter one: its hash is to
-    be compared, too."""
+    """Name and content of each member, by webdataset. It reads a truncated or foreign tar without an error, as a
+    shorter one: compare the hash, too."""
     from webdataset.tariterators import tar_file_iterator
 
     for member in tar_file_iterator(file):
@@ -196,7 +196,7 @@ class _Hashed:
 
 def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
     if count != wanted:
-        raise UserError(f"{path} holds {count} documents instead of {wanted}. {_MEND}")
+        raise UserError(f"{path} holds {count} documents instead of {wanted}. {_FIX}")
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -205,7 +205,7 @@ def _open(path: Path) -> IO[bytes]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}. {_MEND}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def _opened(path: Path) -> Iterator[_Shard]:
         try:
             yield shard
         except _WRONG as error:
-            raise UserError(f"{path} is torn or no text shard, at {shard.place}: {error}. {_MEND}") from None
+            raise UserError(f"{path} is truncated or no text shard, at {shard.place}: {error}. {_FIX}") from None
 
 
 class _Shard:

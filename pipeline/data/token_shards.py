@@ -26,7 +26,7 @@ FORMAT = 1
 KEY_BYTES = 16
 BLOCK = 512
 """Document offsets that are read at once where they are looked up in the file: 4 KiB."""
-_MEND = "Run --stage encode again: it makes only what is missing or cut (delete the file first if its size is right)."
+_FIX = "Run --stage encode again: it makes only what is missing or cut (delete the file first if its size is right)."
 
 
 class Descriptor:
@@ -49,10 +49,11 @@ class TokenShard:
     share it.
 
     Args:
-        whole: bytes that where its documents begin may take in memory; if that is more, it stays on the disk.
+        whole: largest size, in bytes, of an index of its documents that is kept in memory; a larger one is read from
+            the disk.
 
     Attributes:
-        path: the file. name, mend: what errors call it, and what they say is to be done.
+        path: the file. name: its name in errors. fix: what they advise.
         record: its output record in the encode stage's manifest.
         source: name of the documents' source.
         dtype: `uint16` or `uint32`, as stored.
@@ -61,18 +62,18 @@ class TokenShard:
     """
 
     def __init__(self, path: Path, record: dict[str, Any], whole: int = 1 << 26) -> None:
-        self.path, self.record, self.whole, self.name, self.mend = path, record, whole, str(path), _MEND
+        self.path, self.record, self.whole, self.name, self.fix = path, record, whole, str(path), _FIX
         self.source: str = record["source"]
         self.dtype = np.dtype(record["dtype"]).newbyteorder("<")
         self.documents: int = record["docs"]
         self.token_count: int = record["tokens"]
 
     def size_problem(self) -> str:
-        """What is wrong with the file as far as its size tells; "" if nothing is. It is not opened."""
+        """A sentence if the file is missing or has the wrong size, else "". It is not opened."""
         try:
             return self._size_problem(self.path.stat().st_size)
         except OSError as error:
-            return f"{self.name} cannot be read: {error.strerror}. {self.mend}"
+            return f"{self.name} cannot be read: {error.strerror}. {self.fix}"
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
@@ -149,7 +150,7 @@ class TokenShard:
         wrong = len(offsets) and (offsets[0] < least or offsets[-1] > most or (offsets[1:] < offsets[:-1]).any())
         if wrong or (ends and (offsets[0] != least or offsets[-1] != most)):
             raise UserError(f"{self.name} does not hold the {self.documents} documents with {self.token_count} tokens "
-                            f"that its manifest speaks of: its content was changed. {self.mend}")
+                            f"that its manifest lists: its content was changed. {self.fix}")
         return offsets
 
     def _starts_in_file(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -206,14 +207,14 @@ class TokenShard:
             if error.errno == errno.EMFILE:
                 raise UserError(f"{self.name} cannot be opened: this process may have no more open files. Raise the "
                                 f"hard limit (ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
-            raise UserError(f"{self.name} cannot be read: {error.strerror}. {self.mend}") from None
+            raise UserError(f"{self.name} cannot be read: {error.strerror}. {self.fix}") from None
         if problem := self._size_problem(size):
             raise UserError(problem)
         return file
 
     def _size_problem(self, size: int) -> str:
         wanted = self.record["bytes"]
-        return "" if size == wanted else f"{self.name} is torn: it has {size} bytes instead of {wanted}. {self.mend}"
+        return "" if size == wanted else f"{self.name} is damaged: it has {size} bytes instead of {wanted}. {self.fix}"
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""
@@ -229,7 +230,7 @@ class TokenShard:
             read = os.preadv(file.number, [view[done:]], at + done)
             if read == 0:
                 raise UserError(f"{self.name} ends at byte {at + done}, within its tokens: it was cut after training "
-                                f"began. {self.mend}")
+                                f"began. {self.fix}")
             done += read
         return values
 
@@ -249,7 +250,7 @@ def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], te
         offsets: where each document begins, and the end of the last: documents + 1.
         text_bytes: UTF-8 bytes of each document's text.
         keys: key of each document, 32 hexadecimal digits.
-        metadata: what the ids mean; kept in the file's schema beside the format's version.
+        metadata: what the ids mean; kept in the file's schema with the format's version.
 
     Returns:
         What the output record says of the content: docs, tokens, text_bytes, dtype and the columns' byte offsets.
@@ -279,7 +280,7 @@ def write_shard(path: Path, tokens: NDArray[Any], offsets: NDArray[np.int64], te
 
 
 def read_batch(path: Path) -> Any:
-    """The shard's `pyarrow.RecordBatch`, mapped; UserError if the file is torn or not a token shard."""
+    """The shard's `pyarrow.RecordBatch`, mapped; UserError if the file is damaged or not a token shard."""
     import pyarrow as pa
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -288,7 +289,7 @@ def read_batch(path: Path) -> Any:
         batch = reader.get_batch(0)
         batch.validate(full=True)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is torn or not a token shard ({error}). {_MEND}") from None
+        raise UserError(f"{path} is damaged or not a token shard ({error}). {_FIX}") from None
     return batch
 
 

@@ -7,6 +7,7 @@ import os
 import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -41,16 +42,10 @@ def make_shards(folder, count):
                                  for number in range(count)])
 
 
-def data_of(folder, table, most=None, whole=None, mixture=MIXTURE):
+def data_of(folder, table, most=None, whole=1 << 26, mixture=MIXTURE):
     opened = OpenShards(folder, table, most)
-    if whole is not None:
-        opened._whole = whole
+    opened._whole = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
-
-
-def kept_whole(folder, table, mixture=MIXTURE):
-    """The same data over shards that are all kept open, with all their offsets in memory."""
-    return data_of(folder, table, 1000, 1 << 26, mixture)
 
 
 def open_files():
@@ -59,18 +54,14 @@ def open_files():
 
 def test_a_table_says_of_each_shard_what_its_record_does(tmp_path):
     records = make_shards(tmp_path, 11)
-    table = ShardTable.of(records)
-    assert len(table) == 11
-    for row, record in enumerate(records):
-        wanted = ("path", "sha256", "split", "source", "dtype", *NUMBERS)
-        assert table.record(row) == {key: record[key] for key in wanted}
-    for split in ("train", "heldout"):
-        for source in (*SOURCES, None):
-            wanted = sorted(record["path"] for record in records
-                            if record["split"] == split and source in (None, record["source"]))
-            assert [shard.record["path"] for shard in open_shards(tmp_path, table, split, source)] == wanted
+    table, kept = ShardTable.of(records), ("path", "sha256", "split", "source", "dtype", *NUMBERS)
+    assert [table.record(row) for row in range(len(table))] == [{key: record[key] for key in kept}
+                                                                for record in records]
+    for split, source in product(("train", "heldout"), (*SOURCES, None)):
+        assert [shard.record["path"] for shard in open_shards(tmp_path, table, split, source)] == sorted(
+            record["path"] for record in records if record["split"] == split and source in (None, record["source"]))
     empty = ShardTable.of([])
-    assert [len(found) for found in (empty, empty.rows("train"))] == [0, 0] and list(empty.content("train")) == []
+    assert len(empty) == len(empty.rows("train")) == 0 and list(empty.content("train")) == []
 
 
 @pytest.mark.parametrize(("mixture", "whole"), [(MIXTURE, 0), (None, 1 << 20)])
@@ -80,7 +71,7 @@ def test_samples_are_those_of_shards_kept_whole_over_several_epochs(tmp_path, mo
     monkeypatch.setattr(token_shards, "BLOCK", 3)
     records = make_shards(tmp_path, 14)
     table = ShardTable.of(records)
-    few, all_ = data_of(tmp_path, table, 1, whole, mixture), kept_whole(tmp_path, table, mixture)
+    few, all_ = (data_of(tmp_path, table, *kept, mixture) for kept in ((1, whole), (1000, 1 << 26)))
     assert few.order.plan_sha256 == all_.order.plan_sha256 and min(few.order.epochs(600).values()) > 2
     numbers = [np.random.default_rng(seed).integers(0, 600, 40) for seed in range(20)]
     with ThreadPoolExecutor(8) as pool:
@@ -115,21 +106,20 @@ def test_nothing_is_looked_at_before_it_is_read(tmp_path, monkeypatch, opened):
     opened.clear()
     monkeypatch.setattr(os, "stat", lambda path, **rest: looked.append(str(path)) or stat(path, **rest))
     data = data_of(tmp_path, table)
-    assert not [path for path in looked if path.endswith(".arrow")] and not opened
+    assert not opened and size_problems(tmp_path, table, [4]) == []
+    assert [path for path in looked if path.endswith(".arrow")] == [str(tmp_path / records[4]["path"])]
     data.batch(0, 1)
     data.batch(0, 1)
     assert 1 <= len(opened) <= 3 and set(opened.values()) == {1}, "it stays open"
-    looked.clear()
-    assert size_problems(tmp_path, table, [4]) == [] and looked == [str(tmp_path / records[4]["path"])]
 
 
 def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path):
     records = make_shards(tmp_path, 10)
     table, path = ShardTable.of(records), tmp_path / records[1]["path"]
-    for harm, told in ((lambda: os.truncate(path, 100), rf"is torn: it has 100 bytes instead of {records[1]['bytes']}"),
+    for harm, told in ((lambda: os.truncate(path, 100), f"damaged: it has 100 bytes instead of {records[1]['bytes']}"),
                        (path.unlink, "cannot be read: No such file")):
         harm()
-        with pytest.raises(UserError, match=rf"{path.name} {told}.* --stage encode again") as caught:
+        with pytest.raises(UserError, match=rf"{path.name}.* {told}.* --stage encode again") as caught:
             data_of(tmp_path, table).batch(0, 200)
         assert size_problems(tmp_path, table, range(10)) == [str(caught.value)]
 

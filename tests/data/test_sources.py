@@ -1,7 +1,6 @@
 """Which files a source has, what they are called and in which order they are read."""
 
 import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -17,18 +16,17 @@ def names(*sources):
 
 
 def test_documents_come_by_file_name_then_record_whatever_the_units(tmp_path):
-    for place in ("here", "there/and/deeper"):
-        for name in ("b.jsonl", "a.jsonl", "sub/a.jsonl", "a0.jsonl"):
-            (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
-            write_jsonl(tmp_path / place / name, [{"text": f"{name} {record}"} for record in range(3)])
-        source = files_source(tmp_path / place / "**" / "*.jsonl")
-        ordered = ["a.jsonl", "a0.jsonl", "b.jsonl", "sub/a.jsonl"]
-        for megabytes in (1e-5, 1e-4, 1.0):
-            assert [document.id for document in read(source, shard_mb=megabytes)[0]] == [
-                f"{name}:{record}" for name in ordered for record in (1, 2, 3)]
-        assert names(source) == [f"s/{name}" for name in ordered]  # wherever they lie
-        config = ShardConfig(sources=[source], shard_mb=1e-5)
-        assert len(reading_units(config, input_files(config_of(source)))) == 4
+    ordered = ["a.jsonl", "a0.jsonl", "b.jsonl", "sub/a.jsonl"]
+    for name in reversed(ordered):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, [{"text": f"{name} {record}"} for record in range(3)])
+    source = files_source(tmp_path / "**" / "*.jsonl")
+    assert names(source) == [f"s/{name}" for name in ordered]
+    for megabytes, units in ((1e-5, 4), (1.0, 1)):
+        config = config_of(source, shard_mb=megabytes)
+        assert len(reading_units(config.shard, input_files(config))) == units
+        assert [document.id for document in read(source, shard_mb=megabytes)[0]] == [
+            f"{name}:{record}" for name in ordered for record in (1, 2, 3)]
 
 
 def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
@@ -44,17 +42,11 @@ def test_a_file_is_read_once_however_its_path_is_written(tmp_path, monkeypatch):
     assert input_files(config_of(through)) == [("s/f.jsonl", tmp_path / "run" / "link" / "f.jsonl")]
 
 
-def test_stdlib_is_this_pythons_own_sources_without_tests_and_packages():
-    found = names(StdlibSource(kind="stdlib"))
-    assert {"stdlib/os.py", "stdlib/json/decoder.py", "stdlib/asyncio/tasks.py"} < set(found)
-    parts = {part for name in found for part in Path(name).parts}
-    assert not parts & {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-
-
 def test_stdlib_sources_are_read_in_the_encoding_they_declare(tmp_path, monkeypatch):
     for name, data in (("latin.py", "# coding: latin-1\nname = 'Grüße'\n".encode("latin-1")),
                        ("wrong.py", b"name = '\xff'\n"), ("unknown.py", b"# coding: klingon\n"),
-                       ("test/test_it.py", b"assert True\n"), ("long.py", b"#" * 1_000_001)):
+                       ("test/test_it.py", b"assert True\n"), ("long.py", b"#" * 1_000_001),
+                       ("site-packages/own.py", b""), ("dist-packages/own.py", b""), ("__pycache__/own.py", b"")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -75,11 +67,9 @@ def test_problems_with_paths_are_told_all_at_once(tmp_path, monkeypatch):
         assert told in str(caught.value)
     assert read(second.model_copy(update={"format": "txt"}))[0][0].text == "x"
     (tmp_path / "data/web").mkdir(parents=True)
-    for pattern, said in (("data/**/*.txt", f"no file matches data/**/*.txt (looked in {tmp_path}/data)."),
-                          ("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
+    for pattern, said in (("data/web/a.txt", f"does not exist (looked in {tmp_path}/data/web)."),
                           ("dat/web/*.txt", f"(looked in {tmp_path}, where there is no dat/web)."),
-                          ("data/web", "data/web is a folder: name its files, as in data/web/**/*.txt"),
-                          ("dat/a.txt", f"(looked in {tmp_path}, where there is no dat).")):
+                          ("data/web", "data/web is a folder: name its files, as in data/web/**/*.txt")):
         with pytest.raises(UserError) as caught:
             read(pattern)
         assert said in str(caught.value)

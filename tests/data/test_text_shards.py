@@ -67,43 +67,34 @@ def found(path, only=None):
     return documents, None
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(0, 10_239), byte=st.integers(0, 255), cut=st.booleans(),
-       only=st.sampled_from([None, {0}, {1, 3}, set()]))
-def test_any_byte_may_be_wrong(shard, tmp_path, place, byte, cut, only):
-    """Of headers, texts and ends: what is given are documents of the shard, or their letters are others."""
-    data = bytearray(shard.read_bytes())
+HARM = {"place": st.integers(0, 20_000), "byte": st.integers(0, 255), "cut": st.booleans()}
+
+
+def harmed(data, place, byte, cut):
+    """The bytes cut at a place, or with another byte there."""
     place %= len(data)
-    if cut:
-        data = data[:place]
-    else:
-        data[place] = byte
-    (tmp_path / "harmed.tar").write_bytes(data)
+    return data[:place] if cut else data[:place] + bytes([byte]) + data[place + 1:]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(only=st.sampled_from([None, {0}, {1, 3}, set()]), **HARM)
+def test_any_byte_may_be_wrong(shard, tmp_path, only, **harm):
+    """Of headers, texts and ends: what is given are documents of the shard, or their letters are others."""
+    (tmp_path / "harmed.tar").write_bytes(harmed(shard.read_bytes(), **harm))
     whole, [documents, told] = found(shard, only)[0], found(tmp_path / "harmed.tar", only)
     assert told or len(documents) == len(whole)
     assert sum(one != other for one, other in zip(documents, whole, strict=False)) <= 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True])
-def test_other_libraries_read_them(shard, tmp_path, streaming):
-    import datasets
-    samples = datasets.load_dataset("webdataset", data_files={"train": str(shard)}, split="train", streaming=streaming,
-                                    cache_dir=str(tmp_path / "cache"))
-    assert [sample["json"]["text"] for sample in samples] == [document.text for document in DOCUMENTS]
-
-
-def test_every_cut_is_noticed(shard, tmp_path, record):
-    """A tar cut between two members reads without an error in other readers; not here, not with the count either.
-    Documents before a cut are given first."""
-    whole = shard.read_bytes()
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_cut_is_noticed_and_named(shard, inside):
+    """Also between two members, where other readers notice nothing. Documents before it are given first."""
     with tarfile.open(shard) as tar:
-        members = list(tar)
-    for size in [*(member.offset for member in members), 1, 600, 3000, len(whole) // 2, members[2].offset_data + 100]:
-        shard.write_bytes(whole[:size])
-        seen, told = found(shard)
-        assert re.search(r"web-00000\.tar is torn.*shard again", told)
-    assert members[2].name in told and [document.text for document in seen] == [own.text for own in DOCUMENTS[:2]]
+        member = list(tar)[2]
+    shard.write_bytes(shard.read_bytes()[:member.offset_data + 100 if inside else member.offset])
+    seen, told = found(shard)
+    assert re.search(r"web-00000\.tar is truncated.*shard again", told) and (member.name in told) == inside
+    assert [document.text for document in seen] == [own.text for own in DOCUMENTS[:2]]
     shard.unlink()
     assert "web-00000.tar is missing" in found(shard)[1]
 
@@ -126,24 +117,17 @@ def test_a_member_that_is_no_document_is_named(tmp_path, member):
         list(read_documents(tmp_path / "s.tar"))
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers(-2**63, 2**64 - 1) | st.text(max_size=8) |
-                    st.floats(allow_nan=False, allow_infinity=False),
-                    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
-                    max_leaves=12)
-
-
 @settings(max_examples=80, deadline=None)
-@given(text=st.text(), meta=st.dictionaries(st.text(max_size=4), JSON, max_size=4))
-def test_a_member_reads_back_as_it_was(text, meta):
-    document = Document(text, "s", "1", meta)
+@given(text=st.text(),
+       value=st.integers(-2**63, 2**64 - 1) | st.text() | st.floats(allow_nan=False, allow_infinity=False))
+def test_a_member_reads_back_as_it_was(text, value):
+    document = Document(text, "s", "1", {"m": [value, None, {"n": True}]})
     assert from_json(to_json(document), "") == document
 
 
-def test_what_cannot_be_written_is_refused():
-    for meta, error in (({"a": {1, 2}}, TypeError), ({"a": b"b"}, TypeError), ({"a": 2**70}, TypeError),
-                        *(({"a": half}, UnicodeEncodeError) for half in ("\ud800", "\udcff"))):
-        with pytest.raises(error):
-            to_json(Document("t", "s", "1", meta))
+def test_half_a_character_is_not_written():
+    with pytest.raises(UnicodeEncodeError):
+        to_json(Document("t", "s", "1", {"a": "\ud800"}))
 
 
 def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
@@ -158,19 +142,16 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(0, 20_000), byte=st.integers(0, 255), cut=st.booleans())
-def test_webdatasets_reader_gives_no_text_of_a_shard_that_was_changed_without_saying_so(shard, tmp_path, record, place,
-                                                                                       byte, cut):
-    """Torn between two members it reads on without an error: the hash tells."""
+@given(**HARM)
+def test_webdatasets_reader_gives_no_text_of_a_changed_shard_without_an_error(shard, tmp_path, record, **harm):
+    """Where a shard is cut between two members, only the hash shows it."""
     sound = shard.read_bytes()
-    place %= len(sound)
-    data = sound[:place] if cut else sound[:place] + bytes([byte]) + sound[place + 1:]
-    harmed = tmp_path / "harmed"
-    (harmed / record["path"]).parent.mkdir(parents=True, exist_ok=True)
-    (harmed / record["path"]).write_bytes(data)
+    data = harmed(sound, **harm)
+    (tmp_path / "harmed/train").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "harmed" / record["path"]).write_bytes(data)
     with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed") if data != sound \
             else nullcontext():
-        assert [text for batch in read_texts(harmed, record, 3000) for text in batch.texts] == [
+        assert [text for batch in read_texts(tmp_path / "harmed", record, 3000) for text in batch.texts] == [
             own.text for own in DOCUMENTS]
 
 

@@ -200,7 +200,7 @@ def test_problems_are_told_all_at_once_before_anything_is_queued(tmp_path, files
         files_source("mixed", checking.url_of("text/a.txt"), files / "text/a.txt")])
     said = refused_by_submit(config, capsys)
     for part in (f"source absent: {checking.scheme}://", "no object matches", f" {nowhere} at this store",
-                 "not/there: there is no", "(_SUCCESS) do not tell their format",
+                 "not/there: there is no", "(_SUCCESS) do not show their format",
                  "source mixed: `paths` has files of this machine and objects"):
         assert part in said, said
     assert "source ending" not in said

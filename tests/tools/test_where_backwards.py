@@ -177,5 +177,5 @@ def test_a_packing_that_was_not_planned_is_said_and_nothing_is_written(capsys, t
     assert asked(capsys, recorded, "--find", "says", "--limit", "3") == answers[1]
     main(["--run", str(recorded.folder), "--json", "--step", "3"])
     told = capsys.readouterr()
-    assert json.loads(told.out) == answers[0] and "It is made for this time alone" in told.err
+    assert json.loads(told.out) == answers[0] and "It is made in a temporary folder, for this command only" in told.err
     assert sorted(tmp_path.rglob("*")) == before

@@ -11,26 +11,25 @@ A filter is a class with settings as fields and one method, which is called with
         def __call__(self, document: Document) -> Document | str:
             return f"longer than {self.most} characters" if len(document.text) > self.most else document
 
-`shard.filters: [{kind: ..., most: 500}]` lists filters in the order in which they are asked. The first that drops a
-document has the word, so only what one lets pass is seen by the next, and what the last lets pass is what duplicates
-are looked for in, what is hashed, split and trained on.
+`shard.filters: [{kind: ..., most: 500}]` lists filters in the order in which they run. A document that one drops never
+reaches the next. The texts that pass the last filter are deduplicated, hashed, split and trained on.
 
 To add one from outside: put the class into a module that Python finds (PYTHONPATH, or an installed package; where jobs
 run, too) and give `kind: my_module:Short`. To add one to Drover: a module in this folder, its line in `FILTERS` of
 pipeline/config/shipped.py, and its test in tests/data/filters.
 
-What a filter must keep to: its answer follows from the document and its settings alone, since documents are read by
-any number of processes, in any order, and again after a kill. It may hold what is costly to make (a compiled
-expression) in a `functools.cached_property`: a process makes one of each filter for a unit of reading.
+A filter's decision may depend only on the document and the settings: any number of processes read documents, in any
+order, and again after a kill. Keep costly objects (a compiled expression) in a `functools.cached_property`: a process
+makes each filter once for a unit of reading.
 
-A filter that needs files (a model, evaluation sets) says which in `reads`, has their paths in fields declared with
-`drover.pipeline.config.section.execution`, because their content counts and not their place, and reads them in `open`;
-what takes long to read it keeps for the process in a function with `lru_cache`. The stage records them with their
-hashes as its inputs, as filters/<name of the filter>/<name of the file>, and refuses to go on with others. Of a filter
-from outside of Drover nothing is asked where a run is merely looked at: its files are not recorded.
+A filter that needs files (a model, evaluation sets) names them in `reads` and reads them in `open`. Declare their paths
+with `drover.pipeline.config.section.execution`: their content counts, not their place. Keep what takes long to read in
+a function with `lru_cache`, once for the process. The stage records these files and their hashes as its inputs, as
+filters/<name of the filter>/<name of the file>, and does not continue with other files. Tools that only look at a run
+do not import a filter from outside of Drover, so they do not see its files.
 
-What a filter has to tell beside how many it dropped and why (languages, items of evaluation sets) it counts itself, as
-`findings`, which are added up over all units.
+The stage counts how many documents a filter dropped and why. A filter counts everything else itself (languages, items
+of evaluation sets) and returns it as `findings`, which are added up over all units.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class Filter(Kind):
         """What becomes of a document.
 
         Returns:
-            The document as it was given, to keep it; one with another text or `meta` (`dataclasses.replace`), to go
-            on with that; or a string, to drop it: the reason, one of a few fixed phrases, because they are counted.
+            The document as it was given, to keep it; one with another text or `meta` (`dataclasses.replace`), to
+            replace it; or a string, to drop it: the reason, one of a few fixed phrases, because they are counted.
             A document that is left without text is dropped. Its source and id must stay.
 
         Raises:
@@ -71,7 +70,7 @@ class Filter(Kind):
         """
 
     def reads(self) -> list[Path]:
-        """The files that it needs; UserError if that cannot be said."""
+        """The files that it needs; UserError if it cannot find out."""
         return []
 
     def open(self) -> None:

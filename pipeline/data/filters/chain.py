@@ -81,7 +81,7 @@ class Chain:
         return document, member
 
     def findings(self) -> dict[str, dict[str, Any]]:
-        """What filters have found beside that, by their names; of those that found something."""
+        """The findings of filters that have some, by name."""
         return {name_of(own): found for own in self.filters if (found := own.findings())}
 
     def _drop(self, counts: dict[str, Any], dropped: Dropped) -> Dropped:

@@ -21,11 +21,11 @@ _OF_CATEGORY: dict[str, CharacterClass] = {"L": "letters", "M": "letters", "N": 
 
 
 class Characters(Filter):
-    """Drops documents of whose characters too small or too large a share is of a class.
+    """Drops documents that have too many or too few characters of a class.
 
-    A class is one of Unicode's: letters (with combining marks), digits (all numbers), punctuation, symbols (also
-    U+FFFD, which stands for text that was decoded wrongly) and control (unassigned ones too). Shares are of the
-    characters that are no white space, so that indentation does not count.
+    Classes are Unicode's: letters (with combining marks), digits (all numbers), punctuation, symbols (with U+FFFD,
+    which marks text that was decoded wrongly) and control (with unassigned characters). White space does not count, so
+    that indentation changes no share.
     """
 
     least: dict[CharacterClass, Share] = {}

@@ -1,4 +1,4 @@
-"""Documents in which items of evaluation sets stand."""
+"""Documents that contain items of evaluation sets."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MOST_IN_META = 10
 
 
 class Decontamination(Filter):
-    """Drops or flags documents in which an item of an evaluation set stands.
+    """Drops or flags documents that contain an item of an evaluation set.
 
-    Texts are compared as `evaluate` compares them: in Unicode's NFKC, case folded, as words, which are runs of letters
-    and digits; what is between them does not count. An item stands in a document if any n consecutive words of it do
-    (Brown et al. 2020, appendix C, with n = 13); one of fewer words if all of them do, one after another. Hashes find
-    the places, words decide.
+    Texts are compared as in the stage `evaluate`: in Unicode's NFKC, case folded, as words, which are runs of letters
+    and digits; anything between words is ignored. A document contains an item if it has any n consecutive words of it
+    (Brown et al. 2020, appendix C, with n = 13), or all words in a row of an item that has fewer. Hashes find
+    candidates; the words themselves decide.
     """
 
     files: list[EvaluationSet] = Field(min_length=1)
@@ -43,7 +43,7 @@ class Decontamination(Filter):
     n: int = Field(13, gt=0)
     """Words of an n-gram."""
     least_words: int = Field(8, gt=0)
-    """Words of the shortest item that is looked for; shorter ones stand in texts that have not seen them."""
+    """Items with fewer words are not searched for: they occur by chance."""
     action: Literal["drop", "flag"] = "drop"
     """What becomes of such documents: they are dropped, or kept with the tasks and items in `meta.contamination`."""
 

@@ -94,7 +94,7 @@ def _records(path: Path, fields: list[str], settings: dict[str, Any]) -> Iterato
         for record in file_records(Input(Piece.of(path)), source, _LARGEST):
             if isinstance(record, Unreadable):
                 raise UserError(f"The evaluation set {path} cannot be read at record {record.place}: {record.reason}. "
-                                f"Mend the file, or correct `fields`.")
+                                f"Repair the file, or correct `fields`.")
             number, value = record
             if not isinstance(value, dict):
                 raise UserError(f"The evaluation set {path} holds no fields at record {number}.")
@@ -102,7 +102,7 @@ def _records(path: Path, fields: list[str], settings: dict[str, Any]) -> Iterato
     except damage() as error:
         if is_shortage(error):
             raise
-        raise UserError(f"The evaluation set {path} cannot be read: {error}. Mend the file, or correct `path` and "
+        raise UserError(f"The evaluation set {path} cannot be read: {error}. Repair the file, or correct `path` and "
                         f"`fields`.") from None
 
 

@@ -19,17 +19,17 @@ class FinewebQuality(Filter):
     """
 
     line_punct_thr: float = Field(0.12, ge=0, le=1)
-    """Share of lines that end a sentence at least, their last character being a terminal mark of any script."""
+    """Least share of lines that end a sentence: their last character is a terminal mark of any script."""
     line_punct_exclude_zero: bool = False
     """Let documents pass that have no such line at all."""
     short_line_thr: float = Field(0.67, ge=0, le=1)
-    """Share of lines of short_line_length characters or fewer at most."""
+    """Largest share of lines that have short_line_length characters or fewer."""
     short_line_length: int = Field(30, ge=0)
-    """Characters up to which a line is short."""
+    """Most characters of a short line."""
     char_duplicates_ratio: float = Field(0.01, ge=0, le=1)
-    """Share of characters in lines that stood before at most."""
+    """Largest share of characters in lines that repeat an earlier line."""
     new_line_ratio: float = Field(0.3, ge=0)
-    """Line ends for each word at most."""
+    """Most line ends for each word."""
 
     def __call__(self, document: Document) -> Document | str:
         text = document.text

@@ -19,46 +19,46 @@ _BETWEEN_PARAGRAPHS = re.compile(r"\n{2,}")
 
 
 class GopherRepetition(Filter):
-    """Drops documents of which too much is said again and again (Rae et al. 2021, table A1).
+    """Drops documents that repeat too much of their text (Rae et al. 2021, table A1).
 
     Settings, defaults and the order of the rules are those of datatrove's GopherRepetitionFilter, whose top_n_grams and
-    dup_n_grams are here a setting for each n. All are shares, the last nine of the document's characters; null leaves
-    a rule out.
+    dup_n_grams are here a setting for each n. A setting is the largest share that passes; null turns its rule off. The
+    shares for runs of words are of the document's characters.
     """
 
     dup_para_frac: Share = 0.3
-    """Of the paragraphs, those that stood before."""
+    """Share of the paragraphs that repeat an earlier one."""
     dup_para_char_frac: Share = 0.2
-    """Of the characters, those in paragraphs that stood before."""
+    """Share of the characters that are in paragraphs which repeat an earlier one."""
     dup_line_frac: Share = 0.3
-    """Of the lines, those that stood before."""
+    """Share of the lines that repeat an earlier one."""
     dup_line_char_frac: Share = 0.2
-    """Of the characters, those in lines that stood before."""
+    """Share of the characters that are in lines which repeat an earlier one."""
     top_2_gram: Share = 0.20
-    """Those of the most frequent run of 2 words: its length times how often it stands there."""
+    """Share of the most frequent run of 2 words: its length times how often it occurs."""
     top_3_gram: Share = 0.18
-    """Those of the most frequent run of 3 words."""
+    """Share of the most frequent run of 3 words."""
     top_4_gram: Share = 0.16
-    """Those of the most frequent run of 4 words."""
+    """Share of the most frequent run of 4 words."""
     dup_5_gram: Share = 0.15
-    """Those in runs of 5 words that stood before, runs that overlap counted once."""
+    """Share of runs of 5 words that repeat an earlier run; characters in overlapping runs count once."""
     dup_6_gram: Share = 0.14
-    """Those in runs of 6 words that stood before."""
+    """Share of runs of 6 words that repeat an earlier run."""
     dup_7_gram: Share = 0.13
-    """Those in runs of 7 words that stood before."""
+    """Share of runs of 7 words that repeat an earlier run."""
     dup_8_gram: Share = 0.12
-    """Those in runs of 8 words that stood before."""
+    """Share of runs of 8 words that repeat an earlier run."""
     dup_9_gram: Share = 0.11
-    """Those in runs of 9 words that stood before."""
+    """Share of runs of 9 words that repeat an earlier run."""
     dup_10_gram: Share = 0.10
-    """Those in runs of 10 words that stood before."""
+    """Share of runs of 10 words that repeat an earlier run."""
 
     def __call__(self, document: Document) -> Document | str:
         text = document.text
         paragraphs = _BETWEEN_PARAGRAPHS.split(text.strip())
         if said := _repeated(paragraphs, len(text), self.dup_para_frac, self.dup_para_char_frac, "paragraphs"):
             return said
-        # An empty line stands before the first and after the last line end, where the text begins or ends with one.
+        # A text that begins or ends with a line end has an empty line there.
         lines = [*filter(None, text.split("\n")), *([""] * (text[0] == "\n")), *([""] * (text[-1] == "\n"))]
         if said := _repeated(lines, len(text), self.dup_line_frac, self.dup_line_char_frac, "lines"):
             return said
@@ -78,7 +78,7 @@ class GopherRepetition(Filter):
 
 def _repeated(parts: list[str], characters: int, most: float | None, most_characters: float | None,
               what: str) -> str | None:
-    """Why parts of a text that stood before are too many or too long."""
+    """Why too many parts of a text, or too long ones, repeat earlier parts; None if not."""
     if len(set(parts)) == len(parts):
         return None
     counts = Counter(parts)

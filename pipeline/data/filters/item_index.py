@@ -1,5 +1,5 @@
-"""Which items of evaluation sets stand in documents, and how much of each: by n-grams of words, found by hashes and
-compared as words."""
+"""Which items of evaluation sets documents contain, and how much of each: n-grams of words, found by their hashes and
+then compared word by word."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ItemIndex:
         self._windows = np.where(self.too_short, 0, lengths - sizes + 1)
 
     def found_in(self, text: str) -> list[int]:
-        """Numbers of the texts of which an n-gram stands in a document, ascending."""
+        """Numbers of the texts that share an n-gram with a document, ascending."""
         places = sorted(set(self.places_in(text)))
         found: list[int] = np.unique(np.searchsorted(self._starts, places, side="right") - 1).tolist()
         return found
@@ -58,14 +58,14 @@ class ItemIndex:
                 for start, count in zip(self._starts[:-1], self._windows, strict=True)]
 
     def places_in(self, text: str) -> list[int]:
-        """Places of the n-grams that stand in a document, each as often as it stands there."""
+        """Places of the n-grams that a document contains, each as often as it occurs."""
         words = comparable_words(text)
         known = np.fromiter(map(self._numbers.get, words, repeat(0)), np.int64, len(words))
         codes, unknown = self._codes[known], np.concatenate([[0], np.cumsum(known == 0)])
         found: list[int] = []
         for size, hashes in _hashes(codes, set(self._grams)):
             there, places = self._grams[size]
-            whole = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows of words that all stand in items
+            whole = np.flatnonzero(unknown[size:] == unknown[:-size])  # windows whose words are all known from items
             low, high = (np.searchsorted(there, hashes[whole], side=side) for side in ("left", "right"))
             for at in np.flatnonzero(high > low):
                 here = known[whole[at]:whole[at] + size]

@@ -1,4 +1,4 @@
-"""Documents in other languages than those asked for, by a fastText model that you give."""
+"""Documents in unwanted languages, recognized by a fastText model that you give."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _ALL = 1_000_000
 
 
 class Language(Filter):
-    """Drops documents in other languages than those asked for, and those of which the model is not sure.
+    """Drops documents in other languages than `languages`, and those whose language the model is not sure of.
 
-    The likeliest label of a fastText model decides, with its probability, on the text as one line. Any model for
-    languages will do: lid.176.ftz or lid.176.bin with two letters a language, GlotLID's with names as eng_Latn.
+    A fastText model labels the text as one line; its most probable label decides. Any model that recognizes languages
+    can be used: lid.176.ftz or lid.176.bin, whose labels have two letters, or GlotLID's, with labels like eng_Latn.
     """
 
     needs = "fasttext"
 
     path: str = execution()
-    """The model's file (.ftz or .bin). Its content, not its place, is what counts."""
+    """The model's file (.ftz or .bin). Only its content counts, not its place."""
     languages: list[str] = Field(min_length=1)
     """Labels that are kept, as the model writes them, without __label__: [en, de], or [eng_Latn]."""
     least: float = Field(0.65, ge=0, le=1)
-    """Probability of the likeliest language from which on it is believed."""
+    """Least probability of the most probable language."""
     keep_unknown: bool = False
-    """Keep documents of which the likeliest language is less probable than that."""
+    """Keep documents whose most probable language has a lower probability than `least`."""
     characters: int | None = Field(None, gt=0)
-    """Look at so many of a document's first characters; null: at all of it."""
+    """Classify only this many characters from the start of a document; null: all of it."""
 
     def reads(self) -> list[Path]:
         """The model's file."""
@@ -66,12 +66,12 @@ class Language(Filter):
         return Counter()
 
     def findings(self) -> dict[str, dict[str, int]]:
-        """How many documents were in which language; `unknown` are those of which the model was not sure."""
+        """Documents by language; `unknown` counts those whose language the model was not sure of."""
         return {"languages": dict(sorted(self._seen.items()))} if self._seen else {}
 
     def __call__(self, document: Document) -> Document | str:
         text = document.text if self.characters is None else document.text[:self.characters]
-        language, probability = self._model.likeliest(text)
+        language, probability = self._model.most_probable(text)
         if probability < self.least:
             self._seen["unknown"] += 1
             return document if self.keep_unknown else f"of no language with a probability of {self.least:g}"
@@ -92,12 +92,12 @@ class Model:
             self._model: Any = fasttext.load_model(path)
             labels, _ = self._model.predict("", k=_ALL, threshold=-1.0)
         except (ValueError, RuntimeError, MemoryError) as error:
-            raise UserError(f"The file {path} is no fastText model that tells languages: {error}. Give one for "
+            raise UserError(f"The file {path} is no fastText model that recognizes languages: {error}. Give one for "
                             f"languages, such as lid.176.ftz.") from None
         self.labels = {label.removeprefix(_LABEL) for label in labels}
 
-    def likeliest(self, text: str) -> tuple[str, float]:
-        """The likeliest language of a text and its probability, 0 where there is none."""
+    def most_probable(self, text: str) -> tuple[str, float]:
+        """The most probable language of a text, and its probability; 0 if there is none."""
         # fastText reads one line, and takes NUL for white space, as it does what splits lines.
         labels, probabilities = self._model.predict(text.replace("\n", " "), k=1, threshold=-1.0)
         return (labels[0].removeprefix(_LABEL), float(probabilities[0])) if labels else ("", 0.0)

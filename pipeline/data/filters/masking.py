@@ -33,7 +33,7 @@ class Pattern(Section):
     find: str
     """A regular expression of Python's `re`."""
     mask: str
-    """What stands in the place of each text that it finds, as it is."""
+    """Replaces each match, literally."""
 
     @field_validator("find")
     @classmethod
@@ -54,10 +54,10 @@ class Masking(Filter):
     """
 
     email: str | None = "<email>"
-    """What stands in the place of an e-mail address; null: they stay."""
+    """Replaces e-mail addresses; null: they stay."""
     ip: str | None = "<ip>"
-    """What stands in the place of an IP address of version 4 or 6; null: they stay. Those of private networks, of this
-    machine and of examples (192.168.0.1, 127.0.0.1, 2001:db8::1) lead to nobody and stay in any case."""
+    """Replaces IP addresses of version 4 and 6; null: they stay. Addresses of private networks, of this machine and of
+    examples (192.168.0.1, 127.0.0.1, 2001:db8::1) identify nobody and always stay."""
     patterns: list[Pattern] = []
     """More to replace, in this order, after these: [{find: "[0-9]{3}-[0-9]{2}-[0-9]{4}", mask: "<number>"}]."""
 

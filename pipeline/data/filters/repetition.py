@@ -1,4 +1,4 @@
-"""Documents that say the same line again and again: menus, footers, logs, lists made by programs."""
+"""Documents that repeat lines many times: menus, footers, logs, lists made by programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from drover.pipeline.data.filters.base import Filter
 
 
 class Repetition(Filter):
-    """Drops documents of which too much is lines that stood in the same document before.
+    """Drops documents in which too many lines repeat an earlier line of the same document.
 
-    Lines are compared without the white space around them, and empty ones are not counted. The defaults are those of
-    Gopher (Rae et al. 2021, table A1) for repeated lines.
+    Lines are compared without the white space around them; empty lines do not count. The defaults are those of Gopher
+    (Rae et al. 2021, table A1) for repeated lines.
     """
 
     most_lines: float = Field(0.3, ge=0, le=1)

@@ -1,4 +1,4 @@
-"""Runs of n words that stand in one text more than once: hashes say where to look, the words themselves decide."""
+"""Runs of n words that occur more than once in a text: hashes find candidates, the words themselves decide."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class WordRuns:
         self._sums, self._back = _prefix_hashes(self._text, self._starts)
 
     def top_is_above(self, n: int, share: float, characters: int) -> bool:
-        """Whether the most frequent run of n words, the first of equally frequent ones, counted with a space between
-        its words and as often as it stands there, is more than `share` of `characters`."""
+        """Whether the most frequent run of n words is more than `share` of `characters`: its length, with a space
+        between words, times how often it occurs. Of equally frequent runs the first one counts."""
         if len(self._words) < n:
             return False
         hashes = self._hashes(n)
@@ -54,8 +54,8 @@ class WordRuns:
         return (sum(map(len, run)) + n - 1) * most / characters > share
 
     def repeated_are_above(self, n: int, share: float, characters: int) -> bool:
-        """Whether runs of n words that stood before, taken from the left without overlapping, are more than `share` of
-        `characters`. A run that is jumped over, or that begins inside of a taken one, has not stood before."""
+        """Whether runs of n words that repeat an earlier run are more than `share` of `characters`. Repeated runs are
+        counted from the left and do not overlap; a run that begins inside a counted one is not seen at all."""
         if len(self._words) < n:
             return False
         hashes = self._hashes(n)

@@ -93,7 +93,7 @@ _remembered = lru_cache(maxsize=1 << 16)(_cut)
 
 @lru_cache(maxsize=1)
 def word_counts(text: str) -> Counter[str]:
-    """How often each word stands in a text, in the order in which they come first. Not to be changed."""
+    """How often each word occurs in a text, in the order of first occurrence. Do not change it: it is cached."""
     return Counter(words(text))
 
 

@@ -1,13 +1,14 @@
-"""Near-duplicates: components of documents that share bands, and which documents of each are dropped for which.
+"""Near-duplicates: components of documents that share bands, and which document is dropped in favour of which.
 
-Components are one unit of work, which holds 4 bytes a document (8 from 2^32 documents on) and some 40 for each that is
-no first, and reads the links a part at a time. It writes the followers: the documents that are not the first of their
-component, each with that first, sorted by component and cut into parts between components.
+One unit of work finds all components. It holds 4 bytes a document (8 from 2^32 documents on) and some 40 for each
+document that is not the first of its component, and reads the links part by part. It writes the followers: the
+documents that are not the first of their component, each with that first, sorted by component. A part has whole
+components.
 
-Of a component the first document stays. With `verify`, each next one is compared with those that stay so far, in order,
-and is dropped for the first that is similar enough; else it stays too. A unit is a part of the components. It writes
-links in the two columns after the bands: from what is dropped to what is kept instead, and from what stays to the first
-of its component, whose split it shares.
+The first document of a component stays. Without `verify` all others are dropped. With it, each of them is compared, in
+order, with those that stay so far: it is dropped in favour of the first that is similar enough, else it stays too. A
+unit is a part of the components. It writes links in the two columns after the bands: from each dropped document to the
+one that is kept instead, and from each that stays to the first of its component, whose split it shares.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from drover.pipeline.data.planning.signatures import words
 from drover.pipeline.data.reading import STAGING
 
 AT_ONCE = 1 << 20
-"""Links or documents that are handled at once."""
+"""Links or documents that are processed at once."""
 
 
 def _followers(folder: Path) -> Path:
@@ -46,7 +47,7 @@ def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     total = plan.starts[-1]
 
     def ranks(numbers: np.ndarray) -> np.ndarray:
-        """Numbers, or counted from the end where the last is the one to be kept; the same again gives the numbers."""
+        """Numbers as they are, or counted from the end if the last document stays. Its own inverse."""
         found = numbers.astype(np.int64)
         return total - 1 - found if plan.last else found
     parent = np.arange(total, dtype=np.uint32 if total < 1 << 32 else np.uint64)
@@ -112,7 +113,7 @@ def flatten(parent: np.ndarray) -> None:
 NGRAM = 3
 """Words of the shingles by which two documents are compared."""
 MOST_COMPARED = 256
-"""Documents of a component that stay and that later ones are compared with, beside its first: they are in memory."""
+"""Documents of a component, without its first, that later ones are compared with: they are in memory."""
 Shingles = set[tuple[str, ...]]
 
 
@@ -124,7 +125,8 @@ def near_columns(plan: Layout) -> tuple[int, int]:
 def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     """Choose in one part of the components. Returns the files as `outputs`.
 
-    payload: `partition`; `verify` (the least similarity, None: any will do); `words` (see `signatures.words`).
+    payload: `partition`; `verify` (the least similarity; None: drop without a comparison); `words` (see
+    `signatures.words`).
     """
     plan, partition = Layout.read(folder), payload["partition"]
     followers = read_followers(folder, plan, partition)
@@ -136,7 +138,7 @@ def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _similar(documents: StagedDocuments, followers: np.ndarray, least: float, kind: str) -> np.ndarray:
-    """Of followers, those that are dropped, and for which."""
+    """The followers that are dropped, each with the document that is kept instead."""
     found, component, staying = list[tuple[int, int]](), None, list[tuple[int, Shingles]]()
     for number, first in followers.tolist():
         if first != component:

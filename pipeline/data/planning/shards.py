@@ -48,9 +48,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What makes one split of one source, in order.
+    """The pieces of one split of one source, in order.
 
-    fate: what the documents have as their fate there.
+    fate: the fate of documents that belong to it.
     """
 
     fate: int
@@ -62,7 +62,7 @@ class Pieces:
 
 
 def pieces_by_hash(plan: Layout, summary: Summary, sources: int) -> list[list[Pieces]]:
-    """What makes each split, by the documents' fates; for each split and source."""
+    """The pieces of each split and source, by the fates of documents."""
     found = [[Pieces(split, []) for _ in range(sources)] for split in range(len(SPLITS))]
     for unit, source in enumerate(plan.sources):
         for split, of_sources in enumerate(found):
@@ -122,8 +122,8 @@ def picked(folder: Path, unit: str, first: int, end: int, cut: Sequence[int | No
 
 
 def write_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Write one shard and read it back: its record as `outputs`. Beside documents of half a shard and more there may be
-    one in which none begins: it is not written.
+    """Write one shard and read it back: its record as `outputs`. If documents are larger than half a shard, no document
+    may begin in this one: then it is not written.
 
     Raises:
         UserError: what is read back is not what was picked.
@@ -215,7 +215,7 @@ def find_borders(folder: Path, plan: Layout, summary: Summary, heldout_share: fl
 
 def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[Border],
                    sources: int) -> list[list[Pieces]]:
-    """What makes each split, in the order of documents; for each split and source."""
+    """The pieces of each split and source, in the order of documents."""
     of_source = {border.source: border for border in borders}
     found = [[Pieces(TRAIN, []) for _ in range(sources)] for _ in SPLITS]
     for unit, source in enumerate(plan.sources):

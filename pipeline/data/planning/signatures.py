@@ -1,10 +1,10 @@
 """MinHash signatures of texts, as one 64-bit number a band (Broder 1997; banding as in Rajaraman and Ullman 2011, 3.4).
 
 Two texts whose sets of shingles (runs of words) have a Jaccard similarity of J agree in one of b bands of r rows with
-a probability of 1 - (1 - J^r)^b. Words are runs of letters, digits and `_` of the text in lower case, as this Python's
-Unicode has them (its version is in the manifest); where that is asked for, also single characters of scripts that are
-written without spaces, whose runs are whole clauses. A text with fewer words than a shingle has no signature and is
-like no other. The permutations are rensa's, whose version is among the settings.
+a probability of 1 - (1 - J^r)^b. Words are runs of letters, digits and `_` of the text in lower case, by this Python's
+Unicode tables (their version is in the manifest). With `near_duplicates.words: characters`, each character of a script
+without spaces is a word, because its runs are whole clauses. A text with fewer words than a shingle has no signature
+and is similar to no other. The permutations are rensa's, whose version is among the settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WITHOUT_SPACES = ("\u0e01-\u0e3a\u0e40-\u0e4e\u0e81-\u0ece"      # Thai, Lao
                    "\u3005-\u3007\u3041-\u3096\u309d-\u309f"        # iteration marks and zero, hiragana
                    "\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\uff66-\uff9f"  # katakana
                    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003fffd")  # Han
-"""Letters of scripts that put no spaces between words, with the vowel signs and marks that stand beside them."""
+"""Letters of scripts that put no spaces between words, with their vowel signs and marks."""
 WORDS = {"runs": re.compile(r"\w+"), "characters": re.compile(f"[{_WITHOUT_SPACES}]|[^\\W{_WITHOUT_SPACES}]+")}
 _TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, {"runs": 2_000_000, "characters": 500_000}
 _SEED = 1
@@ -44,7 +44,7 @@ def banding(config: NearDuplicates) -> tuple[int, int, int]:
 
 
 def signature_settings(config: NearDuplicates | None) -> dict[str, Any] | None:
-    """All that a signature depends on; None where there are to be none."""
+    """All that a signature depends on; None without near-duplicates."""
     if config is None:
         return None
     from importlib import metadata

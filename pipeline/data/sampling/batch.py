@@ -27,9 +27,9 @@ class Batch:
         documents: int32, number of the document within its sequence; attention stays inside one.
         positions: int64, 0 at each document's (or, where it was cut, sequence's) start.
         targets: how many labels count.
-        lengths: of each sequence the lengths of its documents, on the host: nobody waits for a device to read them.
-            Padding counts as a document, the last.
-        padding: of each sequence how many tokens at its end mean nothing.
+        lengths: the lengths of the documents of each sequence, on the host, so that reading them waits for no device.
+            Padding counts as the last document.
+        padding: tokens of padding at the end of each sequence.
     """
 
     tokens: Tensor
@@ -65,9 +65,9 @@ def assemble(rows: np.ndarray, starts: Sequence[np.ndarray], used: Sequence[int]
     Args:
         rows: (sequences, length + 1) ids of any width; the last of a row is but the label of the one before.
         starts: of each row the places at which documents begin, each once; length is one of them where the label is
-            another document's. A row's beginning is taken for one too: a document that was cut there starts anew.
-        used: tokens of each row that mean something; what is behind them must begin as a document of its own, and is
-            one. None: all do.
+            another document's. The beginning of a row counts as one, too: the rest of a document that was cut there
+            is a document of its own.
+        used: tokens of each row before its padding, which must begin as a document of its own. None: there is none.
     """
     import torch  # here: tools that look up samples need none
 

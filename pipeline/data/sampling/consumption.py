@@ -1,6 +1,6 @@
-"""What a plan consumes: tokens and epochs of each source in each phase, told before it begins and beside what it did.
+"""Tokens and epochs of each source that a plan consumes in each phase, for the log before training and the report.
 
-Without torch: the launcher says it before a job queues.
+It needs no torch: the launcher prints it before a job queues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, is_one_pool
 
 MANY = 4.0
-"""Epochs of a source beyond which more of the same helps little (Muennighoff et al. 2023): said, not refused."""
+"""Epochs of a source after which repeating it helps little (Muennighoff et al. 2023): a warning, no error."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Consumption:
     Attributes:
         phases: of each phase, tokens by source.
         available: tokens that there are, by source.
-        left: of each phase, tokens that the epoch had left where the length changed before it. Packed, they come first
-            in it; those of running text are left to the next epoch.
-        padding: of each phase that is packed, tokens of padding beside those of the sources; empty of running text.
+        left: by phase, tokens that the epoch had left when the length changed before it. Packed documents: the phase
+            begins with them. Running text: the next epoch has them.
+        padding: tokens of padding of each packed phase, which are in no source's count; empty for running text.
     """
 
     phases: tuple[Mapping[str, int], ...]
@@ -41,7 +41,7 @@ class Consumption:
         return sum(phase.get(source, 0) for phase in self.phases)
 
     def epochs(self, source: str) -> float:
-        """How often a source is gone through: tokens trained on over tokens that there are."""
+        """Passes over a source: tokens trained on, divided by its tokens."""
         return self.tokens(source) / self.available[source] if self.available[source] else 0.0
 
 
@@ -63,7 +63,7 @@ def planned(config: Config, available: Mapping[str, int]) -> Consumption:
 
 
 def planned_by(order: Order) -> Consumption:
-    """What the whole training will consume, with what was left out so far beside it."""
+    """What the whole training will consume; samples that were left out so far are not counted."""
     consumed, _, padding = zip(*order.taken(order.end), strict=True)
     return Consumption(consumed, dict(order.pools), tuple(order.left_at()), padding if order.space.padded else ())
 
@@ -98,7 +98,7 @@ def plan_lines(train: TrainConfig, consumption: Consumption) -> list[str]:
                 found.append(f"  {source}: {tokens_text(tokens)} tokens ({tokens / of:.0%}) of "
                              f"{tokens_text(consumption.available[source])}, {epochs:.2f} epochs{so_far}")
         found += [f"  the epoch has {tokens_text(left)} tokens of {name} left where the length changes: they "
-                  f"{'come first, packed anew' if consumption.padding else 'are left to the next epoch'}"
+                  f"{'come first, packed again' if consumption.padding else 'are left to the next epoch'}"
                   for name, left in consumption.left[number].items() if left]
         if consumption.padding:
             found.append(f"  padding: {tokens_text(consumption.padding[number])} tokens "

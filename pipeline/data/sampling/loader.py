@@ -1,6 +1,6 @@
 """Sample numbers into batches, read ahead in threads.
 
-The loader's state decides nothing: `batch_of(samples)` is the same whenever and wherever it is asked for.
+The loader has no state that matters: `batch_of(samples)` gives the same batch at any time on any rank.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class TrainingData:
         return whole[np.argsort(whole[:, 0], kind="stable")]
 
     def shard_rows(self, samples: np.ndarray) -> np.ndarray:
-        """The rows, in the table of shards, of those that the samples with these numbers are read from; ascending, each
-        once. Nothing is read. It may be asked for any samples beside the loader."""
+        """Rows, in the table, of the shards that hold these samples; ascending, each once. Nothing is read. Threads may
+        call it for any samples while the loader runs."""
         return np.unique(np.concatenate(list(self._rows(samples))))
 
     def _rows(self, samples: np.ndarray) -> Iterator[np.ndarray]:
@@ -141,7 +141,7 @@ class TrainingData:
                 yield self.spaces[space][pool].rows(sequences[here][own])
 
     def _foreign(self, sequences: Sequences, number: int, place: int) -> str:
-        """What is told of a token of a sequence whose id is outside the vocabulary."""
+        """The error for a token of a sequence whose id is outside the vocabulary."""
         spans = deque(sequences.spans(number, label=1))
         while place >= (size := spans[0].stop - spans[0].start):
             place -= size
@@ -150,12 +150,12 @@ class TrainingData:
         document = shard.document_at(at)
         return (f"{shard.name} holds the id {shard.tokens(at, at + 1)[0]} at its token {at} (document {document}, key "
                 f"{shard.document_key(document)}), but the vocabulary has {self.vocabulary} ids: its content was "
-                f"changed. Delete the file and run --stage encode again, which makes it anew; then the same command "
-                f"goes on.")
+                f"changed. Delete the file, run --stage encode again, which makes it again, and then repeat this "
+                f"command.")
 
     def leave_out(self, excluded: Excluded) -> None:
-        """Know which samples are left out for good: phases after them move. Called on all ranks alike: what epochs have
-        left may have to be packed."""
+        """Leave samples out for good: the phases after them move. Call it on all ranks alike: what epochs have left may
+        have to be packed."""
         self.order.leave_out(excluded)
         self._forget()
 

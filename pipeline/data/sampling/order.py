@@ -5,14 +5,14 @@ out: never on ranks, micro-batches, workers or restarts. A checkpoint stores the
 the plan; any number of ranks continues from there with every sample used exactly once.
 
 Sample numbers continue over phases; a training without phases is one phase. In a phase the sources take turns (`Mix`),
-and each source is read through its `Cursor`: epoch after epoch, each shuffled anew. Phases end by steps. Samples that a
-rollback left out (pipeline/data/exclusion.py) push the phases after them back by as many numbers; nothing before them
-changes. A phase of another sequence length continues the epoch:
+and each source is read through its `Cursor`: epoch after epoch, each in a new shuffled order. Phases end by steps.
+Samples that a rollback left out (pipeline/data/exclusion.py) push the phases after them back by as many numbers;
+nothing before them changes. A phase of another sequence length continues the epoch:
 
-- Running text is cut into grains of as many tokens as the longest sequence of any phase has, and grains are shuffled. A
-  phase of shorter sequences takes a window of many grains at a time, and shuffles the sequences within it. Where the
-  length changes, the rest of the window that was begun is left to the next epoch (`Cursor.passed_over`). A phase whose
-  length does not divide the grain reads its sources by itself (`ANEW`).
+- Running text is cut into chunks, here called grains, of as many tokens as the longest sequence of any phase has, and
+  grains are shuffled. A phase of shorter sequences takes a window of many grains at a time, and shuffles the sequences
+  within it. When the length changes, the next epoch has the rest of the current window (`Cursor.passed_over`). A phase
+  whose length does not divide the grain reads its sources by itself, from their beginning (`ANEW`).
 - Packed documents: the sequences that the epoch has left are packed again to the new length, and come first. So every
   token comes exactly once an epoch, whatever the lengths.
 """
@@ -44,7 +44,7 @@ ROUNDS = 6
 WINDOW = 1024
 """The most grains in which the sequences of a shorter phase are shuffled."""
 PART = 16
-"""A window is at most this part of a source."""
+"""A window has at most 1 / PART of a source."""
 ANEW = 1 << 32
 """First epoch of sources that a phase reads by itself, times the phase's number from 1."""
 TOGETHER = "all sources"
@@ -59,7 +59,7 @@ class Pool(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Pieces of a source that are gone through in a shuffled order: packed sequences, or grains of running text.
+    """Pieces of a source that are read in a shuffled order: packed sequences, or grains of running text.
 
     space: number of the sequences that they are, or hold (`TrainingData.spaces`). pieces: how many there are. tokens:
     of all of them, without padding. identity: of how documents are packed into them. each: sequences of a piece.
@@ -184,9 +184,9 @@ class Cursor:
     Attributes:
         key: seed and pool, of the shuffles.
         length: of the sequences. whole: an epoch.
-        first: pieces of whole epochs that were taken before. anew: what is added to the numbers of its epochs.
-        rest: what the epoch before `first` had left; it comes first. left: tokens of that, or, of running text, of the
-            rest of a window, which the next epoch has. phase: the one that it began with.
+        first: pieces of whole epochs that were taken before. anew: added to the numbers of its epochs.
+        rest: what the epoch before `first` had left; it comes first. left: tokens of that; for running text, tokens of
+            the rest of a window, which the next epoch has. phase: the phase that the cursor began in.
         draws: sequences taken since it began.
     """
 
@@ -355,8 +355,8 @@ class Order:
                             f"a mixture.") from None
 
     def leave_out(self, excluded: Excluded) -> None:
-        """Lay the phases out with these sample numbers left out, which a rollback may have added to. What epochs have
-        left may have to be packed, so it is called on all ranks alike."""
+        """Lay the phases out without these sample numbers; a rollback calls it with more of them. Call it on all ranks
+        alike: what epochs have left may have to be packed."""
         parts, first = list[Part](), 0
         states = [dict[int, Cursor]() for _ in self.pools]  # by Segment.alone
         for phase, mix in zip(self.plan.phases, self._mixes, strict=True):
@@ -378,8 +378,8 @@ class Order:
 
     @property
     def _laid_out(self) -> tuple[list[Part], np.ndarray, int]:
-        """The phases, their first samples, and the end; with nothing left out, as long as `leave_out` was not called.
-        Taken at once: threads beside the loader may be asking where samples that are used already come from."""
+        """The phases, their first samples, and the end; until `leave_out` is called, with nothing left out. Read it
+        once for a computation: `leave_out` replaces it while other threads look up samples that are used already."""
         if self._laid is None:
             self.leave_out(Excluded())
         assert self._laid is not None
@@ -456,8 +456,8 @@ class Order:
         return {name: sum(phase[name] for phase in phases) / tokens if tokens else 0.0 for name, tokens in self.pools}
 
     def left_at(self) -> list[dict[str, int]]:
-        """Of each phase, the tokens of each source that its epoch had left where the length changed before it: packed
-        again they come first; of running text the next epoch has them."""
+        """By phase and source, tokens that the epoch had left when the length changed before the phase. Packed
+        documents: the phase begins with them. Running text: the next epoch has them."""
         return [{pool.name: cursor.left if cursor.phase == part.phase.number else 0
                  for pool, cursor in zip(self.pools, part.cursors, strict=True)} for part in self._laid_out[0]]
 

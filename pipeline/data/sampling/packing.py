@@ -1,13 +1,13 @@
-"""Documents packed into sequences by best fit (best_fit.py), whole ones side by side, padding behind them.
+"""Documents packed into sequences by best fit (best_fit.py): documents side by side, then padding.
 
-Each token shard is packed by itself, once for a length, into a file beside the run: where a sequence's pieces lie is
-then a few bytes to read, and nothing of it stays in memory. There is such a plan of all documents for each length of
-sequences, and of what an epoch has left of a source where the length changes (order.py). At every start each rank
-checks the files of some shards, and makes those that are missing, damaged or of another shard.
+Each token shard is packed by itself, once for a length, into a file in the run's folder. To find the pieces of a
+sequence, a few bytes of it are read; nothing stays in memory. Each length of sequences has such a plan of all
+documents. Another is made of what an epoch has left of a source when the length changes (order.py). At every start each
+rank checks the files of some shards, and makes those again that are missing, damaged or of another shard.
 
-A file is the sha256 of what follows; the sha256 of what it is of (`Planning.identity`); and numbers of 64 bits, little
-endian: the counts (`PLANNED`); where each sequence begins among the pieces, and the end of the last; and two a piece,
-where it begins in the shard, and twice its length, plus 1 where its document continues.
+A file is the sha256 of what follows; the sha256 of what it was made from (`Planning.identity`); and numbers of 64 bits,
+little endian: the counts (`PLANNED`); where each sequence begins among the pieces, and the end of the last; and two a
+piece, where it begins in the shard, and twice its length, plus 1 where its document continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLANNED = ("bins", "pieces", "documents", "cut", "tokens")
 """What is counted of a shard's plan: sequences, pieces, documents with tokens, those that are cut, tokens."""
 _HEADER = struct.Struct(f"<32s32s{len(PLANNED)}q")
 _NUMBER = np.dtype("<i8")
-_MEND = "Start training again: it checks the files of the packing, and makes anew what is damaged."
+_FIX = "Start training again: it checks the files of the packing, and makes damaged ones again."
 
 
 class Group(Protocol):
@@ -70,12 +70,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Planning:
-    """A plan that is to be there.
+    """A plan that is wanted.
 
     Attributes:
         folder: of the plan. shards: those that are packed. length: tokens of a sequence.
-        documents: of the shard in a row of the table, what is to be packed.
-        left: what identifies the sequences that it leaves out; None where it is of all documents.
+        documents: gives what is to be packed of the shard in a row of the table.
+        left: identifies the sequences that are left out; None if all documents are packed.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Planning:
     left: Any = None
 
     def identity(self, row: int) -> bytes:
-        """What the file of the shard in a row says that it is of."""
+        """The identity that the file of the shard in a row has."""
         return bytes.fromhex(sha256_json([FORMAT, self.shards.opened.table.digest(row), self.length, self.left]))
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Packing:
                 f"documents ({found['cut_share']:.2%}) are longer and cut")
 
     def has(self, planning: Planning, row: int, *, checked: bool) -> bool:
-        """Whether the file of a shard is there, and what it is of; then it is noted. checked: compare its hash, too."""
+        """Whether the file of a shard is there and of this plan; then note its counts. checked: compare the hash."""
         try:
             with open(self.path(row), "rb") as file:
                 digest, of, *counts = _HEADER.unpack(file.read(_HEADER.size))
@@ -177,16 +177,16 @@ class Packing:
             file = Descriptor.of(path)
             size = os.fstat(file.number).st_size
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}. {_MEND}") from None
+            raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None
         if size != wanted:
-            raise UserError(f"{path} is torn: it has {size} bytes instead of {wanted}. {_MEND}")
+            raise UserError(f"{path} is damaged: it has {size} bytes instead of {wanted}. {_FIX}")
         return file
 
     def _read(self, row: int, at: int, count: int) -> NDArray[np.int64]:
         file = self._file(row)  # held: of two threads that open it at once, one has a file that nobody keeps
         read = os.pread(file.number, 8 * count, _HEADER.size + 8 * at) if count > 0 else b""
         if count < 1 or len(read) != 8 * count:
-            raise UserError(f"{self.path(row)} was changed after training began. {_MEND}")
+            raise UserError(f"{self.path(row)} was changed after training began. {_FIX}")
         return np.frombuffer(read, _NUMBER)
 
 
@@ -194,7 +194,7 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
     """A plan, with what is missing or damaged of it made. Called on all ranks alike.
 
     Args:
-        say: is told, on rank 0, what was made and why.
+        say: logs, on rank 0, what was made and why.
 
     Raises:
         UserError: a shard cannot be read; the same on every rank.
@@ -222,8 +222,8 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
 
 
 def read(planning: Planning, say: Callable[[str], None]) -> Packing:
-    """The plan as its files say, which are not checked. For tools, which write nothing into a run: where one is
-    missing, the same plan is made in a temporary folder that goes with it, which is said.
+    """Read a plan without checking the hashes of its files. For tools, which write nothing into a run: if a file is
+    missing, the same plan is made in a temporary folder, which lives as long as the plan; this is logged.
 
     Raises:
         UserError: a shard cannot be read.
@@ -231,8 +231,8 @@ def read(planning: Planning, say: Callable[[str], None]) -> Packing:
     packing = Packing(planning.folder, planning.shards.opened.table, planning.length)
     if all(packing.has(planning, row, checked=False) for row in planning.shards.rows.tolist()):
         return packing
-    say(f"the plan of {planning} is not in {planning.folder}. It is made for this time alone, in a temporary folder, "
-        f"for which its shards are read; training makes it when it starts, and keeps it.")
+    say(f"the plan of {planning} is not in {planning.folder}. It is made in a temporary folder, for this command only, "
+        f"and its shards are read for that. Training makes it when it starts, and keeps it.")
     aside = TemporaryDirectory(prefix="packing-")
     made = make(replace(planning, folder=Path(aside.name) / planning.folder.name), Alone(), lambda text: None)
     weakref.finalize(made, aside.cleanup)
@@ -240,7 +240,8 @@ def read(planning: Planning, say: Callable[[str], None]) -> Packing:
 
 
 def forget(packing: Packing) -> None:
-    """Have the next start plan all anew: a shard turned out to be damaged, and what was planned of it may be wrong."""
+    """Delete a plan, so that the next start makes it again: a shard turned out to be damaged, and its plan may be
+    wrong."""
     shutil.rmtree(packing.folder, ignore_errors=True)
 
 
@@ -351,7 +352,7 @@ class PhasePackings:
         return [bins.segment(space) for bins in self.spaces[space]]
 
     def continued(self, fresh: Cursor, before: Cursor) -> Cursor:
-        """See SequenceSpace: what is left of the epoch comes first, packed anew."""
+        """See SequenceSpace: what is left of the epoch comes first, packed again."""
         epoch = int(before.epoch_of(before.draws))
         segment, drawn, key = before.segment(epoch)
         drawn = before.draws - drawn
@@ -361,8 +362,8 @@ class PhasePackings:
         return replace(fresh, first=(epoch + 1) * fresh.whole.pieces, rest=rest, left=rest.tokens)
 
     def _rest(self, pool: int, length: int, segment: Segment, drawn: int, key: tuple[int, ...]) -> Segment:
-        """What is left of a segment without its first `drawn` sequences in the order of `key` (`permute`), packed to a
-        length; the same whenever the same is asked."""
+        """A segment without its first `drawn` sequences in the order of `key` (`permute`), packed to a length. Equal
+        arguments give the same result, which is kept."""
         left = [segment.identity, drawn, list(key)]
         named = sha256_json([length, left])
         if named not in self._rests:

@@ -1,8 +1,8 @@
-"""Token shards compared with what encode committed when they are first used, in a thread beside training.
+"""Compare token shards with what encode committed when they are first used, in a background thread of training.
 
-Of the ranks of a run one hashes a shard: the one whose number is the shard's row in the manifest modulo the number of
-ranks. All know from the order which shards a step reads, so nothing has to be sent. A shard that was compared is looked
-at again at every checkpoint: where its inode, size or times are others, it is hashed again.
+One rank hashes a shard: its number is the shard's row in the manifest modulo the number of ranks. Every rank knows from
+the order which shards a step reads, so nothing has to be sent. At every checkpoint the shards that were compared are
+checked again: one whose inode, size or times have changed is hashed again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from drover.pipeline.data.exclusion import Range, sample_numbers
 TOGETHER = 1 << 16
 """Samples whose shards are looked up at once."""
 SHOWN_STEPS = 1000
-"""Steps that are asked whether they read from a damaged shard."""
+"""Steps that are searched for readers of a damaged shard."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A shard that is not what was committed: what is told of it, and the first step that may have read it so; None if
-    no step reads it."""
+    """A shard that is not what was committed: the message, and the first step that may have read the damage; None if no
+    step reads the shard."""
 
     text: str
     step: int | None
@@ -37,7 +37,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class _Use:
-    """Samples that the steps [first, last] read; None: look again at what was compared, after step `last`."""
+    """Samples that the steps [first, last] read; None: check compared shards again, after step `last`."""
 
     first: int
     last: int
@@ -45,7 +45,7 @@ class _Use:
 
 
 class ShardChecks:
-    """This rank's part of it.
+    """The checks of this rank.
 
     Args:
         table: the shards. expected: the file of a row, and what it should hold.
@@ -85,12 +85,12 @@ class ShardChecks:
         self._give(_Use(first, last, tuple(samples)))
 
     def look_again(self, step: int) -> int:
-        """Have shards that were compared looked at again, after `step`. What to `wait` for, to know of all so far."""
+        """Check compared shards again, after `step`. Returns what to `wait` for, to know about all so far."""
         return self._give(_Use(step, step, None))
 
     def wait(self, given: int | None, seconds: float) -> bool:
-        """Wait, without rests, until all is done that was given up to then, or there is damage, for so long at most.
-        None: until everything is done, also what no step waits for. Whether it is done."""
+        """Wait, without rests, until everything up to `given` is done or damage is found, at most `seconds`. None:
+        until everything is done, also shards that no step waits for. Returns whether it is done."""
         def done() -> bool:
             return self._done >= self._given and not self._later if given is None else self._done >= given
         self._pace.hurry.set()
@@ -100,7 +100,7 @@ class ShardChecks:
         return done()
 
     def close(self) -> None:
-        """End the thread; what is not compared stays so. One that a disk keeps from ending is left to itself."""
+        """End the thread; other shards stay unchecked. A thread that hangs on a disk is left behind."""
         self._pace.over.set()
         self._pace.hurry.set()
         if (thread := self._thread) is not None:
@@ -114,8 +114,8 @@ class ShardChecks:
             return self._given
 
     def _start(self) -> None:
-        """Have a thread at work, which ends with the work: one of the lowest priority that waits all the time would, on
-        a busy machine, keep a killed process, and with it the stage's lock, from going."""
+        """Run a thread that ends when its work is done. A thread of the lowest priority that only waits could keep a
+        killed process, and with it the stage's lock, alive on a busy machine."""
         if self._thread is None and not self._ended():
             self._thread = threading.Thread(target=self._run, name="shard-checks", daemon=True)
             self._thread.start()
@@ -177,7 +177,7 @@ class ShardChecks:
             self._known[row] = state
 
     def _readers(self, row: int, step: int | None) -> str:
-        """Which of the steps since then read from the shard, in a sentence."""
+        """A sentence that names the steps since `step` that read from the shard."""
         if step is None:
             return " No step reads from it: it is held-out text, or not used so far."
         alone, together = list[_Use](), list[_Use]()
@@ -186,13 +186,13 @@ class ShardChecks:
         for use in [*self._history, *coming][:SHOWN_STEPS]:
             if use.last >= step and any(row in rows for rows in self._used(use)):
                 (alone if use.first == use.last else together).append(use)
-        told = [f"the steps {spelled(sorted({use.first for use in alone}))}"] if alone else []
-        told += [f"some of the steps {use.first}-{use.last}" for use in together]
-        return f" It was read by {' and '.join(told)}." if told else ""
+        steps = [f"the steps {spelled(sorted({use.first for use in alone}))}"] if alone else []
+        steps += [f"some of the steps {use.first}-{use.last}" for use in together]
+        return f" It was read by {' and '.join(steps)}." if steps else ""
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """What shows that a file was written to or replaced; zeros where it is not there."""
+    """Inode, size and times of a file, which change when it is written to or replaced; zeros if it is missing."""
     try:
         found = path.stat()
     except OSError:

@@ -12,7 +12,7 @@ from typing import Any
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.data.stored.shards import MEND
+from drover.pipeline.data.stored.shards import FIX
 from drover.pipeline.storage.mirror import COPY, Copied, DamagedCopyError, Mirror, copy_files, ledger_of, listed_files
 from drover.pipeline.storage.store import Missing, Store
 
@@ -70,5 +70,5 @@ def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
     problems, etags = listed_files(store, map(table.record, range(len(table))))
     if problems:
         raise UserError(all_problems(problems, f"{len(problems):,} of {len(table):,} token shards in {url} "
-                                               f"(train.tokens_from) are damaged") + f"\n{MEND}")
+                                               f"(train.tokens_from) are damaged") + f"\n{FIX}")
     return etags

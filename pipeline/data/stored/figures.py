@@ -1,4 +1,4 @@
-"""What reading token shards from an object store took: counted, so that nothing is fallen back to in silence."""
+"""Counts of reading token shards from an object store, so that no fallback goes unnoticed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Figures:
     """Counts of one process, which its threads share.
 
     Attributes:
-        hits: times that a shard was wanted and lay in the node's cache.
+        hits: reads of shards that were in the node's cache.
         fetched, fetched_bytes: shards that were fetched whole into it, and compared with their hashes.
-        ranges, range_bytes: requests for parts of shards, whose content no hash says.
+        ranges, range_bytes: requests for parts of shards, which no hash verifies.
         removed: shards that were removed from the cache to make room.
         retries: requests that were made again after an error.
         wait_s: seconds in which a reader waited for the store; less than that training waits, which reads ahead.

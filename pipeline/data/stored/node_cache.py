@@ -1,13 +1,12 @@
-"""Token shards on a disk of this node, fetched once for all of its processes and removed again to keep within a bound.
+"""Token shards on a disk of this node, fetched once for all of its processes, within a bound of bytes.
 
-A file is named after its content's sha256, and gets that name only when its bytes have been hashed and are on the disk;
-so whoever finds it may read it. It is then given a modification time that follows from the hash: one that was written
-to since has another, and is fetched again. All of this lies in a folder of the cache's own, and only what is named as
-its own files are is ever removed. A process that reads a file while another one removes it reads on: its descriptor
-holds.
+The name of a file is the sha256 of its content. A file gets its name only when its bytes have been hashed and are on
+the disk, so every process may read a file that it finds. Its modification time is computed from the hash: a file with
+another time was written to since, and is fetched again. The cache has a folder of its own, and removes only files that
+are named like its own. A process that reads a file while another one removes it can read on, through its descriptor.
 
 Locks are the kernel's (flock), which end with their process however it ends. A file that is being fetched is locked by
-its writer and has its full size from the start, so that the bound and a full disk are met before anything is fetched.
+its writer and has its full size from the start, so that the bound or a full disk shows before anything is fetched.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from drover.pipeline.storage.outcomes import Missing
 
 CHUNK_BYTES = 1 << 20
 TRIES = 2
-"""A shard is fetched so often before its content is said to be another."""
+"""Fetches of a shard before its content counts as wrong."""
 FAILURES = 3
-"""Times that one shard may fail to come, without a byte between them; each request is repeated below this already."""
+"""Failures in a row, without a byte between them, that end a fetch; the store repeats each request itself, too."""
 PAUSE_S = 1.0
-"""Before a shard is asked for again; before each further time twice as long."""
+"""Pause before a fetch is tried again; it doubles each time."""
 POLL_S = 0.05
-"""How often a process that needs a shard, or room, looks whether others have fetched what they were fetching."""
+"""How often a process that needs a shard, or room, checks whether other processes have finished a fetch."""
 RECENT_S = 60.0
-"""What was fetched or opened in this time is not removed for a shard that is not needed yet."""
+"""A shard that is not needed yet does not evict one that was fetched or opened in this time."""
 _OWN = re.compile(r"[0-9a-f]{64}\.arrow")
 _FETCHED = re.compile(r"[0-9a-f]{64}\.[^/]+\.tmp")
 
@@ -54,7 +53,7 @@ class NodeCache:
     Args:
         folder: of a disk of this node; all is kept in a folder of the user's own within.
         limit: bytes that all shards in it may have.
-        say: told what a user should know.
+        say: logs a message for the user.
 
     Attributes:
         limit: lowered where the disk has less room.
@@ -72,7 +71,7 @@ class NodeCache:
         Args:
             name: what to call it in errors.
             read: opens it in the store, from this byte on.
-            ahead: it is not needed yet: nothing that was fetched or opened a moment ago is removed for it.
+            ahead: it is not needed yet, so it evicts nothing that was fetched or opened a moment ago.
 
         Returns:
             None where there is no room for it.
@@ -169,7 +168,8 @@ class NodeCache:
         return descriptor
 
     def _download(self, name: str, descriptor: int, size: int, read: Callable[[int], BinaryIO]) -> str:
-        """Write the shard's bytes to the file; hex sha256 of them. What breaks off goes on from there."""
+        """Write the shard's bytes to the file; hex sha256 of them. A fetch that breaks off continues at its last
+        byte."""
         digest, done, failures = hashlib.sha256(), 0, 0
         while done < size:
             before = done
@@ -228,8 +228,8 @@ class NodeCache:
         return path, descriptor
 
     def _make_room(self, needed: int, ahead: bool) -> bool:
-        """Remove so many bytes of shards, the longest unused first; `ahead` only such that were not opened a moment
-        ago. Whether that is possible; if not, none is removed."""
+        """Evict so many bytes of shards, the least recently used first; with `ahead` only shards that were not opened a
+        moment ago. Returns whether that is possible; if not, none is evicted."""
         if needed <= 0:
             return True
         until = time.time_ns() - int(RECENT_S * 1e9) if ahead else None

@@ -39,8 +39,8 @@ def used(config: Config, table: ShardTable) -> NDArray[np.int64]:
 
 
 def opener_of(config: Config, folder: Path, table: ShardTable, say: Callable[[str], None]) -> Opener | None:
-    """What opens shards of the encode stage in `folder` for a look at some of their documents: as files where they are
-    there, else from the store that the configuration names; None where it names none."""
+    """Opens shards of the encode stage in `folder` to read some of their documents: files if they are there, else from
+    the store that the configuration names; None if it names none."""
     url = config.train.tokens_from
     if url is None:
         return None
@@ -53,8 +53,8 @@ def opener_of(config: Config, folder: Path, table: ShardTable, say: Callable[[st
 
 
 def heldout_file(config: Config, folder: Path) -> Callable[[dict[str, Any]], bool]:
-    """Tells of a record whether it is of a held-out shard in `folder`, whose content can be compared there. What is
-    read from a store instead is compared as it is fetched, where it is fetched whole."""
+    """Whether a record is of a held-out shard that is a file in `folder`, so that its content can be compared there. A
+    shard that is fetched whole from a store is compared when it is fetched."""
     stored = config.train.tokens_from is not None
     return lambda record: record.get("split") == "heldout" and not (
         stored and not (folder / record["path"]).is_file())

@@ -12,8 +12,8 @@ Key = tuple[int, int, int]
 
 
 class RangeMemory:
-    """The parts that were asked for last, within a bound of bytes. Threads may share it: one of them asks for a part,
-    the others wait for it."""
+    """The parts that were read last, within a bound of bytes. Threads may share it: one of them fetches a part, the
+    others wait for it."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -1,4 +1,4 @@
-"""Shards are fetched before they are needed: which samples come is known for the whole run, and so what they need."""
+"""Fetch shards before they are needed: the order of samples, and so of shards, is known for the whole run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from drover.pipeline.data.stored.shards import MEMORY_BYTES, StoredTokens
 FETCHES = 4
 """Shards that a rank fetches at once."""
 REQUESTS = 16
-"""Parts of shards that a rank asks for at once."""
+"""Parts of shards that a rank requests at once."""
 SAMPLES = 4096
 """A rank's coming samples whose shards are fetched."""
 PART_BYTES = 16384
-"""What finding the documents of a window takes of memory, at most, beside its tokens."""
+"""Most memory that finding the documents of a window takes, without its tokens."""
 
 
 class ReadAhead:

@@ -1,9 +1,9 @@
 """Token shards of an object store as training reads them: through the node's cache, or part by part.
 
-Shards that fit into the cache are fetched whole, and compared with the hashes of encode's manifest. A global shuffle
-over more than the cache holds would fetch a shard for nearly every sample, so then only the parts that samples need are
-asked for. No hash tells whether such a part is right; it is of the object that the store listed when training began
-(its ETag is asked for with every part), and its size is what the manifest says.
+If all shards fit into the cache, they are fetched whole and compared with the hashes of encode's manifest. Otherwise a
+global shuffle would fetch a shard for nearly every sample, so only the parts that samples need are fetched. No hash can
+verify a part. Each request names the ETag that the object had when training began, and the object's size is compared
+with the manifest.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from drover.pipeline.storage.store import Store
 
 MEMORY_BYTES = 1 << 28
 """For parts of shards that were read ahead."""
-MEND = "Copy the run's shards there again (python -m drover.tools.copy_tokens), or give another train.tokens_from."
+FIX = "Copy the run's shards there again (python -m drover.tools.copy_tokens), or give another train.tokens_from."
 TRIES = 3
-"""A part of a shard is asked for so often, each request being repeated below this already."""
+"""Requests for a part of a shard; the store repeats each request itself, too."""
 PAUSE_S = 1.0
 
 
@@ -59,7 +59,7 @@ class StoredTokens:
 
     Args:
         entries: of each row of the table the ETag that the store had when training began; empty where it has none.
-        say: told what a user should know.
+        say: logs a message for the user.
 
     Attributes:
         figures: what it took.
@@ -82,7 +82,7 @@ class StoredTokens:
 
     @property
     def cache(self) -> NodeCache:
-        """This process's access to the node's cache, from the first time on that it is asked for."""
+        """This process's access to the node's cache, made on first use."""
         with self._lock:
             if self._cache is None:
                 self._cache = NodeCache(self.settings.folder, self.settings.limit, self.figures, self.say)
@@ -90,8 +90,8 @@ class StoredTokens:
 
     @contextmanager
     def reading_ahead(self) -> Iterator[None]:
-        """Within, this thread reads what is not needed yet: nobody waits for it, and nothing goes for it that others
-        need soon."""
+        """Within, this thread reads ahead: its waiting time is not counted, and it evicts nothing that is needed
+        soon."""
         self._here.ahead = True
         try:
             yield
@@ -154,9 +154,9 @@ class StoredTokens:
                 return data
             except Changed:
                 raise UserError(f"{self.name(row)} was changed in the store since this start of training began. "
-                                f"{MEND}") from None
+                                f"{FIX}") from None
             except Missing:
-                raise UserError(f"{self.name(row)} is not in the store any more. {MEND}") from None
+                raise UserError(f"{self.name(row)} is not in the store any more. {FIX}") from None
             except UserError as error:
                 if not left:
                     raise
@@ -178,7 +178,7 @@ class StoredShard(TokenShard):
 
     def __init__(self, tokens: StoredTokens, row: int, record: dict[str, Any], whole: int) -> None:
         super().__init__(Path(record["path"]), record, whole)
-        self.tokens_of, self.row, self.name, self.mend = tokens, row, tokens.name(row), MEND
+        self.tokens_of, self.row, self.name, self.fix = tokens, row, tokens.name(row), FIX
 
     def let_go(self) -> None:
         """Close the file if it was removed from the cache; if need be it is fetched again."""

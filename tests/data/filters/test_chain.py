@@ -27,9 +27,8 @@ def test_reasons_of_a_filter_that_keeps_to_no_few_are_counted_together():
         assert isinstance(chain(document, to_json(document)), Dropped)
     counts = chain.counts["length"]
     assert counts["documents"] == 103 == sum(counts["reasons"].values()) and len(counts["reasons"]) == MOST_REASONS + 1
-    assert counts["reasons"]["reason 1"] == 3 and counts["reasons"][OTHER_REASONS] == 51
     other = {"length": {**counts, "reasons": {f"more {number}": 2 for number in range(40)} | {OTHER_REASONS: 5}}}
-    few = few_reasons(total([no_counts(chain.filters), chain.counts, other]))["length"]
-    assert sum(few["reasons"].values()) == 103 + 85 and few["documents"] == 206
-    assert list(few["reasons"])[:2] == ["reason 1", "more 0"] and few["reasons"][OTHER_REASONS] == 51 + 5 + 40
-    assert few_reasons(total([other, chain.counts]))["length"]["reasons"] == few["reasons"]
+    few = few_reasons(total([no_counts(chain.filters), other, chain.counts]))["length"]
+    assert few["documents"] == 206 and few["reasons"][OTHER_REASONS] == 51 + 5 + 40
+    assert len(few["reasons"]) == MOST_REASONS + 1
+    assert list(few["reasons"].items())[:2] == [("reason 1", 3), ("more 0", 2)]

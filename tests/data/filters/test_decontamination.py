@@ -3,6 +3,7 @@ stage makes of it."""
 
 import gzip
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -25,15 +26,11 @@ from tests.stages.test_shard import documents, files_source, folder_of, run, wri
 
 
 def plainly(items, n, least, text):
-    """Which items stand in a text, by looking at every place."""
-    words, found = comparable_words(text), []
-    for number, item in enumerate(map(comparable_words, items)):
-        size = min(n, len(item))
-        grams = {tuple(item[place:place + size]) for place in range(len(item) - size + 1)}
-        if len(item) >= least and any(tuple(words[place:place + size]) in grams
-                                      for place in range(len(words) - size + 1)):
-            found.append(number)
-    return found
+    """Which items a text holds, by looking at every place."""
+    def grams(words, size):
+        return {tuple(words[place:place + size]) for place in range(len(words) - size + 1)}
+    return [number for number, item in enumerate(map(comparable_words, items)) if len(item) >= least
+            and grams(item, min(n, len(item))) & grams(comparable_words(text), min(n, len(item)))]
 
 
 FEW_WORDS = st.lists(st.sampled_from(["a", "B", "c,", "Straße", "x"]), max_size=9).map(" ".join)
@@ -53,13 +50,10 @@ def test_it_finds_what_looking_at_every_place_finds(items, n, least, text, colli
 
 def test_spelling_and_places_do_not_matter_and_other_words_do():
     index = ItemIndex(["Which planet is nearest to the Sun? Mercury, by far: always, ever and on.", "too short"], 13, 8)
-    item = "which PLANET is\nnearest-to the sun mercury by far (always) ever & ”and”"
-    assert index.found_in(f"before {item} behind") == [0] and index.found_in(item) == [0]
-    hidden = item.replace("planet", "pla\u00adnet").replace(" is\n", "&nbsp;is\u00a0").replace("sun", "\ufeffs&shy;un")
-    assert index.found_in(f"&quot;{hidden}&quot;") == [0]
-    assert index.found_in(item.replace("far", "near")) == [] and index.found_in("too short") == []
-    assert index.found_in(" ".join(item.split()[:-1])) == []
-    assert index.found_in("") == []
+    item = "which PLA\u00adNET&nbsp;is\u00a0\nnearest-to the \ufeffs&shy;un mercury by far (always) ever & ”and”"
+    assert index.found_in(f"before &quot;{item}&quot; behind") == [0]
+    for text in (item.replace("far", "near"), " ".join(item.split()[:-1]), "too short"):
+        assert index.found_in(text) == []
 
 
 ITEM = "how many legs has a spider that has lost two of them in the rain"
@@ -88,13 +82,11 @@ def filter_of(*files, **asked):
 @pytest.mark.parametrize("name", ["set.jsonl", "set.jsonl.gz", "set.json", "set.csv", "set.parquet"])
 def test_items_are_read_from_any_format(tmp_path, name):
     write_sets(tmp_path)
-    own = filter_of((tmp_path / name, ["question", "answer"]))
+    own = filter_of((tmp_path / name, ["answer", "question"]), n=3)  # fields in the order that is asked
     own.open()
-    assert outcome(own, f"He asked: {ITEM.upper()}?!\nSix legs") == "contains items of set"
-    assert outcome(own, "He asked how many legs it has") is None
+    assert outcome(own, "Six LEGS: how many?!") == "contains items of set"
+    assert outcome(own, "How many? Six legs.") is None
     assert own.findings() == {"set": {"": 1, f"{name}:1": 1}}
-    both = filter_of((tmp_path / name, ["answer", "question"]), n=3)  # fields in the order that is asked
-    assert outcome(both, "legs how many") == "contains items of set"
 
 
 def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
@@ -105,13 +97,11 @@ def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
         {"path": str(many), "task": "spiders", "fields": ["text"]},
         {"path": str(tmp_path / "set.json"), "fields": ["question", "tags"]}])
     after = own(Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3}))
-    assert after.text == f"{ITEM}\n\n{ITEM}" and after.meta == {"stars": 3, "contamination": {
-        "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.json:1"]}}
-    assert outcome(own, "nothing") is None
+    assert after == Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3, "contamination": {
+        "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.json:1"]}})
     found = own.summary(own.findings())
     assert found["spiders"]["found"] == MOST_IN_META + 2 and found["spiders"]["documents"] == 1
-    assert found["set"] == {"n": 13, "least_words": 8, "action": "flag", "items": 2, "too_short": 0, "documents": 1,
-                            "found": 1, "which": {"set.json:1": 1}}
+    assert (found["set"]["action"], found["set"]["which"]) == ("flag", {"set.json:1": 1})
 
 
 def test_a_task_is_read_as_its_file_says():
@@ -138,10 +128,8 @@ def test_files_that_are_no_sets_are_told_of(tmp_path, name, content, fields, tol
 
 
 def test_memory_that_runs_out_says_nothing_against_a_set(tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise pa.ArrowMemoryError("malloc of size 64 failed")
     (tmp_path / "a.csv").write_text("q\n1\n")
-    monkeypatch.setattr(evaluation_sets, "file_records", fail)
+    monkeypatch.setattr(evaluation_sets, "file_records", Mock(side_effect=pa.ArrowMemoryError("malloc failed")))
     with pytest.raises(MemoryError):
         filter_of((tmp_path / "a.csv", ["q"])).open()
 
@@ -190,10 +178,6 @@ def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
     assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
     assert not any("spider" in document.text for split in ("train", "heldout") for document in documents(corpus, split))
-    assert run(corpus, "name=b", "launch.processes=2", "--part", "1/2") == 0
-    assert run(corpus, "name=b", "--part", "0/2") == 0 and run(corpus, "name=b") == 0
-    again = read_manifest(folder_of(corpus, "b"))
-    assert (again.fingerprint, again.outputs) == (manifest.fingerprint, manifest.outputs)
 
 
 def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys):
@@ -205,8 +189,6 @@ def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp
     with (tmp_path / "moved/set.jsonl").open("ab") as file:
         file.write(lines([{"question": "document 1 2 of a corpus without any question", "answer": "1"}]))
     assert "filters/decontamination/set.jsonl" in refused(capsys, corpus)
-    assert run(corpus, "--force") == 0
-    assert read_manifest(folder_of(corpus)).counts["dropped"]["decontamination"] == 6
 
 
 def test_a_set_that_is_not_there_and_a_source_called_as_filters_files_are_refused(corpus, tmp_path, capsys):

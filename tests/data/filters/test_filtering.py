@@ -16,16 +16,17 @@ import pytest
 import yaml
 
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.shipped import FILTERS
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.data.documents import key_fits
+from drover.pipeline.data.documents import Document, key_fits
 from tests.conftest import REPOSITORY
 from tests.data.source_files import lines
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, start, write_config
 from tests.waiting import HANG_S
 
-FILTERS = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"kind": "length", "name": "long",
-           "most_words": 40}, {"kind": "repetition"}]
+CHAIN = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"kind": "length", "name": "long",
+         "most_words": 40}, {"kind": "repetition"}]
 
 
 def write_texts(path, texts):
@@ -45,19 +46,15 @@ def done(tmp_path_factory):
                 + f" u{number}.{row}@example.org" * (row % 5 == 0) for row in range(100)] + [
                     f"the same text but for the address a{number}{source}@example.org", "short", " \n"])
     sources = [files_source(name, place / "in" / name / "*.jsonl") for name in ("web", "books")]
-    config = write_config(place, sources, shard_mb=0.02, heldout_share=0.1, filters=FILTERS, keep_dropped=True)
-    said = io.StringIO()
-    with redirect_stdout(said):
+    config = write_config(place, sources, shard_mb=0.02, heldout_share=0.1, filters=CHAIN, keep_dropped=True)
+    with redirect_stdout(io.StringIO()) as said:
         assert run(config) == 0
-    return SimpleNamespace(config=config, folder=folder_of(config), counts=read_manifest(folder_of(config)).counts,
-                           dropped=dropped(config), hashes=hashes(folder_of(config)), said=said.getvalue())
-
-
-def dropped(config, name="a"):
-    """The documents that were kept aside, in order."""
-    folder = folder_of(config, name)
-    return [json.loads(line) for record in read_manifest(folder).outputs if record["split"] == "dropped"
-            for line in (folder / record["path"]).read_text().splitlines()]
+    folder = folder_of(config)
+    made = read_manifest(folder)
+    dropped = [json.loads(line) for record in made.outputs if record["split"] == "dropped"
+               for line in (folder / record["path"]).read_text().splitlines()]
+    return SimpleNamespace(config=config, folder=folder, counts=made.counts, dropped=dropped, hashes=hashes(folder),
+                           said=said.getvalue())
 
 
 def test_counts_add_up_and_are_told(done):
@@ -65,20 +62,35 @@ def test_counts_add_up_and_are_told(done):
     for source, own in (*counts["sources"].items(), (None, counts)):
         aside = [line for line in done.dropped if source in (None, line["source"])]
         assert own["documents_in"] == (own["train"] + own["heldout"] + sum(own["dropped"].values()) + own["rejected"])
-        assert list(own["dropped"]) == ["duplicate", "empty", "masking", "length", "long", "repetition"]
         for name, passed in own["filters"].items():
             mine = [line for line in aside if line["filter"] == name]
             assert own["dropped"][name] == passed["documents"] == len(mine)
             assert passed["bytes"] == sum(len(line["text"].encode()) for line in mine)
             assert passed["reasons"] == Counter(line["reason"] for line in mine)
-    assert counts["documents_in"] == 2 * 6 * 103
-    assert counts["dropped"]["duplicate"] == 11  # equal once they are masked, over files and sources
+    dropped = counts["dropped"]
+    assert counts["documents_in"] == 2 * 6 * 103 and min(dropped["repetition"], dropped["long"], dropped["length"]) > 5
+    assert dropped["duplicate"] == 11  # equal once they are masked, over files and sources
     assert all(key_fits(document) for document in documents(done.config, "train"))
     assert counts["filters"]["masking"] == {"documents": 0, "bytes": 0, "changed": 2 * 6 * 21, "reasons": {}}
-    long = counts["dropped"]["long"]
-    assert counts["dropped"]["repetition"] > 5 and long > 100 and counts["dropped"]["length"] >= 12
-    assert f"filter long: {long:,} documents (" in done.said and "more than 40 words), 0 changed" in done.said
-    assert f"{long:,} long" in done.said and "252 changed" in done.said
+    assert f"filter long: {dropped['long']:,} documents (" in done.said and "252 changed" in done.said
+
+
+def test_the_manifest_has_a_card_of_each_source_and_its_examples_change_no_shard(done):
+    masked = Counter(document.source for split in ("train", "heldout") for document in documents(done.config, split)
+                     if "<email>" in document.text)
+    for name, own in done.counts["sources"].items():
+        card, duplicates = done.counts["cards"][name], own["dropped"]["duplicate"]  # all of them are masked
+        assert card["documents"] == sum(card["lengths"].values()) == own["train"] + own["heldout"] + duplicates
+        assert card["changed"] == masked[name] + duplicates
+    reasons = done.counts["cards"]["books"]["examples"]["length"]
+    assert reasons["fewer than 20 characters"][0] == {"id": "0.jsonl:2", "text": "books 0 1 lorem "}
+    assert run(done.config, "name=d", "shard.dropped_examples=0") == 0
+    made, report = read_manifest(folder_of(done.config, "d")), folder_of(done.config, "d").parent / "report"
+    assert made.counts["cards"]["books"]["examples"] == {} and hashes(folder_of(done.config, "d")) == done.hashes
+    report.mkdir()
+    made.write(report)
+    assert run(done.config, "name=d", "shard.dropped_examples=1", "--force") == 0
+    assert read_manifest(report) is None, "it shows what was dropped as well"
 
 
 def test_parts_and_a_lost_file_make_the_same_bytes(done):
@@ -91,8 +103,7 @@ def test_parts_and_a_lost_file_make_the_same_bytes(done):
 
 
 def test_dropped_documents_can_be_read_as_a_source_and_are_not_kept_unasked(done, tmp_path):
-    again = write_config(tmp_path, [files_source("gone", done.folder / "dropped/*.jsonl",
-                                                 meta_fields=["filter", "reason"])], heldout_share=0.2)
+    again = write_config(tmp_path, [files_source("gone", done.folder / "dropped/*.jsonl")], heldout_share=0.2)
     assert run(again) == 0
     texts = {document.text for split in ("train", "heldout") for document in documents(again, split)}
     assert texts == {line["text"] for line in done.dropped}
@@ -179,19 +190,17 @@ def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
     assert {(name, key)} < {(name, key) for name, key, _ in ledger.lines()}, "units are read again by other code"
 
 
-@pytest.mark.slow
 def test_the_filters_that_the_docs_show_are_filters(tmp_path, mine):
     """The list, and the class of one's own, of docs/data.md."""
     page = (REPOSITORY / "docs/data.md").read_text().partition("## Filters")[2]
     shown, own = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language, text in (
         ("yaml", page), ("python", page.partition("## A filter of your own")[2])))
-    (tmp_path / "my_filters.py").write_text(own)
-    (tmp_path / "f.txt").write_text("|".join(f"{number} {'?' * number}" for number in range(60)))
     config = yaml.safe_load(mine.read_text())
     mine.write_text(yaml.safe_dump(config | {"shard": config["shard"] | yaml.safe_load(shown)["shard"]}))
     assert len(load_config(mine).shard.filters) == 5
-    assert run(mine, "shard.filters=[{kind: my_filters:Questions, most: 5}]", "shard.heldout_share=0.5") == 0
-    assert read_manifest(folder_of(mine)).counts["filters"]["Questions"]["reasons"] == {"too many questions": 54}
+    (tmp_path / "my_filters.py").write_text(own)
+    [questions] = FILTERS.made([FILTERS.read({"kind": "my_filters:Questions", "most": 5})])
+    assert [questions(Document("?" * count, "s", "1", {})) == "too many questions" for count in (5, 6)] == [False, True]
 
 
 @pytest.mark.parametrize(("text", "said"), [

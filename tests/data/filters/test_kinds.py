@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from drover.pipeline.config.shipped import FILTERS
@@ -37,7 +35,6 @@ LINES = "a menu\n\n" * 3 + "said once and for all, at some length\n" * 1
     ("length", {"least_words": 2}, "one", "fewer than 2 words"), ("length", {"least_words": 2}, "one\ntwo", None),
     ("length", {"most_words": 2}, "one two  three", "more than 2 words"),
     ("length", {"most_words": 2}, " one  two ", None),
-    ("length", {"least_words": 1_000, "most_characters": 1}, "ab", "more than 1 characters"),
     ("repetition", {}, LINES, "more than 0.3 of the lines are repetitions"),
     ("repetition", {"most_lines": 0.5}, LINES, "more than 0.2 of the characters are in repeated lines"),
     ("repetition", {"most_lines": 0.5, "most_characters": 0.3}, LINES, None),
@@ -82,22 +79,14 @@ def test_masks_can_be_chosen_left_out_and_added():
     assert changed("masking", text, email=None, ip=None, patterns=own) == "a@b.org 8.8.8.8 \\one \\one"
 
 
-@given(st.text(st.sampled_from("a1.@:-_%f0 \n<>") | st.characters(codec="utf-8"), max_size=60))
-def test_masking_twice_masks_nothing_more(text):
-    once = changed("masking", text)
-    assert changed("masking", once) == once
-
-
 @pytest.mark.parametrize(("settings", "said"), [
     ({"kind": "length"}, "needs one of least_characters"), ({"kind": "normalization"}, "needs one of form, line_ends"),
     ({"kind": "length", "least_words": 3, "most_words": 2}, "the least is more than the most"),
     ({"kind": "characters"}, "needs a share"),
-    ({"kind": "characters", "most": {"digits": 1.5}}, "less than or equal to 1"),
     ({"kind": "characters", "least": {"digits": 0.5}, "most": {"digits": 0.4}}, "the least share is above the most"),
     ({"kind": "masking", "email": None, "ip": None}, "needs one of email, ip, patterns"),
     ({"kind": "masking", "patterns": [{"find": "(", "mask": ""}]}, "no regular expression"),
-    ({"kind": "masking", "patterns": [{"find": "a*", "mask": ""}]}, "matches the empty text"),
-    ({"kind": "repetition", "most_lines": -1}, "greater than or equal to 0")])
+    ({"kind": "masking", "patterns": [{"find": "a*", "mask": ""}]}, "matches the empty text")])
 def test_settings_that_cannot_be_are_refused(settings, said):
     with pytest.raises(ValidationError) as caught:
         FILTERS.read(settings)

@@ -1,6 +1,6 @@
 """Components are those of plain union-find, for any graph and any cut; their parts are cut between components."""
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from unittest import mock
 
 import numpy as np
@@ -44,25 +44,15 @@ def both(folder, plan, edges, seed=0):
     assert len(whole) == len(set(whole)), "a component lies in one part"
 
 
-SHAPES = {
-    "path": lambda nodes: [(node, node + 1) for node in range(nodes - 1)],
-    "star": lambda nodes: [(0, node) for node in range(1, nodes)],
-    "grid": lambda nodes: [(node, node + step) for node in range(nodes) for step in (1, 9)
-                           if node + step < nodes and (step > 1 or (node + 1) % 9)]}
-
-
 @st.composite
 def graphs(draw):
-    """(documents, edges): some of the shapes above and edges at random, documents in any order."""
+    """(documents, edges): a path or none, in any order of the documents, and edges at random."""
     documents = draw(st.integers(2, 120) | st.just(400))
-    seed = draw(st.integers(0, 2**32 - 1))
-    edges = [edge for name in draw(st.lists(st.sampled_from(sorted(SHAPES)), max_size=2))
-             for edge in SHAPES[name](draw(st.integers(2, documents)))]
-    numbers = np.arange(documents)
-    order = draw(st.sampled_from([numbers, numbers[::-1], np.random.default_rng(seed).permutation(documents)]))
-    edges = [(order[one], order[other]) for one, other in edges]
-    edges += draw(st.lists(st.tuples(st.integers(0, documents - 1), st.integers(0, documents - 1)), max_size=120))
-    return documents, [edge for edge in edges if edge[0] != edge[1]], seed
+    seed, numbers = draw(st.integers(0, 2**32 - 1)), np.arange(documents)
+    shuffled = np.random.default_rng(seed).permutation(documents)
+    path = draw(st.sampled_from([numbers[:0], numbers, numbers[::-1], shuffled]))
+    edges = draw(st.lists(st.tuples(st.integers(0, documents - 1), st.integers(0, documents - 1)), max_size=120))
+    return documents, [*pairwise(path), *(edge for edge in edges if edge[0] != edge[1])], seed
 
 
 @settings(max_examples=40, deadline=None)

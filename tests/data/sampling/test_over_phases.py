@@ -11,39 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drover.pipeline.data.exclusion import Excluded
+from drover.pipeline.data.exclusion import Excluded, sample_numbers
 from drover.pipeline.data.sampling.packing import read
 from tests.data.sampling.phased import DOCUMENTS, EXCLUDED, LENGTHS, plans, spans_of, times_read
-from tests.token_shards import SOURCES, assert_readings, assert_same_batches, plan_of, training_data, write_numbered
+from tests.token_shards import SOURCES, assert_readings, plan_of, training_data, write_numbered
 
 both = pytest.mark.parametrize("packed", [False, True], ids=["cut", "packed"])
 
 
-def phased(packed, folder, table, plan, **options):
-    return training_data(folder, table, packed=packed, plan=plan, **options)
-
-
 @both
-@given(documents=DOCUMENTS, length=st.sampled_from([1, 7, 16]), shares=st.tuples(st.integers(1, 9), st.integers(0, 9)),
-       cut=st.integers(1, 9))
+@given(documents=DOCUMENTS, length=st.sampled_from([1, 7, 16]), shares=st.tuples(st.integers(1, 9), st.integers(0, 9)))
 @settings(max_examples=20, deadline=None)
-def test_one_phase_and_phases_that_differ_in_nothing_are_the_order_without_phases(tmp_path_factory, packed, documents,
-                                                                                 length, shares, cut):
-    """One phase to the bit; two of them but for where the pattern of sources begins: each source continues."""
+def test_one_phase_is_the_order_without_phases(tmp_path_factory, packed, documents, length, shares):
     folder, said = tmp_path_factory.mktemp("shards"), []
     table, mixture = write_numbered(folder, documents), dict(zip(SOURCES, shares, strict=True))
     plain = training_data(folder, table, length, mixture, packed)
-    one, two = (phased(packed, folder, table, plan_of(phases, sequence_length=length, batch_tokens=4 * length,
-                                                    mixture=mixture), said=said)
-                for phases in ([{"until": 80 * length}], [{"until": 4 * cut * length}, {"until": 80 * length}]))
-    assert said == [] and len(two.packings) == (packed), "the plan is that of a training without phases"
-    assert_same_batches(one.batch(0, 80), plain.batch(0, 80))
-    only, ours, theirs = (spans_of(data, np.arange(80)) for data in (one, two, plain))
-    assert only == theirs
-    for source in range(2):
-        mine, its = ([span for span in found if span[0] == source] for found in (ours, theirs))
-        drawn = min(len(mine), len(its))
-        assert mine[:drawn] == its[:drawn] and abs(len(mine) - len(its)) <= 1 + cut * 4
+    one = training_data(folder, table, packed=packed, said=said, plan=plan_of(
+        [{"until": 80 * length}], sequence_length=length, batch_tokens=4 * length, mixture=mixture))
+    assert said == [] and len(one.packings) == packed, "the packing is that of a training without phases"
+    assert spans_of(one, np.arange(80)) == spans_of(plain, np.arange(80))
 
 
 @both
@@ -53,7 +39,7 @@ def test_no_token_comes_twice_in_an_epoch_over_phases_of_all_lengths(tmp_path_fa
                                                                     excluded):
     """And all of them come before the next epoch begins, where they are packed or there is one length."""
     folder = tmp_path_factory.mktemp("shards")
-    data = phased(packed, folder, write_numbered(folder, documents), plan_of(phases))
+    data = training_data(folder, write_numbered(folder, documents), packed=packed, plan=plan_of(phases))
     data.leave_out(excluded)
     order, length = data.order, {phase["sequence_length"] for phase in phases}
     seen = times_read(data, np.arange(order.end))
@@ -77,7 +63,7 @@ def test_the_order_never_changes(tmp_path, packed, places):
     phases = [{"until": 800, "sequence_length": 8, "mixture": {"web": 2, "code": 1}}, {"until": 1600},
               {"until": 2400, "sequence_length": 12, "batch_tokens": 48}, {"until": 6000, "sequence_length": 24,
                                                                             "batch_tokens": 72}]
-    data = phased(packed, tmp_path, write_numbered(tmp_path, documents), plan_of(phases))
+    data = training_data(tmp_path, write_numbered(tmp_path, documents), packed=packed, plan=plan_of(phases))
     data.leave_out(Excluded([(30, 40), (150, 151)]))
     found = repr(spans_of(data, np.arange(data.order.end))).encode()
     assert hashlib.sha256(found).hexdigest()[:16] == places
@@ -97,7 +83,7 @@ def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, packed, d
     longer = {**phases[begun], "until": phases[begun]["until"] + data.draw(st.integers(0, 99))}
     moved = [{**phase, "until": phase["until"] + longer["until"] + 400} for phase in later]
     differs = {**phases[begun], "batch_tokens": 2 * phases[begun]["batch_tokens"]}
-    one, other, changed = (phased(packed, folder, table, plan_of(own, grain_tokens=24)) for own in (
+    one, other, changed = (training_data(folder, table, packed=packed, plan=plan_of(own, grain_tokens=24)) for own in (
         phases, [*phases[:begun], longer, *moved], [*phases[:begun], differs]))
     assert spans_of(one, np.arange(samples)) == spans_of(other, np.arange(samples))
     assert one.plan_at(samples) == other.plan_at(samples) and one.order.plan_sha256 == other.order.plan_sha256
@@ -109,13 +95,13 @@ def test_the_past_does_not_depend_on_what_is_to_come(tmp_path_factory, packed, d
 @both
 @given(documents=DOCUMENTS, phases=plans(), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_path_factory, packed, documents, phases,
-                                                                          data):
-    """Steps one after another, each dealt out to random ranks that may all be new processes, with steps left out at
-    random and a start anew after each: every sample once and in order, and nothing before a rollback moves."""
+def test_batches_are_the_same_after_rollbacks_and_restarts(tmp_path_factory, packed, documents, phases, data):
+    """Steps one after another, any of them by a new process, and rollbacks at random: nothing before a rollback moves,
+    and what was trained on and left out is counted. test_exclusion.py splits a step between ranks."""
     folder = tmp_path_factory.mktemp("shards")
     table, plan = write_numbered(folder, documents), plan_of(phases)
-    found, excluded, cursor, step, used = phased(packed, folder, table, plan), Excluded(), 0, 0, []
+    found = training_data(folder, table, packed=packed, plan=plan)
+    excluded, cursor, step = Excluded(), 0, 0
     found.leave_out(excluded)
     rollbacks = data.draw(st.lists(st.integers(1, plan.steps), max_size=3))
     while step < plan.steps:
@@ -128,34 +114,33 @@ def test_any_ranks_take_the_same_batches_also_after_rollbacks_and_restarts(tmp_p
             found.leave_out(excluded)
             assert spans_of(found, np.arange(cursor)) == before
             back = data.draw(st.integers(0, step))  # to a checkpoint, from which all is done again
-            step, cursor, used = back, excluded.take(0, plan.sequences_between(0, back)).end, used[:back]
+            step, cursor = back, excluded.take(0, plan.sequences_between(0, back)).end
             continue
         if data.draw(st.booleans()):  # killed, and started again
-            fresh = phased(packed, folder, table, plan, planner=lambda planning: read(planning, pytest.fail))
+            fresh = training_data(folder, table, packed=packed, plan=plan,
+                                  planner=lambda planning: read(planning, pytest.fail))
             fresh.leave_out(excluded)
             coming = np.arange(cursor, took.end)
             assert fresh.plan_at(took.end) == found.plan_at(took.end)
             assert spans_of(fresh, coming) == spans_of(found, coming)
-        ranks = data.draw(st.sampled_from([count for count in (1, 2, 3, 4) if phase.sequences % count == 0]))
-        share = phase.sequences // ranks
-        mine = np.concatenate([excluded.numbers(cursor, rank * share, share) for rank in range(ranks)])
-        assert {sequences.length for sequences, _ in found.located(mine)} == {phase.train.sequence_length}
-        first = plan.sequences_between(0, step)
-        assert {plan.step_of(first), plan.step_of(first + phase.sequences - 1)} == {step + 1}
-        used.append(mine)
+        samples = sample_numbers(took.ranges)
+        assert {sequences.length for sequences, _ in found.located(samples)} == {phase.train.sequence_length}
         step, cursor = step + 1, took.end
-    numbers = excluded.numbers(0, 0, plan.sequences_between(0, plan.steps))
-    assert np.concatenate(used).tolist() == numbers.tolist()
-    left_out = sum(sum(phase.left_out.values()) for phase in found.order.taken(cursor))
-    assert (left_out > 0) == (len(numbers) < cursor)
+    assert found.order.end == cursor
     if not packed:
-        gone = np.delete(np.arange(cursor), numbers)
-        assert left_out == sum(sequences.length for sequences, _ in found.located(gone))
+        pools, taken = found.order.locate(np.arange(cursor)).pool, found.order.taken(cursor)
+        sizes = np.array([sequences.length for sequences, _ in found.located(np.arange(cursor))])
+        left_out = np.isin(np.arange(cursor), sample_numbers(excluded.ranges))
+        for index, (name, tokens) in enumerate(found.order.pools):
+            trained = sizes[(pools == index) & ~left_out].sum()
+            assert sum(phase.consumed[name] for phase in taken) == trained
+            assert sum(phase.left_out[name] for phase in taken) == sizes[(pools == index) & left_out].sum()
+            assert found.order.epochs(cursor)[name] * tokens == pytest.approx(trained)
 
 
 @both
-@given(documents=DOCUMENTS, phases=plans(least=2) | st.sampled_from(LENGTHS), mixed=st.booleans(), excluded=EXCLUDED,
-       beyond=st.integers(-30, 30))
+@given(documents=DOCUMENTS, phases=plans(least=2) | st.sampled_from((1, *LENGTHS)), mixed=st.booleans(),
+       excluded=EXCLUDED, beyond=st.integers(-30, 30))
 @settings(max_examples=30, deadline=None)
 def test_a_documents_readings_are_the_pieces_that_name_it(tmp_path_factory, packed, documents, phases, mixed, excluded,
                                                           beyond):
@@ -166,7 +151,7 @@ def test_a_documents_readings_are_the_pieces_that_name_it(tmp_path_factory, pack
         data = training_data(folder, table, phases, dict.fromkeys(SOURCES, 1.0) if mixed else None, packed)
         end = min(170, int(2.5 * sum(sequences.count for sequences in data.spaces[0])))
     else:
-        data = phased(packed, folder, table, plan_of(phases))
+        data = training_data(folder, table, packed=packed, plan=plan_of(phases))
         data.leave_out(excluded)
         end = data.order.end
     assert_readings(data, max(0, end + beyond))

@@ -1,11 +1,7 @@
 """Running text over phases: what a change of the length leaves, what is read anew, and what a plan consumes."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.mixture import tokens_text
@@ -49,15 +45,10 @@ def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently
                       {"until": 224_000, "sequence_length": 64, "batch_tokens": 640},
                       {"until": 288_000, "sequence_length": 16, "batch_tokens": 160}], 2_000_001, 200_001)
     found = order.locate(np.arange(order.end))
-    assert len({*zip(*(part.tolist() for part in found), strict=True)}) == order.end == 15_000, "no sequence twice"
-    for pool in range(2):
-        samples, _ = order.inverse(pool, 0, np.arange(order.pools[pool].tokens // 16), order.end)
-        assert samples.tolist() == np.flatnonzero((found.pool == pool) & (found.space == 0)).tolist()
     numbers = found.sequence[:10_000]
     assert np.mean(np.abs(np.diff(numbers)) == 1) < 0.01, "neighbours in the text are none in a batch"
     first, third = (own[found.pool[:len(own)] == 0][:300] for own in (numbers, found.sequence[11_000:]))
     assert not np.array_equal(first - first.min(), third - third.min())
-    assert all(before < after for before, after in pairwise(order._laid_out[1].tolist()))
 
 
 def test_faults_name_the_thing():
@@ -65,6 +56,9 @@ def test_faults_name_the_thing():
     with pytest.raises(UserError, match=r"train.phases\[1\] takes sequences from code \(16\): so few"):
         order_of(phases, 1000, 16)
     order_of(phases, 1000, 17)
+    with pytest.raises(UserError, match=r"train takes sequences from code \(16\): so few training tokens do not fill "
+                                        "one of 16"):
+        order_of([], 1000, 16, mixture={"web": 1, "code": 1})
     with pytest.raises(UserError, match=r"train.phases\[0\] takes sequences from code \(12\): .* one of 16"):
         order_of([{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
     with pytest.raises(UserError, match=r"train\.mixture gives the source code 1e-07"):
@@ -99,44 +93,23 @@ def plan_for(config):
     return planned(config, train_tokens(config, COUNTS))
 
 
-@given(tokens=st.tuples(*(st.integers(40, 3000) for _ in NAMES)), steps=st.integers(1, 900), mixed=st.booleans(),
-       ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=3))
-@settings(max_examples=30, deadline=None)
-def test_what_rollbacks_left_out_was_not_trained_on(tokens, steps, mixed, ranges):
-    pools = [Pool(*item) for item in zip(NAMES, tokens, strict=True)] if mixed else [Pool("all sources", sum(tokens))]
-    order = Order(pools, plan_of(steps=steps, batch_tokens=16,
-                                 mixture={"web": 3, "code": 1, "books": 2} if mixed else None), 3)
-    excluded = Excluded((first, first + count) for first, count in ranges)
-    order.leave_out(excluded)
-    numbers = excluded.numbers(0, 0, steps)
-    trained, drawn = order.locate(numbers).pool, order.locate(np.arange(order.end)).pool
-    assert order.end == numbers[-1] + 1
-    [(consumed, left_out, _)], epochs = order.taken(order.end), order.epochs(order.end)
-    for number, pool in enumerate(pools):
-        count = int((trained == number).sum())
-        assert consumed[pool.name] == 16 * count and epochs[pool.name] == 16 * count / pool.tokens
-        assert left_out[pool.name] == 16 * (int((drawn == number).sum()) - count)
-
-
 def test_limits_and_what_is_said():
     phases = [{"until": 6400}, {"until": 14_400, "mixture": {"web": 1, "code": 1, "books": 1}}]
     config = config_of(phases=phases, max_epochs={"books": 2, "web": 0.1})
-    found = plan_for(config)
-    beyond = excesses(config.train, found)
-    assert len(beyond) == 2 and beyond[0].startswith("train.max_epochs allows 0.1 of web, and the plan takes 0.2")
-    assert beyond[1].startswith("train.max_epochs allows 2 of books, and the plan takes 2.")
-    assert not excesses(config_of(phases=phases, max_epochs=4).train, found)
+    web, books = excesses(config.train, plan_for(config))
+    assert web.startswith("train.max_epochs allows 0.1 of web, and the plan takes 0.2")
+    assert books.startswith("train.max_epochs allows 2 of books, and the plan takes 2.")
+    assert not excesses(config_of(phases=phases, max_epochs=4).train, plan_for(config))
     freely = config_of(phases=[*phases, {"until": 20_000, "mixture": {"web": 0, "code": 0, "books": 1}}])
     said = plan_lines(freely.train, plan_for(freely))
-    assert "phase 3: steps 91 to 125, 5.6k tokens, 10 sequences of 16 a step" in said
-    assert "  books: 5.6k tokens (100%) of 801, 6.99 epochs, 9.85 so far" in said
+    assert {"phase 3: steps 91 to 125, 5.6k tokens, 10 sequences of 16 a step",
+            "  books: 5.6k tokens (100%) of 801, 6.99 epochs, 9.85 so far"} < {*said}
     assert said[-1].startswith("  books is gone through 9.8 times, and beyond 4 the same text helps little")
     together = config_of(steps=300, max_epochs={"books": 1})
     assert "allows 1 of books, and the plan takes 1.07 (48k of 44.8k tokens of all sources)" in excesses(
         together.train, plan_for(together))[0]
-    assert plan_for(config_of(steps=90)).phases == ({"all sources": 14_400},)
     shorter = config_of(phases=[{"until": 1600, "mixture": {"web": 1, "code": 0, "books": 0}},
                                 {"until": 3200, "sequence_length": 32}])
-    over = plan_for(shorter).left[1]["web"]
-    told = f"  the epoch has {tokens_text(over)} tokens of web left where the length changes: they are left to the next"
-    assert over > 0 and f"{told} epoch" in plan_lines(shorter.train, plan_for(shorter))
+    over = tokens_text(plan_for(shorter).left[1]["web"])
+    assert (f"  the epoch has {over} tokens of web left where the length changes: they are left to the next epoch"
+            in plan_lines(shorter.train, plan_for(shorter)))
