@@ -73,7 +73,7 @@ def test_included_files_are_inputs_too(tmp_path):
 @pytest.mark.parametrize(("texts", "task", "message"), [
     ([], "plantd", r"plantd.* are planted; did you mean .planted.\?"),
     (["task: hub\ndataset_path: someone/dataset\n"], "hub", r"someone/dataset.*offline"),
-    (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "written twice"),
+    (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "defined twice"),
     (["task: glob\ndataset_kwargs: {data_files: {test: 'no*.jsonl'}}\n"], "glob", "no file matches")])
 def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
     write_task(tmp_path)

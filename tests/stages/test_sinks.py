@@ -55,8 +55,8 @@ def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tm
     run = run_train(fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,
                     cold=True, PYTHONPATH=python_path(tmp_path))
     whole = run_train(fresh, "name=whole", "train.log_to=[]", ranks=2)
-    assert curve(fresh) == curve(fresh, "whole") and "switched off" not in whole.stdout
-    assert run.stdout.count("the log sink my_sinks:Broken is switched off: ConnectionError: nobody answers") == 1
+    assert curve(fresh) == curve(fresh, "whole") and "is disabled" not in whole.stdout
+    assert run.stdout.count("the logger my_sinks:Broken is disabled: ConnectionError: nobody answers") == 1
     [event] = events(fresh, "sink_failed")
     refused = run_train(fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
     assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in refused.stderr

@@ -133,7 +133,7 @@ def test_too_many_skips_in_a_row_stop_with_an_explanation_also_over_a_restart():
     with pytest.raises(UserError) as caught:
         guards.judge(6, NAN, 1.0, HERE)
     for part in ("step 6", "3 updates in a row", "max_skipped is 2", "loss nan", "[64, 80)", "code/00ff of 64",
-                 "train.lr", "checkpoints are sound"):
+                 "train.lr", "checkpoints are valid"):
         assert part in str(caught.value)
     assert guards.skipped_total == 5 and "\n" not in str(caught.value)
     with pytest.raises(UserError, match="1 updates in a row"):

@@ -41,8 +41,8 @@ def test_chunks_are_a_matter_of_memory_only(monkeypatch):
 @pytest.mark.parametrize(("held", "told"), [
     ([[1, 2], [1, 2], [1, 2]], []),
     ([[1, 2], [1, 2], [1, 3]], ["b: rank 2 differs from the other 2"]),
-    ([[1, 2], [1, 3], []], ["b: rank 0 | rank 1 differ, and which of them is right cannot be told"]),
-    ([[1], [1], [2], [2]], ["a: rank 0, rank 1 | rank 2, rank 3 differ, and which of them is right cannot be told"]),
+    ([[1, 2], [1, 3], []], ["b: rank 0 | rank 1 differ, and it is unknown which of them is right"]),
+    ([[1], [1], [2], [2]], ["a: rank 0, rank 1 | rank 2, rank 3 differ, and it is unknown which of them is right"]),
     ([[1], [5], [1], [2], [1]], ["a: rank 1, rank 3 differ from the other 3"])])
 def test_a_majority_names_the_replicas_that_differ(held, told):
     weights = [[(name, (0,), value) for name, value in zip("ab", values, strict=False)] for values in held]

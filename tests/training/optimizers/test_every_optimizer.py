@@ -109,12 +109,12 @@ def test_the_plan_counts_the_bytes_that_there_are(name):
 
 
 def test_a_pattern_that_fits_no_parameter_is_refused():
-    with pytest.raises(UserError, match=re.escape("train.lr_factors: 'embeddings.*' fits no parameter. Some are tok_")):
+    with pytest.raises(UserError, match=re.escape("lr_factors: 'embeddings.*' matches no parameter. Some are tok_")):
         built(model_of(), lr_factors={"embeddings.*": 2})
 
 
 def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(UserError, match=r"made a Impostor, which is neither an Optimizer .* not be clipped or left"):
+    with pytest.raises(UserError, match=r"made a Impostor, which is neither an Optimizer .* not be clipped or skip"):
         built(model_of(), optimizer=f"{OUTSIDE}:IMPOSTOR")
 
 

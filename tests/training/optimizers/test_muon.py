@@ -49,7 +49,7 @@ def test_steps_are_those_of_torchs_own_muon_and_adamw(nesterov):
 
 @pytest.mark.parametrize("settings", [{"momentum": 1.0}, {"iterations": 0}])
 def test_impossible_settings_are_refused(settings):
-    with pytest.raises(UserError, match=r"train\.optimizer_settings: momentum is to be 0 or more and below 1"):
+    with pytest.raises(UserError, match=r"train\.optimizer_settings: momentum must be at least 0 and below 1"):
         built(model_of(), optimizer="muon", optimizer_settings=settings)
 
 

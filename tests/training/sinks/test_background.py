@@ -77,7 +77,7 @@ def test_one_that_fails_is_switched_off_and_said_once(log, fails):
         log_.tell("sample", step, "a", "b")
         log_.tell("event", "checkpoint", {"step": step})
     log_.close()
-    assert log.said == ["warning: the log sink bad is switched off: SystemExit: no more of that. Training goes on; "
+    assert log.said == ["warning: the logger bad is disabled: SystemExit: no more of that. Training continues; "
                         "metrics.jsonl has everything"]
     assert [(event["sink"], event["error"]) for event in log.events()] == [("bad", "SystemExit: no more of that")]
     assert len(good.mock_calls) == 3 * 19 + 2 and log.steps() == list(range(1, 20))

@@ -37,7 +37,7 @@ def test_rollbacks_that_came_after_a_copy_stay_when_it_is_fetched(tmp_path, here
             add_rollback(tmp_path / name, Rollback(step, 0, ((step, step + 8),), "a", "a spike"))
     take_records(tmp_path / "fetched", tmp_path / "train", told.append)
     assert read_rollbacks(tmp_path / "train") == read_rollbacks(tmp_path / "expected")
-    assert ["set aside as rollbacks.json.replaced" in text for text in told] == [True] * said
+    assert ["renamed to rollbacks.json.replaced" in text for text in told] == [True] * said
 
 
 def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(setting):

@@ -26,7 +26,7 @@ def test_of_what_comes_while_a_copy_is_made_the_newest_is_copied_and_the_rest_to
     assert [(details["step"], details.get("left_out")) for name, details in copier.event
             if name == "checkpoint_copied"] == [(1, None), (4, [2, 3])]
     assert copies.found().whole == [4] and not copier.needs(4)
-    assert any("step-00000002, step-00000003 had no time to be" in text for text in said)
+    assert any("skipped: step-00000002, step-00000003" in text for text in said)
 
 
 def test_what_failed_is_tried_again_while_training_goes_on_and_given_up_at_the_end(setting, monkeypatch):
@@ -46,7 +46,7 @@ def test_what_failed_is_tried_again_while_training_goes_on_and_given_up_at_the_e
 def test_the_end_waits_no_longer_than_it_may_and_a_copier_that_is_stopped_makes_no_copy_any_more(setting):
     saver, copier, copies, _, gate = setting
     save_held(saver, gate, 1)
-    assert waited(copier, 1, 0.2) == "it was not done after 0.2 s."
+    assert waited(copier, 1, 0.2) == "it was not complete after 0.2 s."
     copier.close()
     gate.open.set()
     copier._worker.wait()

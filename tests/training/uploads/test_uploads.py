@@ -128,7 +128,7 @@ def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(
     copying.on_saved(16)
     copying.close()
     assert run.copies.found().whole == ([4, 8, 12] if away else [4])
-    assert any("the next start does it" in text for text in run.said) == away
+    assert any("the next start removes them" in text for text in run.said) == away
     for step in (8, 12):
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
     copying = run.start()
