@@ -4,6 +4,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -106,21 +107,13 @@ def test_an_interrupted_command_goes_on(home, tmp_path, monkeypatch, asking, ans
     """The harness's cache has every batch that was answered before the kill; the rest alone is asked for again."""
     model = DroverModel(run=str(home / "run"), batch=1, device="cpu")
     asked = [SimpleNamespace(args=arguments) for arguments in requests]
-    expected, answer = getattr(model, asking)(asked), getattr(model, answering)
-    calls = []
-
-    def dies_at_the_fourth(*arguments):
-        calls.append(arguments)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return answer(*arguments)
-
-    monkeypatch.setattr(model, answering, dies_at_the_fourth)
+    expected = getattr(model, asking)(asked)
+    answer = Mock(wraps=getattr(model, answering), side_effect=[DEFAULT] * 3 + [KeyboardInterrupt] + [DEFAULT] * 3)
+    monkeypatch.setattr(model, answering, answer)
     kept = CachingLM(model, str(tmp_path / "cache.db"))
     with pytest.raises(KeyboardInterrupt):
         getattr(kept, asking)(asked)
-    assert getattr(kept, asking)(asked) == expected
-    assert len(calls) == 7, "none of them answered twice"
+    assert getattr(kept, asking)(asked) == expected and answer.call_count == 7, "none of them answered twice"
 
 
 def test_texts_do_not_depend_on_the_batch(home):

@@ -8,69 +8,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import renamed
-from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
+from drover.pipeline.records.checkpoints import MARKER, checkpoint_name
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training import uploads as module
-from drover.pipeline.training.async_saver import AsyncSaver
-from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.data.token_check import SET_ASIDE
 from drover.pipeline.training.uploads import Uploads
-from tests.training.uploads.saving import Log, save
-from tests.waiting import wait_for
-
-
-def after(step):
-    """As much of the loop as uploads ask, after so many steps."""
-    return SimpleNamespace(has_checkpoint=True, progress=SimpleNamespace(step=step))
-
-
-def begun(uploads):
-    """The same, uploading, after what a start finds."""
-    found = uploads.newest_valid()
-    uploads.on_start(after(found[1].step) if found else SimpleNamespace(has_checkpoint=False))
-    return uploads
-
-
-class Run:
-    """A train folder and the store that it is copied to; `start` is a start of training."""
-
-    def __init__(self, folder, store, ranks, name="mini"):
-        self.store, self.folder, self.ranks, self.name, self.said = store, folder, ranks, name, []
-        self.copies, self.config = CopiedCheckpoints(store), CheckpointConfig(keep=3, copy_to=store.url)
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append)
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-
-    def start(self):
-        config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
-        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
-        return Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, Log())
-
-    def at(self, folder, name, store=None):
-        """The same run, or a copy of it, in another folder."""
-        return Run(folder, store or self.store, self.ranks, name)
-
-    def train(self, *steps):
-        """Save after these steps and copy each; leave the store."""
-        copying = begun(self.start())
-        saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, Log(), copying.on_saved)
-        for step in steps:
-            save(saver, step)
-            wait_for(lambda step=step: step in self.copies.found().whole)
-        copying.on_finish(after(steps[-1]))
-
-    def remove_here(self, step):
-        path = self.checkpoints.path(step)
-        path.rename(self.folder / path.name)
-
-
-@pytest.fixture
-def run(tmp_path, ranks):
-    return Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), ranks)
+from tests.training.uploads.saving import after
 
 
 @pytest.mark.parametrize("last", ["weights.bin", COPY])
@@ -109,7 +56,7 @@ def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_che
 def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(run):
     run.train(4, 8)
     run.remove_here(8)
-    aside = run.folder / CHECKPOINTS / f"{module.SET_ASIDE}{checkpoint_name(8)}"
+    aside = run.checkpoints.folder / f"{module.SET_ASIDE}{checkpoint_name(8)}"
     aside.mkdir()
     (aside / MARKER).write_text("of the damaged checkpoint")
     copying = run.start()
@@ -120,7 +67,7 @@ def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(
 @pytest.mark.parametrize("away", [False, True])
 def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(run, monkeypatch, away):
     run.train(4, 8, 12)
-    copying = begun(run.start())
+    copying = run.begin().uploads
     with monkeypatch.context() as patch:
         if away:
             patch.setattr(CopiedCheckpoints, "found", Mock(side_effect=UserError("the store is away.")))
@@ -177,7 +124,7 @@ def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tm
 
 def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch):
     run.train(4)
-    copying = begun(run.start())
+    copying = run.begin().uploads
     copying.ranks = SimpleNamespace(patience=timedelta(minutes=2))
     waited = []
     monkeypatch.setattr(Uploads, "_wait", lambda self, step, limit: waited.append(limit) or "")
