@@ -1,10 +1,12 @@
 import math
 from collections import Counter
+from itertools import chain, groupby
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from drover.pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
 from drover.pipeline.evaluation.measurement import Measurement
@@ -40,20 +42,15 @@ def test_every_target_counts_exactly_once(lengths, batch, world):
     text = HeldoutText([np.arange(length, dtype=np.int64) + 100 * number for number, length in enumerate(lengths)], 1)
     seen: Counter[int] = Counter()
     shares = [HeldoutBatches({"x": text}, length=window, batch=batch, rank=rank, world=world) for rank in range(world)]
-    assert len({len(share) for share in shares}) == 1
-    assert len({len(list(share)) for share in shares}) == 1
-    for share in shares:
-        for part in share:
-            assert part.tokens.shape == part.labels.shape == part.documents.shape == part.positions.shape
-            for row in range(part.tokens.shape[0]):
-                place = part.labels[row] != IGNORED
-                tokens, labels = part.tokens[row][place].tolist(), part.labels[row][place].tolist()
-                assert [token + 1 for token in tokens] == labels
-                seen.update(labels)
-                for number in set(part.documents[row][place].tolist()):
-                    piece = part.documents[row] == number
-                    assert len({token // 100 for token in part.tokens[row][piece].tolist()}) == 1
-                    assert part.positions[row][piece].tolist() == list(range(int(piece.sum())))
+    assert len({len(list(share)) for share in shares} | {len(share) for share in shares}) == 1
+    for part in chain(*shares):
+        for row in zip(*map(Tensor.tolist, (part.tokens, part.labels, part.documents, part.positions)), strict=True):
+            places = [place for place in zip(*row, strict=True) if place[1] != IGNORED]
+            assert all(token + 1 == label for token, label, _, _ in places)
+            seen.update(label for _, label, _, _ in places)
+            for _, piece in groupby(places, key=lambda place: place[2]):
+                tokens, _, _, positions = zip(*piece, strict=True)
+                assert len({token // 100 for token in tokens}) == 1 and positions == tuple(range(len(positions)))
     assert seen == Counter(100 * number + t for number, length in enumerate(lengths) for t in range(1, length))
 
 
