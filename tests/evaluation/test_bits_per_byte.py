@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drover.pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
+from drover.pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure
 from drover.pipeline.evaluation.measurement import Measurement
 
 VOCABULARY = 50
@@ -52,12 +52,3 @@ def test_every_target_counts_exactly_once(lengths, batch, world):
                 tokens, _, _, positions = zip(*piece, strict=True)
                 assert len({token // 100 for token in tokens}) == 1 and positions == tuple(range(len(positions)))
     assert seen == Counter(100 * number + t for number, length in enumerate(lengths) for t in range(1, length))
-
-
-@given(st.lists(st.integers(0, 60), max_size=40))
-def test_packing_fills_windows_well(lengths):
-    windows = pack_windows(lengths, 20)
-    used = [sum(piece.stop - piece.start for piece in window) for window in windows]
-    assert all(0 < count <= 20 for count in used)
-    assert sum(used) == sum(max(0, length - 1) for length in lengths)
-    assert sum(count <= 10 for count in used) <= 1  # two half-empty windows would have been one

@@ -80,15 +80,7 @@ def test_every_row_can_be_read_alone(results, pack, name):
 
 RIGHT = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
          for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
-"""Questions of the task capitals, with their answers."""
-
-
-def test_bits_of_the_right_choices(results, model):
-    expected = bits(model, RIGHT)
-    assert results["capitals"]["answer_bits_per_byte"] == pytest.approx(
-        sum(one for one, _ in expected) / sum(size for _, size in expected), rel=1e-5)
-    assert results["capitals"]["per_item"]["metrics"]["answer_bits_per_byte"] == [
-        (pytest.approx(one, rel=1e-5), size) for one, size in expected]
+"""Questions of the task capitals, with their answers, whose bits tests/tools/test_compare.py has."""
 
 
 def test_bits_of_pages_with_their_errors(results, pack, model):

@@ -135,8 +135,7 @@ def test_what_a_former_longer_plan_left_is_not_shown(tmp_path):
         with open(run.stage_folder("train") / f"{name}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
     facts = collect(run)
-    assert facts.metrics[-1]["step"] == 598 and [sample["step"] for sample in facts.samples[::2]] == [200, 400, 600] \
-        and len(facts.samples) == 6
+    assert facts.metrics[-1]["step"] == 598 and len(facts.samples) == 6
 
 
 def test_text_that_was_held_out_from_the_end_and_cut_is_told(tmp_path):

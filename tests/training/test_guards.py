@@ -161,4 +161,3 @@ def test_lines_that_a_rollback_undid_are_told_from_those_that_still_hold(line, a
     rollbacks = [Rollback(5, 2, ((32, 40),), "plan", ""), Rollback(9, 6, ((64, 72),), "plan", "")]
     assert is_abandoned(line, rollbacks, ["plan"]) == abandoned and not is_abandoned(line, rollbacks, ["another plan"])
     assert excluded_by(rollbacks, ["plan"]) == Excluded([(32, 40), (64, 72)])
-    assert excluded_by(rollbacks, ["another plan"]) == Excluded()

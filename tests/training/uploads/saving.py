@@ -64,6 +64,7 @@ class Run:
 
     def __init__(self, folder, store, ranks, name="mini", keep=3):
         self.store, self.folder, self.ranks, self.name, self.said, self.log = store, folder, ranks, name, [], Log()
+        self.started = []
         self.copies, self.config = CopiedCheckpoints(store), CheckpointConfig(keep=keep, attempts=2, copy_to=store.url)
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append,
@@ -73,6 +74,7 @@ class Run:
         config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
         work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
         self.uploads = Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, self.log)
+        self.started.append(self.uploads)
         return self.uploads
 
     def begin(self):
@@ -107,7 +109,9 @@ class Run:
 
     def at(self, folder, name, store=None):
         """The same run, or a copy of it, in another folder."""
-        return Run(folder, store or self.store, self.ranks, name)
+        found = Run(folder, store or self.store, self.ranks, name)
+        found.started = self.started
+        return found
 
     def waited(self, step, limit_s=1000.0):
         """Wait for the copy of the last checkpoint; why there is none."""

@@ -29,7 +29,7 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     run.store.delete([f"step-7/{last}"])
     run.train(4)
     run.store.put("step-00000008/half", b"ours")
-    run.start().close()
+    run.start()
     assert run.copies.found().whole == [4] and not run.copies.found().unfinished
 
 
@@ -39,18 +39,15 @@ def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_che
     run.store.put(f"{checkpoint_name(8)}/{name}", b"{")
     copying = run.start()
     assert copying.newest_valid()[1].step == 8
-    copying.close()
     run.remove_here(8)
     copying = run.start()
     assert copying.newest_valid()[1].step == copying.uploaded == 4
-    copying.close()
     assert run.copies.found().whole == [4]
     run.store.put(f"{checkpoint_name(4)}/{name}", b"{")
     run.remove_here(4)
     copying = run.start()
     with pytest.raises(UserError, match=r"Every copy of a checkpoint in .* is damaged"):
         copying.newest_valid()
-    copying.close()
 
 
 def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(run):
@@ -61,7 +58,6 @@ def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(
     (aside / MARKER).write_text("of the damaged checkpoint")
     copying = run.start()
     assert copying.newest_valid()[1].step == 8 and run.copies.found().whole == [4, 8]
-    copying.close()
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -73,14 +69,12 @@ def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(
             patch.setattr(CopiedCheckpoints, "found", Mock(side_effect=UserError("the store is away.")))
         copying.on_damage(4)
     copying.on_saved(16)
-    copying.close()
     assert run.copies.found().whole == ([4, 8, 12] if away else [4])
     assert any("the next start does it" in text for text in run.said) == away
     for step in (8, 12):
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
     copying = run.start()
     assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
-    copying.close()
 
 
 def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_path):
@@ -97,7 +91,7 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
     living._owner.refuse_lost()
     shutil.copytree(run.folder, tmp_path / "second")
     second = run.at(tmp_path / "second", "mini")
-    second.start().close()
+    second.start()
     assert "takes over" in second.said[-1]
     with pytest.raises(UserError, match="took it over"):
         living._owner.refuse_lost()
@@ -105,19 +99,17 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
 
 def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tmp_path):
     run.train(4)
-    killed = [run.start()]
-    killed.append(run.start())
+    run.start()
+    run.start()
     run.folder.rename(tmp_path / "renamed")
     renamed = run.at(tmp_path / "renamed", "other")
-    killed.append(renamed.start())
+    renamed.start()
     assert not [text for text in run.said + renamed.said if "takes over" in text]
     assert json.loads(run.store.read(OWNER))["name"] == "other"
     shutil.copytree(tmp_path / "renamed", tmp_path / "moved")  # to another disk
     moved = run.at(tmp_path / "moved", "other")
     copying = moved.start()
     assert "takes over" in moved.said[-1] and copying.newest_valid()[1].step == 4
-    for one in [*killed, copying]:
-        one.close()
     moved.train(8)
     assert moved.copies.found().whole == [4, 8]
 
