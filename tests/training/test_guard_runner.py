@@ -66,8 +66,7 @@ NAN, SPIKE = (math.nan, 1.0), (9.0, 1.0)
 
 
 @pytest.mark.parametrize(("results", "guards", "events", "stops"), [
-    ([NAN], {}, ["skip"], False), ([*QUIET, SPIKE], {}, ["spike"], False),
-    ([*QUIET, SPIKE], {"spike": "rollback"}, ["rollback"], False), ([NAN], {"max_skipped": 0}, [], True),
+    ([NAN], {}, ["skip"], False), ([*QUIET, SPIKE], {"spike": "rollback"}, ["rollback"], False),
     ([*QUIET, SPIKE, SPIKE], {"spike": "skip", "max_skipped": 1}, ["skip"], True),
     ([*QUIET, SPIKE], {"spike": "rollback", "max_rollbacks": 0}, [], True)])
 def test_one_rank_reads_documents_and_tells_and_all_stop_with_the_same_words(reads, results, guards, events, stops):

@@ -11,7 +11,6 @@ from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.training.optimizers import outside
 from tests.training.optimizers.kit import MODEL, NO, built, everything, give, model_of, same, step
 
 OUTSIDE = "tests.training.optimizers.outside"
@@ -116,7 +115,3 @@ def test_a_pattern_that_fits_no_parameter_is_refused():
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(UserError, match=r"made a Impostor, which is neither an Optimizer .* not be clipped or skip"):
         built(model_of(), optimizer=f"{OUTSIDE}:IMPOSTOR")
-
-
-def test_an_own_optimizer_is_taken_as_it_is():
-    assert isinstance(built(model_of(), optimizer=f"{OUTSIDE}:SIGN"), outside.Sign)
