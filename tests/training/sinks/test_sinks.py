@@ -85,7 +85,7 @@ def test_json_lines_go_on_after_a_torn_line(tmp_path):
 def test_tensorboard_drops_what_is_done_again(two_starts):
     board = two_starts("tensorboard") / "tensorboard"
     assert board_points(board, "train/loss") == [(1, 4.0), (2, 3.0), (3, 1.75), (4, 1.5)]
-    assert board_points(board, "heldout/bits_per_byte/code") == [(4, 2.5)]
+    assert board_points(board, "validation/bits_per_byte/code") == [(4, 2.5)]
     assert board_points(board, "checkpoint/stall_s") == [(4, 0.25)]
 
 
@@ -135,7 +135,7 @@ def test_mlflow_is_told_of_a_stop(tmp_path, mlflow):
 
 def test_curves_are_the_numbers_that_can_be_drawn():
     assert curves(record(2, "nan", skipped="nonfinite", tokens=7, heldout_bpb={"a": 1, "b": 2.5})) == {
-        "train/lr": 0.5, "train/tokens": 7.0, "heldout/bits_per_byte/a": 1.0, "heldout/bits_per_byte/b": 2.5}
+        "train/lr": 0.5, "train/tokens": 7.0, "validation/bits_per_byte/a": 1.0, "validation/bits_per_byte/b": 2.5}
     assert checkpoint_curves("checkpoint", {"step": 2, "stall_s": 1, "path": "x"}) == {"checkpoint/stall_s": 1.0}
     assert checkpoint_curves("checkpoint_copied", {"step": 2, "bytes": 9, "seconds": 2.5, "behind_s": 4}) == {
         "checkpoint/copy_bytes": 9.0, "checkpoint/copy_seconds": 2.5, "checkpoint/copy_behind_s": 4.0}
