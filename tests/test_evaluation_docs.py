@@ -45,7 +45,7 @@ def test_every_command_runs(home, command, monkeypatch, capsys):
     assert "python_line" in shown
     if program == "drover":
         results = json.loads((home / arguments[arguments.index("--to") + 1] / "comparison.json").read_text())
-        assert {row["task"] for row in results["differences"]} >= {"python_line", "held-out text of demo"}
+        assert {row["task"] for row in results["differences"]} >= {"python_line", "validation text of demo"}
 
 
 def test_the_override_of_the_stage_is_one():

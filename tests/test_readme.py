@@ -190,7 +190,7 @@ def test_tensorboard_shows_the_runs(demo, home):
                               cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address = f"http://localhost:{port}/data/plugin/scalars/tags"
-        wanted = {"train/loss", "train/lr", "train/grad_norm", "heldout/bits_per_byte/code"}
+        wanted = {"train/loss", "train/lr", "train/grad_norm", "validation/bits_per_byte/code"}
         wait_for(lambda: any("demo" in run and wanted <= set(shown) for run, shown in tags_of(address).items()),
                  of=server)
     finally:

@@ -1,1 +1,1 @@
-"""Held-out bits per byte, the baselines beside it, and the lm-evaluation-harness model."""
+"""Validation bits per byte, the baselines next to it, and the lm-evaluation-harness model."""

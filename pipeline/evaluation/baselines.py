@@ -1,15 +1,15 @@
-"""What simple compressors need for the same held-out bytes, so that a model's bits per byte mean something.
+"""Bits per byte of simple compressors on the same validation text, as a baseline for the model.
 
-- `unigram`: each byte coded by its frequency in the training text, without any context. It alone was fitted on
-  training text, as the model was.
-- `gzip -9`: DEFLATE, which finds repetitions up to 32 KB back. Knows nothing before the first byte.
-- `xz -9`: LZMA, which finds repetitions anywhere in the held-out text (up to 64 MB back). Knows nothing before the
-  first byte either, but may look back over all held-out documents, which the model may not.
+- `unigram`: each byte coded by its frequency in the training text, without any context. It is the only baseline that
+  is fitted on training text, as the model is.
+- `gzip -9`: DEFLATE, which finds repetitions up to 32 KB back. It has seen nothing before the first byte.
+- `xz -9`: LZMA, which finds repetitions anywhere in the validation text (up to 64 MB back). It has seen nothing before
+  the first byte either, but it uses all earlier validation documents, which the model does not.
 
-The documents of a source are joined in order, without anything between them; file headers count. The compressors are
-given the first of them, up to `evaluate.compressed_mb`. All of it is computed once, by a process of its own beside the
-ranks' work: it needs no torch, and no interpreter lock of a rank that is to keep its GPU busy. While it works no rank
-waits for it in a collective: they meet every few seconds, and ask.
+The documents of a source are concatenated in order; file headers count. The compressors get the first of them, up to
+`evaluate.compressed_mb`. One separate process computes all baselines once, in the background: it needs no torch, and
+does not take the interpreter lock of a rank that keeps a GPU busy. No rank waits for it in a long collective: the ranks
+check every few seconds whether it is done.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ if TYPE_CHECKING:
 
 MEANING = {
     "unigram": "each byte coded by its frequency in the training text, no context",
-    "gzip -9": "DEFLATE on the joined held-out documents, 32 KB window, no training text",
-    "xz -9": "LZMA on the joined held-out documents, sees all of them, no training text",
+    "gzip -9": "DEFLATE on the concatenated validation documents, 32 KB window, no training text",
+    "xz -9": "LZMA on the concatenated validation documents, sees all of them, no training text",
 }
 ASKED_EVERY = 5.0
-"""Seconds between two times that the ranks ask whether the process is done."""
+"""Seconds between two checks of the ranks whether the process is done."""
 OVERALL = ""
 """All sources together; no source has an empty name."""
 
 
 def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> dict[str, float]:
-    """Bits per byte of each baseline, headers and checksums included, and the entropy of the bytes: the least that any
-    code without context could reach.
+    """Bits per byte of each baseline, including headers and checksums, and the entropy of the bytes, which is the lower
+    bound of any code without context.
 
-    text: what the compressors are given, not empty. counts: of the bytes of the whole text, of which that may be a
-    beginning; (256,) int64 as training_counts, to which one is added for each byte value.
+    Args:
+        text: the compressors' input, not empty; it may be only the beginning of the text.
+        counts: byte counts of the whole text, (256,) int64.
+        training_counts: byte counts of the training text, (256,) int64. One is added for each byte value.
     """
     smoothed, shares = training_counts.astype(np.float64) + 1, counts[counts > 0] / counts.sum()
     # A dictionary, and with it memory, no larger than the text: it changes no byte but one of the header.
@@ -63,10 +65,10 @@ def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> d
 
 def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_bytes: int,
             most: int) -> dict[str, dict[str, float]]:
-    """The baselines of each source, and under OVERALL of all where there are several.
+    """The baselines of each source and, if there are several, of all together under OVERALL.
 
-    Every text is compared with what its tokens were made of, and its bytes counted; compressors are given whole
-    documents of a source until they have `most` bytes, and of all sources as many bytes of each.
+    Every text is checked against its tokens' record. The compressors get whole documents of a source up to `most`
+    bytes; for OVERALL the same amount of each source.
     """
     counts = training_byte_counts(folder, manifest, train_bytes)
     whole = sum(size for documents in wanted.values() for _, size, _ in documents.values())
@@ -89,12 +91,12 @@ def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_b
 
 
 class Baselines:
-    """What `compare` finds, begun at once on rank 0 and asked for when it is needed. A context manager: what is not
-    done at its end is given up.
+    """Runs `compare` in the background on rank 0, until the result is needed. A context manager, which aborts the
+    computation at its end.
 
     Args:
-        ranks: every rank makes one, and asks for the result at the same place.
-        given: what `compare` takes; its sources on rank 0, nothing if nobody is going to ask.
+        ranks: every rank makes one, and calls `result` at the same place.
+        given: the arguments of `compare`; the sources on rank 0, empty if the result will not be needed.
     """
 
     def __init__(self, ranks: Ranks, *given: Any) -> None:
@@ -112,10 +114,10 @@ class Baselines:
         self._executor.shutdown()
 
     def result(self) -> dict[str, dict[str, float]]:
-        """See `compare`. Every rank asks, and gets it.
+        """The result of `compare`, on every rank. Every rank calls it.
 
         Raises:
-            UserError: on every rank, what went wrong with the texts.
+            UserError: a text is not as recorded, or the process failed; the same on every rank.
         """
         while not self.ranks.same(self.ranks.leads and bool(wait([self._future], ASKED_EVERY).done)):
             pass
@@ -128,14 +130,14 @@ class Baselines:
         except UserError:
             raise
         except BrokenProcessPool:
-            raise UserError("The process that computes the compression baselines died, as it does when the kernel ends "
-                            "it for want of memory (see dmesg): xz needs up to 0.7 GB. Lower evaluate.compressed_mb; "
-                            "what else was measured is kept.") from None
+            raise UserError("The process that computes the compression baselines died. Probably the kernel killed it "
+                            "because memory ran out (see dmesg): xz needs up to 0.7 GB. Lower "
+                            "evaluate.compressed_mb; all other results are kept.") from None
         except Exception as error:
-            raise UserError(f"The compression baselines could not be computed: {type(error).__name__}: {error}. What "
-                            f"else was measured is kept; the same command goes on.") from error
+            raise UserError(f"The compression baselines could not be computed: {type(error).__name__}: {error}. All "
+                            f"other results are kept; run the same command again.") from error
 
 
 def _prepare(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     end_with_parent(parent)

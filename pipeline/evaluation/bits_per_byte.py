@@ -1,12 +1,12 @@
-"""Bits per byte of held-out text: the one loss that can be compared across vocabularies.
+"""Bits per byte of validation text: a loss that can be compared across vocabularies.
 
     bits per byte = sum of nats over all targets / (ln 2 x UTF-8 bytes of the original text)
 
-Every token of a document but its BOS is a target exactly once, its EOS too. Documents are never joined: attention
-and positions start anew at each. One that is longer than the window is cut into consecutive windows that overlap
-by one token; what follows a cut is predicted without the text before it, which makes the figure a little worse
-than the model is. The result does not depend on the number of ranks: batches are formed before they are dealt out,
-and the sums of all windows are added in one order.
+Every token of a document but its BOS is a target exactly once, including its EOS. Attention and positions restart at
+each document. A document longer than the window is cut into consecutive windows that overlap by one token. After a cut
+the model predicts without the text before it, so the result is slightly worse than the model is. The result does not
+depend on the number of ranks: batches are formed before they are distributed, and the sums of all windows are added in
+a fixed order.
 
 Also imported by training ranks: numpy and torch only.
 """
@@ -38,12 +38,12 @@ Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """The documents of one source to measure on.
+    """The validation documents of one source.
 
     Attributes:
-        documents: ids of each document, from BOS to EOS; may be read when they are asked for.
+        documents: ids of each document, from BOS to EOS; may be read on access.
         text_bytes: UTF-8 bytes of their original text.
-        lengths: tokens of each, where that is known without reading them.
+        lengths: tokens of each document, if known without reading them.
     """
 
     documents: Sequence[np.ndarray] | Mapping[int, np.ndarray]
@@ -53,7 +53,7 @@ class HeldoutText:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Pairs (token, next token) [start, stop) of a document: the part of it that one window takes."""
+    """Pairs (token, next token) [start, stop) of a document, which lie in one window."""
 
     document: int
     start: int
@@ -98,7 +98,7 @@ class HeldoutBatches:
             self._windows += [(name, pieces) for pieces in pack_windows(lengths, length)]
 
     def keep_own(self) -> None:
-        """Read the documents that this rank measures, and let go of all others."""
+        """Read this rank's documents, and drop all others."""
         own: dict[str, set[int]] = {name: set() for name in self.texts}
         for turn in range(len(self)):
             for name, pieces in self._windows[self._first(turn):self._first(turn) + self.batch]:
@@ -107,7 +107,7 @@ class HeldoutBatches:
                       for name, text in self.texts.items()}
 
     def _first(self, turn: int) -> int:
-        """The first window of this rank's batch of that number."""
+        """The first window of this rank's batch number `turn`."""
         return (turn * self.world + self.rank) * self.batch
 
     @property
@@ -166,7 +166,7 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
     `model(tokens, labels, documents=documents, positions=positions, reduction="none")`, the model being in evaluation
     mode.
 
-    together: within what the batches are measured, and nothing else: it may keep ranks in step by collectives.
+    together: a context for the measurement alone, which may synchronize ranks by collectives.
     """
     sources = batches.sources
     device = torch.device(device)

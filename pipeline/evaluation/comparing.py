@@ -35,13 +35,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is equal for all models.
+    """The settings that are equal for all models.
 
     Attributes:
         tasks: to measure, in this order.
         settings: how, as the stage evaluate has it: task_limit, dtype, batch, sequence_length, bootstrap_iters.
-        heldout: the run whose held-out documents are measured; None: none.
-        documents: held-out documents per source; None: all.
+        heldout: the run whose validation documents are measured; None: none.
+        documents: validation documents per source; None: all.
     """
 
     tasks: Sequence[TaskFile]
@@ -52,10 +52,11 @@ class Conditions:
 
 def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ranks,
              log: Path) -> dict[str, dict[str, Any]]:
-    """One candidate's parts, by task, and by the name of the held-out text where that is asked for: what
-    `measure_task` tells, `per_item` included. The model is opened when the first is measured that was not kept.
+    """One candidate's results by task, and for validation text if requested: those of `measure_task`, including
+    `per_item`. The model is opened only if a result is not cached.
 
-    ranks: share the requests. log: for what the harness says. UserError for windows that the model cannot take.
+    ranks: share the requests. log: file for the harness's messages. UserError if the windows exceed the model's
+    context.
     """
     settings, heldout = conditions.settings, conditions.heldout
 
@@ -87,14 +88,14 @@ def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ra
         found[task.name] = kept.get(f"{candidate.name} {task.name}", decides, partial(by_task, task))
     if heldout is not None:
         decides = {**own, "text": heldout.finished("shard").digest, "documents": conditions.documents}
-        found[f"held-out text of {heldout.config.name}"] = kept.get(
-            f"{candidate.name} held-out text", decides, lambda: _heldout(harness(), heldout, conditions.documents))
+        found[f"validation text of {heldout.config.name}"] = kept.get(
+            f"{candidate.name} validation text", decides, lambda: _heldout(harness(), heldout, conditions.documents))
     return found
 
 
 def _heldout(harness: HarnessModel, run: Run, documents: int | None) -> dict[str, Any]:
-    """Bits per byte over a run's held-out documents, as the stage evaluate has it. Each model reads the text by its own
-    tokenizer; the bytes are the same. UserError where there are none."""
+    """Bits per byte on a run's validation documents, as in the stage evaluate. Each model uses its own tokenizer; the
+    bytes are the same. UserError if there are none."""
     from drover.pipeline.data.text_shards import read_shard, shard_records
 
     folder, manifest = run.stage_folder("shard"), run.finished("shard")
@@ -104,7 +105,7 @@ def _heldout(harness: HarnessModel, run: Run, documents: int | None) -> dict[str
         read = (document for record in records for document in read_shard(folder, record))
         texts |= {f"{source}/{document.key}": document.text for document in islice(read, documents)}
     if not texts:
-        raise UserError(f"The run {run.folder} has no held-out text. Leave --heldout out, or give a run with "
+        raise UserError(f"The run {run.folder} has no validation text. Omit --heldout, or give a run with "
                         f"shard.heldout_share above 0.")
     ids = [[harness.prefix_token_id, *harness.tok_encode(text), harness.eot_token_id] for text in texts.values()]
     items = [(-value / math.log(2), float(len(text.encode())))
@@ -115,7 +116,7 @@ def _heldout(harness: HarnessModel, run: Run, documents: int | None) -> dict[str
 
 
 def weights_identity(path: Path) -> list[list[Any]]:
-    """Names, sizes and times of the files of a model, at any depth: another of them is measured again."""
+    """Names, sizes and times of a model's files, at any depth. If they differ, the model is measured again."""
     from drover.pipeline.formats.weights import open_weights
 
     with open_weights(path) as weights:
@@ -145,7 +146,7 @@ def differences(pairs: Iterable[tuple[Candidate, Candidate]],
     for first, second in pairs:
         for name, part in measured[first.name].items():
             one, other = part["per_item"], measured[second.name][name]["per_item"]
-            assert one["hashes"] == other["hashes"], "both were asked the same items"
+            assert one["hashes"] == other["hashes"], "both measured the same items"
             for metric, items in one["metrics"].items():
                 found.append({"first": first.name, "second": second.name, "task": name, "metric": metric,
                               **asdict(difference(items, other["metrics"][metric],

@@ -1,13 +1,12 @@
-"""How much of each item of a task stands in the training text, and the scores with and without those items.
+"""Contamination: how much of each task item occurs in the training text, and the scores with and without such items.
 
-A text is normalised (Unicode NFKC, case folded) and read as words, runs of letters and digits; what is between them
-does not count. An item is its question and right answer (of a text to be predicted, the text); wrong choices and
-few-shot examples do not belong to it. Its share is that of its n-grams of words that occur inside some training
-document: n is N = 13 (Brown et al., Language Models are Few-Shot Learners, 2020, appendix C), for an item of fewer
-words their number; one of fewer than LEAST words says nothing and is not judged. An item is dirty if its share is above
-DIRTY.
+A text is normalized (Unicode NFKC, case folded) and split into words, which are runs of letters and digits. An item is
+its question and right answer, or the text to be predicted; wrong choices and few-shot examples are not part of it. Its
+share is the share of its n-grams of words that occur inside some training document. n is N = 13 (Brown et al., Language
+Models are Few-Shot Learners, 2020, appendix C); an item of fewer words is one n-gram. An item of fewer than LEAST words
+is too short and is not classified. An item is dirty if its share is above DIRTY.
 
-The index is of the items, so its memory does not grow with the corpus, which is read once.
+The index holds the items, so its memory does not grow with the corpus, which is read once.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def shares_in_training_text(texts: Sequence[str], folder: Path, manifest: Manife
 
 
 def clean_and_dirty(per_item: dict[str, Any], shares: Sequence[float | None]) -> dict[str, Any]:
-    """The scores of a task's clean and dirty items, beside how many of each there are.
+    """The scores and counts of a task's clean and dirty items.
 
-    per_item: as `items.of_items` has it. shares: of its items, in order. A part without items has no scores.
+    per_item: as `items.of_items` returns it. shares: of its items, in order. A part without items has no scores.
     """
     judged = {"clean": [share is not None and share <= DIRTY for share in shares],
               "dirty": [share is not None and share > DIRTY for share in shares]}

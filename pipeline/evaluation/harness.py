@@ -1,8 +1,8 @@
-"""Our model as the lm-evaluation-harness sees one.
+"""Our model as a model of the lm-evaluation-harness.
 
-Every rank tells the harness that it is alone: the harness then runs the same requests in the same order everywhere,
-and they are dealt out to the ranks here, which hold the whole model or share it. (Its own way of sharing work lets a
-rank without documents fail, and others wait for it forever.)
+The harness on every rank runs as if it were alone, with the same requests in the same order. This module then
+distributes the requests among the ranks, which hold the whole model or a shard of it. (The harness's own work sharing
+lets a rank without documents fail while others wait for it forever.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from drover.pipeline.tokenization.base import Tokenizer
 LOGITS_IN_MEMORY = 2**27
 """Most logits of one forward pass (0.5 GB in float32); batches are made smaller to stay below."""
 NEW_TOKENS = 256
-"""Length of a generated answer where the task does not say."""
+"""Length of a generated answer if the task does not set one."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """((context, continuation) or None for a window of a text, context ids, continuation ids)"""
@@ -38,15 +38,15 @@ Result = TypeVar("Result")
 class HarnessModel(TemplateLM):
     """A Llama and its tokenizer.
 
-    Every text stands after a BOS, as in training. Too long contexts lose their beginning (BOS stays), which
-    `truncated` counts.
+    Every text follows a BOS, as in training. A context that is too long loses its beginning after the BOS;
+    `truncated` counts these.
 
     Args:
         placed: the model.
         tokenizer: its tokenizer.
         batch: most sequences in a forward pass.
         length: tokens per forward pass; None: the model's context.
-        ranks: that share the work, each with the model; None: this process alone.
+        ranks: share the work, each with the model; None: this process alone.
 
     Raises:
         UserError: the length is more than the model's context.
@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is."""
+        """BOS, which replaces an empty context."""
         return self._tokenizer.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -80,9 +80,9 @@ class HarnessModel(TemplateLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of both, BOS first.
 
-        The pair is encoded as one text, as it would stand in a document, and cut. Where a token crosses the cut,
-        each is encoded for itself: the harness would then score too few tokens of the continuation, or none, which
-        beats every other choice.
+        The pair is encoded as one text, as in a document, and then cut. If a token crosses the cut, context and
+        continuation are encoded separately: otherwise the harness would score too few tokens of the continuation, or
+        none, which beats every other choice.
         """
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
         blank = context[len(context.rstrip()):]
@@ -106,8 +106,8 @@ class HarnessModel(TemplateLM):
         return values
 
     def documents(self, documents: Sequence[Sequence[int]]) -> list[float]:
-        """Log-probability in nats of each document, given as ids from BOS to EOS, all but BOS predicted once: cut as
-        held-out text is (`bits_per_byte`), into windows that overlap by one token."""
+        """Log-probability in nats of each document, given as ids from BOS to EOS, all but BOS predicted once. Documents
+        are cut into windows that overlap by one token, as in `bits_per_byte`."""
         return self._summed([[(list(ids[start:start + 1]), list(ids[start + 1:start + 1 + self.length]))
                               for start in range(0, len(ids) - 1, self.length)] for ids in documents])
 
@@ -174,7 +174,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """What the model writes after each context, up to the first stopping string. Request i draws with seed i."""
+        """The model's continuation of each context, up to the first stop string. Request i uses seed i."""
         work = [self._to_write(seed, *request.args) for seed, request in enumerate(requests)]
 
         def write(numbers: range) -> list[str]:
@@ -187,22 +187,22 @@ class HarnessModel(TemplateLM):
         return [text for texts in self._dealt(batches, write) for text in texts]
 
     def _to_write(self, seed: int, context: str, settings: dict[str, Any]) -> tuple[list[int], Sampling]:
-        """A context's ids, BOS first, its beginning cut off where it leaves no room for the new tokens, and how a
-        task's settings continue it."""
-        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as the harness ranks them
+        """A context's ids, BOS first, truncated on the left if the new tokens need the room, and the sampling settings
+        of the task."""
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in the harness's order
         asked = next((settings[name] for name in names if settings.get(name) is not None), NEW_TOKENS)
         new = max(1, min(int(asked), self.length // 2))
         ids, _ = self._fit([self.prefix_token_id, *self.tok_encode(context)], [self.eot_token_id] * (new + 1))
         until = settings.get("until") or []
         drawn = {name: settings[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty")
-                 if settings.get(name)}  # 0 is how other libraries say none
+                 if settings.get(name)}  # other libraries use 0 for none
         return ids, Sampling(
             max_tokens=new, seed=seed, stop_ids={self.eot_token_id},
             temperature=float(settings.get("temperature", 1.0)) if settings.get("do_sample", False) else 0.0,
             stop=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop), **drawn)
 
     def _write(self, prompts: Sequence[tuple[list[int], Sampling]]) -> list[str]:
-        """What the model writes after each of one batch of prompts."""
+        """The model's continuations of one batch of prompts."""
         texts = [""] * len(prompts)
         for piece in stream(self.model, readable_bytes(self._tokenizer), [ids for ids, _ in prompts],
                             [sampling for _, sampling in prompts]):
@@ -211,8 +211,8 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _dealt(self, work: list[Given], function: Callable[[Given], Result]) -> list[Result]:
-        """Results of `function` in the order of `work`, each made by one rank, on every rank. What fails on one fails
-        on all, which would else wait for it."""
+        """Results of `function` in the order of `work`, each computed by one rank, on every rank. An error on one rank
+        is raised on all, which would otherwise wait for it."""
         rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
         made: list[Result] = []
         problem: Exception | None = None

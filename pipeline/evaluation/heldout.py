@@ -1,4 +1,4 @@
-"""The held-out documents that are measured: their token shards and their texts."""
+"""The validation documents to measure: their token shards and their texts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from drover.pipeline.data.stored.opening import opener_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
 
 Wanted = dict[int, tuple[str, int, str]]
-"""Documents of one source whose text is to be read, by their number among the source's, in order: key, UTF-8 bytes, and
-what to call it in an error."""
+"""Documents of one source to read, by their number within the source, in order: key, UTF-8 bytes, and the name for
+error messages."""
 
 
 def byte_counts(text: bytes) -> np.ndarray:
@@ -27,31 +27,31 @@ def byte_counts(text: bytes) -> np.ndarray:
 
 
 def heldout_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
-    """The token shards of the sources' held-out documents, which are open together."""
+    """The token shards of the sources' validation documents, opened together."""
     folder, manifest = work.input("encode")
     table = ShardTable.of(manifest.outputs)
     return open_by_source(folder, table, "heldout", sources, opener_of(work.config, folder, table, work.say))
 
 
 def chosen_documents(work: Work) -> dict[str, Chosen]:
-    """By source, the held-out documents to measure on."""
+    """By source, the validation documents to measure."""
     shards = heldout_shards(work, [source.name for source in work.config.shard.sources])
     found = {source: choose(of_source, work.config.evaluate.heldout_tokens) for source, of_source in shards.items()}
     if not any(map(len, found.values())):
-        raise UserError("There is no held-out text to measure on. Raise shard.heldout_share "
-                        f"(now {work.config.shard.heldout_share}), or give more documents.")
+        raise UserError("There is no validation text to measure. Raise shard.heldout_share "
+                        f"(now {work.config.shard.heldout_share}), or add documents.")
     return {source: chosen for source, chosen in found.items() if len(chosen)}
 
 
 def wanted_texts(work: Work) -> dict[str, Wanted]:
-    """By source, what to read of the text of the documents that are measured; UserError if token shards have more or
-    fewer documents than their text."""
+    """By source, the texts of the measured documents to read; UserError if the token shards have more or fewer
+    documents than the text shards."""
     chosen, (folder, manifest), found = chosen_documents(work), work.input("shard"), {}
     for source, shards in heldout_shards(work, chosen).items():
         own, texts = chosen[source], sum(record["docs"] for record in shard_records(manifest, "heldout", source))
         if texts != own.of_documents:
             raise UserError(f"{work.input('encode')[0]} holds {'fewer' if texts > own.of_documents else 'more'} "
-                            f"held-out documents of {source} than {folder}. Run the stage encode again with --force.")
+                            f"validation documents of {source} than {folder}. Run the stage encode again with --force.")
         starts = np.cumsum([0, *(each.documents for each in shards)])
         found[source] = {
             int(starts[shard] + place): (shards[shard].document_key(int(place)), int(size),
@@ -61,10 +61,10 @@ def wanted_texts(work: Work) -> dict[str, Wanted]:
 
 
 def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) -> Iterator[bytes]:
-    """The text of each wanted document, one in memory at a time; what lies between them is passed over.
+    """The text of each wanted document, one in memory at a time; other documents are skipped.
 
     Raises:
-        UserError: the token shards are not of these text shards: bits per byte would be of something else.
+        UserError: the token shards were not made of these text shards, so bits per byte would be wrong.
     """
     first = 0
     for record in sorted(shard_records(manifest, "heldout", source), key=lambda record: str(record["path"])):
@@ -83,7 +83,7 @@ def read_texts(folder: Path, manifest: Manifest, source: str, wanted: Wanted) ->
 def training_byte_counts(folder: Path, manifest: Manifest, max_bytes: int) -> np.ndarray:
     """The byte counts of the training text: (256,) int64.
 
-    Of each shard the first documents are read, until it has given its equal share of `max_bytes`.
+    It reads the first documents of each shard, up to an equal share of `max_bytes`.
     """
     records: list[dict[str, Any]] = shard_records(manifest, "train")
     share = max_bytes / max(1, len(records))

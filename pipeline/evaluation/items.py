@@ -1,4 +1,4 @@
-"""What a task's single items tell: bits and bytes of right answers, the level of chance, scores that can be paired."""
+"""Results of a task's single items: bits and bytes of right answers, the level of chance, scores that can be paired."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
 ANSWER_BITS = "answer_bits_per_byte"
 ANSWERED = ("multiple_choice", "loglikelihood")
-"""Kinds of tasks with right answers whose probability is asked for: choices, or one text to be expected."""
+"""Output types of tasks that request the probability of right answers: choices, or one expected text."""
 
 
 Added = tuple[float, float]
-"""What an item adds to a score: (value, weight)."""
+"""An item's addend to a score: (value, weight)."""
 
 
 def _added_to_mean(value: Any) -> Added | None:
@@ -25,8 +25,8 @@ def _added_to_mean(value: Any) -> Added | None:
 
 
 def _added_to_f1(answer: tuple[Any, Any]) -> Added | None:
-    """answer: the right class and the model's, of which 1 is the positive one."""
-    gold, predicted = (int(each == 1) for each in answer)  # numpy's truths would add up to one
+    """answer: the right class and the model's; 1 is the positive class."""
+    gold, predicted = (int(each == 1) for each in answer)  # the sum of two numpy booleans would be one
     return 2.0 * gold * predicted, float(gold + predicted)
 
 
@@ -36,18 +36,18 @@ ADDED: dict[str, tuple[Form, Callable[[Any], Added | None]]] = {
     "perplexity": ("perplexity", lambda nats: (-nats, 1.0)),
     "weighted_perplexity": ("perplexity", lambda value: (-value[0], float(value[1]))),
     "f1_score": ("f1", _added_to_f1)}
-"""By the harness's name of how a metric is aggregated: its form, and what is added of what it logs of an item."""
+"""By the harness's name of an aggregation: its form, and an item's addend from its logged value."""
 
 
 def of_items(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """What single items tell of a task: `chance`, the share right of blind guessing, None without choices;
-    `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as answered
-    wrongly; and `per_item`.
+    """Results of a task's items: `chance`, the expected accuracy of guessing, None without choices;
+    `answer_bits_per_byte` of the right answers; `items_without_right_choice`, which the harness counts as wrong; and
+    `per_item`.
 
-    samples: as the harness logs them, one an item and filter. `per_item` has, ready for JSON, in the order of the
-    items: `hashes`, the beginning of each one's sha256; `texts`, see `item_text`; `metrics`, by name, the (value,
-    weight) of each or null (see `paired.Item`); `forms`, by name, the `paired.Form` of those that are no plain ratio.
-    Metrics that are more than sums of what single items add (mcc, bleu, chrf, ter, medians) are left out.
+    samples: as the harness logs them, one per item and filter. `per_item` is ready for JSON, in the order of the items:
+    `hashes`, the beginning of each item's sha256; `texts`, see `item_text`; `metrics`, by name, each item's (value,
+    weight) or null (see `paired.Item`); `forms`, by name, the `paired.Form` of metrics that are not plain ratios.
+    Metrics that are not sums over items (mcc, bleu, chrf, ter, medians) are omitted.
     """
     firsts = {sample["doc_id"]: sample for sample in reversed(samples)}
     order = sorted(firsts)
@@ -78,9 +78,9 @@ def of_items(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float | None, Added | None]:
-    """Of an item right choices / choices, None
-    without choices; and the bits that the model needs for the right answer given the question, with the answer's UTF-8
-    bytes and those of the blank that it begins with, None where no choice is right. Of several the first counts."""
+    """Of an item: right choices / choices, None without choices; and the model's bits for the right answer given the
+    question, with the answer's UTF-8 bytes including its leading blank, None if no choice is right. If several choices
+    are right, the first counts."""
     chance, number = None, 0
     if task.OUTPUT_TYPE == "multiple_choice":
         choices, gold = right_choices(task, sample["doc"])
@@ -94,7 +94,7 @@ def _answer(task: Any, sample: dict[str, Any]) -> tuple[float | None, Added | No
 
 
 def errors_of_texts(per_item: dict[str, Any]) -> dict[str, float]:
-    """Standard errors of the metrics of whole texts, for which the harness has none. per_item: see `of_items`."""
+    """Standard errors of whole-text metrics, which the harness does not compute. per_item: see `of_items`."""
     found = {}
     for name in (BITS, "byte_perplexity", "word_perplexity"):
         _, stderr = score(per_item["metrics"].get(name, ()), per_item["forms"].get(name, "ratio"))
@@ -104,7 +104,7 @@ def errors_of_texts(per_item: dict[str, Any]) -> dict[str, float]:
 
 
 def item_text(task: Any, document: dict[str, Any]) -> str:
-    """Question and right answer of an item, or the text to be predicted; no wrong choices, no few-shot examples."""
+    """An item's question and right answer, or the text to be predicted, without wrong choices and few-shot examples."""
     question, target = task.doc_to_text(document), task.doc_to_target(document)
     if task.OUTPUT_TYPE == "multiple_choice":
         choices, right = right_choices(task, document)
@@ -114,11 +114,11 @@ def item_text(task: Any, document: dict[str, Any]) -> str:
 
 
 def right_choices(task: Any, document: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """The choices of an item, and the numbers of the right ones: none where its target is not among them.
+    """The choices of an item, and the numbers of the right ones: none if its target is not among the choices.
 
-    As the harness has it: with one context (`doc_to_text` is text), `doc_to_target` is the right choice, its number, or
-    several; with a context for each choice (`doc_to_text` is a number, as in Winograd schemas), that number is the
-    right one and `doc_to_target` is the text that follows all of them.
+    As in the harness: with one context (`doc_to_text` is text), `doc_to_target` is the right choice, its number, or a
+    list of them. With a context for each choice (`doc_to_text` is a number, as in Winograd schemas), that number is the
+    right one, and `doc_to_target` is the text that follows all of them.
     """
     choices = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)

@@ -1,4 +1,4 @@
-"""Parts of an evaluation that are measured once: each is kept under the identity of what decides it."""
+"""Parts of an evaluation that are measured once: each is cached under a hash of its inputs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LIBRARIES = ("torch", "lm_eval", "datasets")
 
 
 class Kept:
-    """Results in a folder, written as each is there: a kill, a task that fails or another list of tasks costs nothing
-    of what was measured before.
+    """Cached results in a folder, each written when it is measured. A kill, a failed task or another list of tasks
+    loses no finished result.
 
     Args:
         folder: of the ledger.
-        made_by: what, besides a part's own inputs, decides all of them, as JSON: the code that measures.
+        made_by: common inputs of all parts, as JSON: the code that measures.
         ranks: all call `get` and `has` together.
-        say: tells the user what was measured and what was kept; called on rank 0.
+        say: prints which parts were measured and which were cached; called on rank 0.
 
     Attributes:
-        seconds: how long each part took when it was measured.
+        seconds: the time that each part took when it was measured.
     """
 
     def __init__(self, folder: Path, made_by: Any, ranks: Ranks, say: Callable[[str], None]) -> None:
@@ -37,15 +37,15 @@ class Kept:
         self._made_by = [made_by, {package: metadata.version(package) for package in LIBRARIES}]
 
     def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
-        """The part `name`: from disk if it was measured of the same, else what `measure` returns, a JSON value.
+        """The part `name`: from disk if its inputs are equal, else the result of `measure`, a JSON value.
 
-        decides: all that the result depends on, as JSON, besides the code and the libraries that measure: another of
-        those measures again, so that it is known what made each part.
+        decides: all inputs of the result, as JSON, besides the code and the libraries that measure. If those change,
+        the part is measured again, so that the manifest names the code that made it.
         """
         record, said = self._look(name, decides), "measured before, kept"
         if record is None:
             began = time.monotonic()
-            value = json.loads(json.dumps(measure()))  # the same whether it was on disk or not
+            value = json.loads(json.dumps(measure()))  # the same value whether cached or not
             record = {"seconds": round(time.monotonic() - began, 3), "value": value}
             said = f"{record['seconds']:.1f} s"
             if self.ranks.leads:
@@ -56,15 +56,15 @@ class Kept:
         return record["value"]
 
     def has(self, name: str, decides: dict[str, Any]) -> bool:
-        """Whether `get` would take the part from disk. Every rank asks."""
+        """Whether `get` would take the part from disk. Called on every rank."""
         return self._look(name, decides) is not None
 
     def _look(self, name: str, decides: dict[str, Any]) -> Any:
-        """A part's record, if it was measured of the same."""
+        """A part's record, if its inputs are equal."""
         self._keys[name] = key = sha256_json([decides, self._made_by])
         return self.ranks.same(self.ledger.found({name: key}).get(name) if self.ranks.leads else None)
 
     def forget(self) -> None:
-        """Let no part count that this attempt took or measured: its inputs were not what their digests say."""
+        """Invalidate all parts of this start: its inputs did not match their digests."""
         for name in self.seconds if self.ranks.leads else ():
             self.ledger.add(name, self._keys[name], None)

@@ -3,8 +3,8 @@
     python -m drover.tools.lm_eval --model drover --model_args run=runs/demo --tasks python_line \\
         --include_path configs/tasks
 
-The harness (0.4) knows its own models and those that somebody registered in the same process: it looks at no entry
-points. So its command line is started by `drover.tools.lm_eval`, which imports this first.
+The harness (0.4) knows its own models and those registered in the same process; it reads no entry points. So
+`drover.tools.lm_eval` imports this module and then starts the harness's command line.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ DTYPES = ("float32", "bfloat16")
 
 @register_model("drover")
 class DroverModel(HarnessModel):
-    """A model of Drover's, or a Llama in Hugging Face's form, for the harness.
+    """A Drover model, or a Llama in Hugging Face format, for the harness.
 
-    Started by torchrun, the ranks hold the model, each the whole where that fits, and share each list of requests.
+    Under torchrun each rank holds the whole model if it fits, else a shard, and the ranks share each list of requests.
 
     Args:
-        run: name or folder of a run: what its stage convert exported, which is what its stage evaluate measures; before
-            that is done, the newest checkpoint. Or a training checkpoint's folder, or a Hugging Face folder.
+        run: name or folder of a run, whose export by the stage convert is measured, as in the stage evaluate; before
+            that exists, its newest checkpoint. Or a training checkpoint's folder, or a Hugging Face folder.
         checkpoint: of the run: a step, or `newest`.
         dtype: of weights and arithmetic, float32 or bfloat16; default: the run's evaluate.dtype, else float32.
         batch: sequences per forward pass; default: --batch_size if above 1, the run's evaluate.batch, 16.
         max_length: tokens per window; default: the run's evaluate.sequence_length, else the model's context.
-        device: cpu, cuda, cuda:1 ...; where there is no GPU, or by default, what there is. Of several ranks each takes
-            its own.
+        device: cpu, cuda, cuda:1 ...; by default, or without a GPU, the available one. With several ranks each uses its
+            own.
         batch_size, max_batch_size: the harness's own options; `auto` means the default.
 
     Raises:
-        UserError: what the arguments ask for is not there.
+        UserError: an argument is wrong, or names something that does not exist.
     """
 
     def __init__(self, run: str | None = None, checkpoint: str | int | None = None, dtype: str | None = None,
@@ -63,13 +63,13 @@ class DroverModel(HarnessModel):
         of_run = run_of(path) if (path / "config.yaml").is_file() else None
         settings = EvaluateConfig() if of_run is None else of_run.config.evaluate
         if (chosen := dtype or settings.dtype) not in DTYPES:
-            raise UserError(f"dtype={chosen} is none that models are measured in: {' or '.join(DTYPES)}.")
+            raise UserError(f"dtype={chosen} is not supported: use {' or '.join(DTYPES)}.")
         weights = _weights(of_run, path, checkpoint)
         ranks = start_ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
         if ranks is not None:
             where = ranks.device
         elif not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
-            where = torch.device("cpu")  # cuda:0 is what the harness's command line says where nobody did
+            where = torch.device("cpu")  # cuda:0 is the default of the harness's command line
         else:
             where = torch.device(device or "cuda")
         opened = open_model(weights, where, getattr(torch, chosen), ranks=ranks)
@@ -80,11 +80,11 @@ class DroverModel(HarnessModel):
 
 
 def _weights(run: Run | None, path: Path, checkpoint: str | int | None) -> Path:
-    """The folder of the weights that are meant."""
+    """The folder of the requested weights."""
     if checkpoint is None:
         return deliverable(path)
     if run is None:
-        raise UserError(f"checkpoint={checkpoint} needs run= to be the folder of a run; {path} is none.")
+        raise UserError(f"checkpoint={checkpoint} needs run= to be the folder of a run; {path} is not one.")
     if checkpoint == NEWEST:
         return run.folder
     try:

@@ -1,4 +1,4 @@
-"""What a model needs for a text, as sums: plain numbers, which the report reads without torch."""
+"""A model's loss on a text as sums: plain numbers, which the report reads without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a model needs for some text. `nats` is the sum over `targets` tokens that stand for `text_bytes` bytes."""
+    """A model's loss on a text. `nats` is the sum over `targets` tokens, which encode `text_bytes` bytes."""
 
     nats: float
     targets: int
@@ -26,5 +26,5 @@ class Measurement:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean nats per target token; inf where that is beyond a float."""
+        """exp of the mean nats per target token; inf if that exceeds a float."""
         return math.exp(self.loss) if not self.loss > 709 else math.inf

@@ -1,4 +1,4 @@
-"""A model with its tokenizer, from whatever a user points at: a run, a checkpoint of one, a Hugging Face folder."""
+"""A model with its tokenizer, from a run, a checkpoint of a run, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """What text is measured with and made by.
+    """A model and its tokenizer, for measuring and generating text.
 
     Attributes:
         placed: the model on its device.
         tokenizer: its tokenizer; the model knows all its ids.
-        path: the folder that the weights lie in: of a run, that of its newest complete checkpoint.
+        path: the folder of the weights; for a run, that of its newest complete checkpoint.
     """
 
     placed: Placed
@@ -50,12 +50,12 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, *, tokenize
     """The model in a run's folder, in a training checkpoint inside of a run, or in a Hugging Face folder.
 
     Args:
-        tokenizer: None: of a run and of its checkpoints that of its tokenizer stage, which `reuse` may have taken from
-            another run; of a Hugging Face folder its tokenizer.json.
-        where: the ranks that have it, and what else `placing.place` takes.
+        tokenizer: None: for a run and its checkpoints, that of its tokenizer stage, which `reuse` may take from another
+            run; for a Hugging Face folder, its tokenizer.json.
+        where: the ranks that hold it, and other arguments of `placing.place`.
 
     Raises:
-        UserError: there are no weights or no tokenizer there, or they are damaged or do not belong together.
+        UserError: weights or tokenizer are missing or damaged, or do not belong together.
     """
     from drover.pipeline.evaluation.placing import place
     from drover.pipeline.formats.weights import open_weights
@@ -64,13 +64,13 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, *, tokenize
         tokenizer, vocabulary = tokenizer or _tokenizer(path, weights), weights.config.vocab_size or 0
         if vocabulary < tokenizer.used:
             raise UserError(f"The model in {weights.path} knows {vocabulary} ids, but its tokenizer has "
-                            f"{tokenizer.used}. They do not belong together: give the model the tokenizer that it was "
+                            f"{tokenizer.used}. They do not belong together: use the tokenizer that the model was "
                             f"trained with.")
         return OpenedModel(place(weights, device, dtype, **where), tokenizer, weights.path)
 
 
 def run_of(path: Path) -> Run | None:
-    """The run in a folder, or the one that a checkpoint's folder lies in; None of anything else."""
+    """The run in a folder, or the run of a checkpoint's folder; otherwise None."""
     from drover.pipeline.contract.run import run_in
 
     for place in (path.absolute(), path.resolve()):
@@ -82,8 +82,8 @@ def run_of(path: Path) -> Run | None:
 
 
 def deliverable(path: Path) -> Path:
-    """Of a run's folder what its stage convert exported, which is what its stage evaluate measures; before that is
-    done, and of any other folder, `path`, of which `open_model` takes a run's newest checkpoint."""
+    """For a run's folder, the export of its stage convert, which its stage evaluate measures. Before that exists, and
+    for any other folder, `path` itself, from which `open_model` takes a run's newest checkpoint."""
     run = run_of(path) if (path / "config.yaml").is_file() else None
     return run.stage_folder("convert") / "hf" if run is not None and run.manifest("convert") is not None else path
 

@@ -1,4 +1,4 @@
-"""Two models on the same items: how far they differ, and whether that may be chance.
+"""Two models on the same items: how much they differ, and whether that may be chance.
 
 A score over n items is made of a sum of values over a sum of weights,
 
@@ -11,14 +11,14 @@ and has one of three forms:
 - `f1`, S = R = 2 TP / (2 TP + FP + FN), with x_i 2 for a true positive, else 0, and w_i 2 for that, 1 for a false
   positive or negative, 0 for a true negative: a model's answers decide the weights too. S is 0 for no weight at all.
 
-Each item moves S, to first order (Cochran, Sampling Techniques, 1977, 2.11, for ratios; the delta method for exp), by
+Each item changes S, to first order (Cochran, Sampling Techniques, 1977, 2.11, for ratios; the delta method for exp), by
 
     u_i = S'(R) (x_i - R w_i) / sum(w_i),        stderr(S) = sqrt(n / (n - 1) * sum(u_i^2)),
 
-with S'(R) = 1, of perplexities exp(R). For weights of 1 that is the sample standard deviation over sqrt(n). Of two
-models that answered the same items, what counts is how differently an item moves them: D = S of the second less S of
-the first, and the same formula with the u_i of the second less those of the first. It is smaller than the two errors
-added in squares as far as the models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4).
+with S'(R) = 1, of perplexities exp(R). For weights of 1 that is the sample standard deviation over sqrt(n). For two
+models on the same items, D = S of the second less S of the first, and its standard error has the same formula with the
+u_i of the second less those of the first. It is smaller than the root of the two squared errors if the models find the
+same items hard (Miller, Adding Error Bars to Evals, 2024, section 4).
 
 Two tests:
 
@@ -28,7 +28,7 @@ Two tests:
   where an item's value is whether it was classified rightly, this is the exact McNemar test. It holds for any number of
   items.
 
-No p-value knows how many other comparisons stand beside it.
+The p-values are not corrected for multiple comparisons.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Difference:
         items: how many.
         difference: D; nan for no items.
         stderr: of D; None for fewer than two items.
-        higher, lower: items on which the second has the higher, or the lower, value; of f1, which it alone classifies
-            rightly, or wrongly.
+        higher, lower: items on which the second has the higher, or the lower, value; for f1, items that it alone
+            classifies correctly, or wrongly.
         p_sign: of the exact sign test.
         p_normal: of z; None without a standard error.
     """
@@ -73,13 +73,13 @@ def score(items: Sequence[Item], form: Form = "ratio") -> tuple[float, float | N
 
 
 def scored(items: Sequence[Item], form: Form = "ratio") -> dict[str, float | None]:
-    """The same as results have it: `value` and `stderr`."""
+    """The same as a mapping: `value` and `stderr`."""
     return dict(zip(("value", "stderr"), score(items, form), strict=True))
 
 
 def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "ratio") -> Difference:
-    """What the module says, of the items of two models in the same order; ValueError where their weights differ, and
-    the form has no weights that depend on the model."""
+    """The difference of two models on the same items in the same order, as defined above. ValueError if their weights
+    differ in a form whose weights do not depend on the model."""
     both = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
     if form != "f1" and any(one[1] != other[1] for one, other in both):
         raise ValueError("the items weigh differently: they are not the same ones")
@@ -93,13 +93,13 @@ def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "rati
 
 
 def _own(item: tuple[float, float], form: Form) -> float:
-    """What an item's sign is taken of: its value; of f1 whether it was classified rightly."""
+    """An item's value for the sign test; for f1, whether it was classified correctly."""
     value, weight = item
     return float(value == weight) if form == "f1" else value
 
 
 def sign_test(higher: int, lower: int) -> float:
-    """Two-sided p of so many signs of each kind if both were equally likely; 1 where there are none."""
+    """Two-sided p of these counts of signs if both signs are equally likely; 1 if there are none."""
     count, tail, term = higher + lower, 0, 1
     for taken in range(min(higher, lower) + 1):  # integers: exact for any count
         tail += term

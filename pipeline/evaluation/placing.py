@@ -1,4 +1,4 @@
-"""A model that is measured, on this rank's device: whole where that fits, else over as few ranks as can hold it."""
+"""Places a model on this rank's device for measuring: whole if it fits, else sharded over as few ranks as possible."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from drover.pipeline.parallel.host_memory import return_freed_memory
 from drover.pipeline.parallel.ranks import Ranks
 
 SHARE = 0.6
-"""Of the free memory, what weights may take: activations, logits and caches need the rest."""
+"""The share of free memory for weights: activations, logits and caches need the rest."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A model to be called.
+    """A model on its device.
 
     Attributes:
         model: in evaluation mode, without gradients.
-        shards: neighbouring ranks that hold it together; 1: each holds all of it.
-        together: to be entered around all calls: what ranks that share a model need in order to keep in step.
+        shards: neighbouring ranks that hold it together; 1: each holds the whole model.
+        together: a context to enter around all calls; it keeps ranks that share a model in step.
     """
 
     model: Llama
@@ -42,7 +42,7 @@ class Placed:
 
     @property
     def broken(self) -> bool:
-        """Whether a call failed here for which others wait, so that this rank cannot go on with them."""
+        """Whether a call failed on this rank while others wait for it, so that the ranks cannot continue together."""
         return bool(getattr(self.together, "broken", False))
 
 
@@ -52,12 +52,13 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
     """The model with these weights.
 
     Args:
-        ranks: all of these have it, and call this and it together; None: this process alone.
-        dp_shard: over how many neighbouring ranks it is spread, which divide all; None: as few as the memory allows.
-        memory_gb: what weights may take on one rank; None: SHARE of what is free on the rank that has least.
-        say: told how it lies; called on rank 0.
+        ranks: all ranks that hold the model and call it together; None: this process alone.
+        dp_shard: the number of neighbouring ranks that share it, a divisor of all; None: as few as the memory allows.
+        memory_gb: memory for weights on one rank; None: SHARE of the free memory of the rank that has least.
+        say: prints the layout; called on rank 0.
 
-    Raises UserError where the weights cannot be read.
+    Raises:
+        UserError: the weights cannot be read.
     """
     config, shards = weights.config, 1
     attention = choose("auto", Where(device, dtype, compiled=False, head_dim=config.head_width,
@@ -84,8 +85,7 @@ def place(weights: Weights, device: torch.device, dtype: torch.dtype, *, ranks: 
 
 
 def needed(config: ModelConfig, dtype: torch.dtype, shards: int) -> int:
-    """Bytes of weights on one rank: its share and, where they are sharded, the two largest units that follow each
-    other, once more while they are gathered."""
+    """Bytes of weights on one rank: its share and, if sharded, the two largest units all-gathered, twice each."""
     sizes: dict[str, int] = {}
     for name, shape in parameter_shapes(config).items():
         unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
@@ -95,8 +95,8 @@ def needed(config: ModelConfig, dtype: torch.dtype, shards: int) -> int:
 
 
 def fewest(config: ModelConfig, dtype: torch.dtype, allowed: float, world: int) -> int:
-    """The fewest ranks, of those that divide `world`, over which the weights take `allowed` bytes at most on each; all
-    of them where none is enough."""
+    """The smallest divisor of `world` such that weights sharded over it take at most `allowed` bytes on each rank;
+    `world` if none is enough."""
     return next((shards for shards in range(1, world + 1)
                  if world % shards == 0 and needed(config, dtype, shards) <= allowed), world)
 
@@ -105,9 +105,9 @@ def _words(config: ModelConfig, dtype: torch.dtype, allowed: float, shards: int)
     if shards == 1:
         return
     whole, here, most = (size / 1e9 for size in (needed(config, dtype, 1), needed(config, dtype, shards), allowed))
-    yield (f"weights sharded over {shards} ranks (FSDP2, gathered block by block): {here:.3g} GB on each; whole they "
-           f"take {whole:.3g} of the {most:.3g} GB that weights may take here. Every new token of a text gathers all "
-           f"of them once")
+    yield (f"weights sharded over {shards} ranks (FSDP2, all-gathered block by block): {here:.3g} GB on each; whole "
+           f"they take {whole:.3g} of the {most:.3g} GB that weights may take here. Every new token of a text "
+           f"all-gathers all of them once")
     if here > most:
-        yield (f"that is more than the {most:.3g} GB that weights may take on a rank: memory may run out; more ranks, "
-               f"or evaluate.dtype=bfloat16, would need less")
+        yield (f"that is more than the {most:.3g} GB that weights may take on a rank: memory may run out. Use more "
+               f"ranks, or set evaluate.dtype=bfloat16")

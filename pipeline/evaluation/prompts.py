@@ -1,4 +1,4 @@
-"""What a text becomes before a model continues it, and what ends the model's own."""
+"""From text to a model's prompt: ids, chat templates, and the ids that end a generated text."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from drover.pipeline.tokenization.base import Tokenizer
 
 END_OF_TURN = "<|eot_id|>"
-"""What ends a turn of a conversation in Llama 3's tokenizers."""
+"""The end of a turn of a conversation in Llama 3's tokenizers."""
 
 
 def prompt_ids(opened: OpenedModel, text: str) -> list[int]:
-    """The ids of a text to be continued: BOS, as before every document in training, and the text's."""
+    """The ids of a prompt: BOS, as before every document in training, and the text's ids."""
     return [opened.tokenizer.bos_id, *opened.tokenizer.encode(text)]
 
 
 def readable_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """The UTF-8 bytes that an id stands for: b"" for special ids, and for those that a model knows and its tokenizer
-    does not, which published models have to round their vocabulary up."""
+    """The UTF-8 bytes of an id: b"" for special ids, and for ids beyond the tokenizer's, which published models have
+    because they round up their vocabulary."""
     return lambda token: tokenizer.token_bytes(token) if token < tokenizer.size else b""
 
 
 def ending_ids(opened: OpenedModel) -> frozenset[int]:
-    """Ids after which the model has no more to say: EOS, those that the model's generation_config.json names, and the
-    end of a turn where the tokenizer knows one. UserError for a file that cannot be read."""
+    """Ids that end a generated text: EOS, those in the model's generation_config.json, and the end of a turn if the
+    tokenizer has one. UserError for a file that cannot be read."""
     said = read_settings(settings_file(opened.path)).get("eos_token_id")
     named = said if isinstance(said, list) else [said]
     turn = opened.tokenizer.special_tokens.get(END_OF_TURN)
@@ -39,7 +39,7 @@ def ending_ids(opened: OpenedModel) -> frozenset[int]:
 
 
 class ChatTemplate:
-    """How a conversation is written for a model that was trained on conversations.
+    """Formats a conversation for a model that was trained on conversations.
 
     Args:
         folder: of a Hugging Face tokenizer that has a template.
@@ -48,15 +48,15 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        # Drover's exports leave the names of special tokens in a text alone; those of a template are meant.
+        # Drover's exports encode names of special tokens in a text as plain text; a template needs the tokens.
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False,
                                                                  split_special_tokens=False)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
-            raise UserError(f"The tokenizer in {folder} needs Python code that lies beside it, which is not run. Its "
-                            f"model can be spoken to without a chat.") from None
+            raise UserError(f"The tokenizer in {folder} needs its own Python code, which Drover does not run. Use its "
+                            f"model without chat.") from None
         self.folder = folder
 
     def ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -70,13 +70,13 @@ class ChatTemplate:
             found = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True,
                                                         return_dict=False)
         except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"The chat template in {self.folder} does not take this conversation: {error}") from None
+            raise UserError(f"The chat template in {self.folder} does not accept this conversation: {error}") from None
         return [int(token) for token in found]
 
 
 def chat_template(opened: OpenedModel) -> ChatTemplate | None:
-    """The template beside the model, or in its run's tokenizer stage; None where there is none, as for every model that
-    was only pretrained."""
+    """The chat template next to the model, or in its run's tokenizer stage; None if there is none, as for every model
+    that was only pretrained."""
     run = run_of(opened.path)
     folder = opened.path if run is None else run.stage_folder("tokenizer") / "hf"
     return ChatTemplate(folder) if _has_template(folder) else None

@@ -1,4 +1,4 @@
-"""results.json: what was measured, and what each figure means."""
+"""results.json: the results, and the definition of each number."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from drover.pipeline.evaluation.measurement import Measurement
 
 FORMAT = 1
 DIGITS = 6
-"""Decimals kept: below that, the order in which a machine adds shows."""
+"""Decimals kept. Further ones depend on a machine's order of summation."""
 DEFINITIONS = {
     "bits_per_byte": "sum of nats over all target tokens / (ln 2 x UTF-8 bytes of the original text); targets are "
                      "all tokens of a document and its EOS, BOS is context only; no attention across documents; a "
-                     "document longer than the window is cut, and predicted without what is before the cut",
+                     "document longer than the window is cut, and predicted without the text before the cut",
     "perplexity": "exp(sum of nats / targets), per token: not comparable between vocabularies",
-    "entropy": "bits per byte of the text's own byte frequencies, the least without context",
+    "entropy": "bits per byte of the text's own byte frequencies, the lower bound without context",
     **MEANING,
     "stderr": "standard error of the mean over the task's items (lm-evaluation-harness)",
     "chance": "mean over the items of (right choices / choices)",
     "acc": "share of items whose right choice has the highest log-probability",
     "acc_norm": "the same, with log-probability divided by the choice's length in characters",
     "contamination": "dirty items are those of which more than half of the n-grams of 13 words (of a shorter item, all "
-                     "its words in a row) stand in a training document; clean items are the others; one of fewer than "
-                     "5 words is too short to say",
-    "answer_bits_per_byte": "bits that the right choices need per UTF-8 byte: smoother than accuracy",
+                     "its words in a row) occur in a training document; clean items are the others; an item of fewer "
+                     "than 5 words is too short to classify",
+    "answer_bits_per_byte": "the model's bits per UTF-8 byte of the right choices: smoother than accuracy",
 }
 
 
 def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
-    """The section `heldout` of results.json. found: `sources`, by name what was measured, exact; `baselines`, what
-    `baselines.compare` gives; `without_heldout_text`, sources that have none."""
+    """The section `heldout` of results.json. found: `sources`, the exact sums by name; `baselines`, the result of
+    `baselines.compare`; `without_heldout_text`, the sources without validation text."""
     sources, compared = found["sources"], found["baselines"]
     everything = {key: sum(counts[key] for counts in sources.values()) for key in next(iter(sources.values()))}
     whole = compared[OVERALL] if len(sources) > 1 else next(iter(compared.values()))
@@ -54,7 +54,7 @@ def _heldout_entry(counts: dict[str, Any], compared: dict[str, float]) -> dict[s
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with DIGITS decimals, in mappings too; None for what JSON cannot hold."""
+    """Numbers rounded to DIGITS decimals, also inside mappings; None for values that JSON lacks."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     if not isinstance(value, float):
@@ -81,7 +81,7 @@ def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, An
 
 
 def say_results(results: dict[str, Any]) -> Iterator[str]:
-    """The story of the stage in a few lines."""
+    """A summary of the stage in a few lines."""
     total = results["heldout"]["overall"]
     others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
     yield f"{total['bits_per_byte']:.4f} bits per byte on {_share(total)} ({total['bytes']:,} bytes); {others}"
@@ -92,7 +92,7 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
             yield (f"{name}: gzip and xz were given the first {entry['compressed_bytes']:,} of {entry['bytes']:,} "
                    f"bytes (evaluate.compressed_mb)")
     for source in results["heldout"]["without_heldout_text"]:
-        yield f"the source {source} has no held-out document and was not measured"
+        yield f"the source {source} has no validation document and was not measured"
     for name, task in results["tasks"].items():
         shown = ", ".join(f"{metric} {metric_text(entry)}" for metric, entry in task["metrics"].items())
         chance = "" if task["chance"] is None else f" (chance {task['chance']:.3f})"
@@ -101,20 +101,20 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
 
 
 def doubts(tasks: dict[str, Any]) -> Iterator[str]:
-    """What is to be known before scores of tasks are believed."""
+    """Warnings about task scores."""
     for name, task in tasks.items():
         if count := task.get("items_without_right_choice"):
-            yield (f"{name}: {count:,} items have a target that is none of their choices; lm-evaluation-harness counts "
-                   f"them as answered wrongly")
+            yield (f"{name}: {count:,} items have a target that is not among their choices; lm-evaluation-harness "
+                   f"counts them as wrong")
         if count := task.get("contexts_truncated"):
             yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
 
 
 def _share(entry: dict[str, Any]) -> str:
-    """How much of the held-out text was measured, in words."""
+    """The measured share of the validation text, as text."""
     if entry["documents"] == entry["of_documents"]:
-        return f"all {entry['documents']:,} held-out documents"
-    return (f"{entry['documents']:,} of {entry['of_documents']:,} held-out documents ({entry['tokens']:,} of "
+        return f"all {entry['documents']:,} validation documents"
+    return (f"{entry['documents']:,} of {entry['of_documents']:,} validation documents ({entry['tokens']:,} of "
             f"{entry['of_tokens']:,} tokens)")
 
 

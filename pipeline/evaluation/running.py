@@ -1,4 +1,4 @@
-"""Running lm-evaluation-harness tasks on our model: what they mean is the harness's business, word for word."""
+"""Runs lm-evaluation-harness tasks on our model. The harness alone defines what they measure."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
         model: deals its requests out to the ranks; every rank measures the same tasks in the same order.
         limit: items; None: all.
         bootstrap_iters: draws of bootstrapped standard errors, as the harness takes it.
-        log: file that what the harness prints and logs on rank 0 is appended to.
+        log: the harness's output and log on rank 0 are appended to this file.
 
     Raises:
-        UserError: in a sentence, on every rank, why the task cannot be loaded or scored; the whole story is in the log.
+        UserError: the task cannot be loaded or scored; one sentence, on every rank. The traceback is in the log.
     """
     result, reason, leads = None, None, model.ranks is None or model.ranks.leads
     try:
         with _messages_in(log if leads else Path(os.devnull)):
-            # The harness draws in as many processes as the machine has cores: one rank does it for all.
+            # The harness bootstraps in one process per core, so only one rank does it.
             result = _measured(model, task_file, limit, bootstrap_iters if leads else 0)
-    except Exception as error:  # whatever the harness or a task's own code make of the user's files
+    except Exception as error:  # the harness or a task's own code may raise anything for the user's files
         if model.placed.broken:
             raise
         reason = _reason(error)
@@ -74,7 +74,7 @@ def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, boots
 
 
 def _load(task_file: TaskFile, folder: Path) -> Any:
-    """The harness's task object, its data read from absolute paths into a cache of our own, in the folder."""
+    """The harness's task object. Its data is read from absolute paths into our own cache in the folder."""
     go_offline()
     import datasets
     from lm_eval.tasks import TaskManager
@@ -91,7 +91,7 @@ def _load(task_file: TaskFile, folder: Path) -> Any:
 
 @contextmanager
 def _messages_in(log: Path) -> Iterator[None]:
-    """Append what is printed and logged to a file, and the traceback of what goes wrong."""
+    """Append output, log messages and the traceback of an error to a file."""
     with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -112,7 +112,7 @@ def _messages_in(log: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """One sentence of an error: the first line of what it says, after its type where that is not our own."""
+    """An error in one sentence: the first line of its message, after its type unless that is our own."""
     if isinstance(error, UserError):
         return str(error)
     lines = str(error).strip().splitlines()

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness tasks from local YAML and data files: finding them, and which of a stage's inputs are theirs.
+"""lm-evaluation-harness tasks in local YAML and data files: finds them and lists their files as inputs of a stage.
 
 A task is a YAML file as the harness documents it, with `dataset_path: json` (or csv, parquet ...) and
 `dataset_kwargs.data_files`, whose paths are relative to the YAML file. Finding tasks imports neither the harness nor
-torch, because the launcher asks for them too.
+torch, because the launcher does it too.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TaskFile:
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:
-    """(name, path) of the YAML and data files of the tasks that are asked for; UserError for an unknown task."""
+    """(name, path) of the YAML and data files of the configured tasks; UserError for an unknown task."""
     return [pair for task in chosen_tasks(config) for pair in task.inputs()]
 
 
@@ -98,7 +98,8 @@ def chosen_tasks(config: Config) -> list[TaskFile]:
 
 
 def tasks_named(asked: list[str], places: list[Path], where: str) -> list[TaskFile]:
-    """The tasks with these names under the folders, each once; UserError for an unknown one, which `where` named."""
+    """The tasks with these names under the folders, each once; UserError for a name that is unknown. where: the setting
+    or option with the names, for messages."""
     known = find_tasks(places) if asked else {}
     if unknown := [name for name in asked if name not in known]:
         raise UserError(f"{where} names {', '.join(unknown)}, but the tasks in "
@@ -113,7 +114,7 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
     found: dict[str, TaskFile] = {}
     for place in places:
         if not place.is_dir():
-            raise UserError(f"{place} is to hold tasks (evaluate.task_folders), but it is not a folder.")
+            raise UserError(f"{place} should hold tasks (evaluate.task_folders), but it is not a folder.")
         here: dict[str, TaskFile] = {}
         for path in _yaml_files(place):
             settings, files = _read(path, ())
@@ -121,20 +122,20 @@ def find_tasks(places: list[Path]) -> dict[str, TaskFile]:
             if not isinstance(name, str) or "group" in settings:
                 continue  # a group, or a file that others include
             if name in here:
-                raise UserError(f"The task {name} is written twice: in {here[name].path} and in {path}. Rename one.")
+                raise UserError(f"The task {name} is defined twice: in {here[name].path} and in {path}. Rename one.")
             here[name] = TaskFile(name, path, settings, tuple(files))
         found.update(here)
     return found
 
 
 def _yaml_files(place: Path) -> list[Path]:
-    """All YAML files under a folder. A run may be in there too, whose folders go: os.walk passes them over."""
+    """All YAML files under a folder. If it contains a run, whose folders may vanish meanwhile, os.walk skips them."""
     return sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names if name.endswith(".yaml"))
 
 
 def write_absolute(tasks: Iterable[TaskFile], folder: Path, **more: Any) -> None:
-    """Make each task a YAML file in `folder` that means the same from any working directory: lm_eval itself looks for
-    data files where it was started, not beside the task. more: further `dataset_kwargs`."""
+    """Write a YAML file for each task into `folder` that works from any working directory: lm_eval itself resolves
+    data files in the working directory, not next to the task. more: further `dataset_kwargs`."""
     for task in tasks:
         kwargs = task.settings.get("dataset_kwargs") or {}
         own: dict[str, Any] = {"include": str(task.path.absolute()), "task": task.name}
@@ -144,7 +145,7 @@ def write_absolute(tasks: Iterable[TaskFile], folder: Path, **more: Any) -> None
 
 
 def write_groups(place: Path, folder: Path) -> None:
-    """The same of each group under `place`, whose tasks are found by their names."""
+    """The same for each group under `place`; the harness finds its tasks by their names."""
     for number, path in enumerate(path for path in _yaml_files(place) if "group" in _read(path, ())[0]):
         text = yaml.safe_dump({"include": str(path.absolute())})
         (folder / f"group {number}.yaml").write_text(text, encoding="utf-8")
@@ -167,15 +168,15 @@ def _read(path: Path, including: tuple[Path, ...]) -> tuple[dict[str, Any], list
 
 
 def go_offline() -> None:
-    """Keep the Hugging Face libraries from the network. Must come before they are first imported."""
+    """Keep the Hugging Face libraries off the network. Call it before they are first imported."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
 
 
 def only_kept_differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether two fingerprints of the stage evaluate differ in nothing but which tasks are asked for, whether their
-    items are looked for in the training text, and how much held-out text is measured and compressed.
+    """Whether two fingerprints of the stage evaluate differ only in the list of tasks, in whether contamination is
+    measured, and in how much validation text is measured and compressed.
 
-    Each part's result is kept under the identity of its own inputs, so what both ask for need not be measured again.
+    Each part's result is cached under a hash of its own inputs, so that common parts need not be measured again.
     """
     tasks = [set(fingerprint["config"]["evaluate"]["tasks"]) for fingerprint in (old, new)]
     both = tuple(f"{name}/" for name in tasks[0] & tasks[1])

@@ -1,6 +1,6 @@
-"""What a report is made of, apart from its looks: chapters of blocks, which a writer shows as a page or as Markdown.
+"""The content of a report without its format: chapters of blocks, which are rendered as a page or as Markdown.
 
-Blocks without content are false, and left out. A paragraph is a plain string.
+Blocks without content are false, and are omitted. A paragraph is a plain string.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def compact(value: float) -> str:
 
 
 ALL = "all"
-"""A row whose first or second cell says this sums up others and stands out."""
+"""A row with this in its first or second cell is a sum and is highlighted."""
 NONE = "–"
 FORMS: dict[str, Callable[[Any], str]] = {"B": readable, "s": duration, "k": compact}
-"""Ways to write a value that Python's format strings lack: bytes, seconds, and large numbers in few letters."""
+"""Formats that Python's format strings lack: bytes, seconds, and short forms of large numbers."""
 DIGEST = re.compile("[0-9a-f]{64}")
 Record = Mapping[str, Any]
 
@@ -37,8 +37,8 @@ class Table:
     """A table of records.
 
     Attributes:
-        columns: by heading, what `filled` makes a cell of; those of numbers, which have a form, are set flush right.
-        records: one for each row; `strong` in it stresses the row.
+        columns: by heading, the template of its cells for `filled`. Numbers, which have a format, are right-aligned.
+        records: one for each row; the key `strong` highlights the row.
     """
 
     title: str
@@ -51,15 +51,14 @@ class Table:
 
     @property
     def rows(self) -> list[tuple[bool, list[str]]]:
-        """Whether a row stands out, and its cells."""
+        """Whether a row is highlighted, and its cells."""
         rows = [[filled(column, record) for column in self.columns.values()] for record in self.records]
         return [(ALL in row[:2] or "strong" in record, row) for row, record in zip(rows, self.records, strict=True)]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name and points. `faint` ones are in the background; errors: of each y, a bar of that length up and
-    down."""
+    """A line: its name and points. faint: drawn in the background. errors: the half length of each error bar."""
 
     name: str
     x: Sequence[float]
@@ -87,7 +86,7 @@ class Lines:
 
     @property
     def told(self) -> str:
-        """What a histogram shows, in words; of other lines tables tell."""
+        """A histogram as text; empty for other charts, since tables have their values."""
         return "; ".join(f"{line.name} " + ", ".join(
             f"{share:.1%} up to {readable(end)}" for end, share in zip(line.x, line.y, strict=True) if share)
             for line in self.series if self.histogram)
@@ -95,8 +94,8 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A chart of horizontal bars: a value for each label, and the form (as a table's column has it) to write it in.
-    ours: the label of the bar that stands out."""
+    """A chart of horizontal bars: a value for each label, and the values' format, as in a table's column. ours: the
+    label of the highlighted bar."""
 
     title: str
     unit: str
@@ -110,19 +109,19 @@ class Bars:
 
     @property
     def told(self) -> str:
-        """What it shows, in words."""
+        """The chart as text."""
         return ", ".join(f"{label} {text}" for label, text, _ in self.rows)
 
     @property
     def rows(self) -> list[tuple[str, str, float]]:
-        """Of each bar its label, its value, and its length, of 78 at most, which leaves room for the value."""
+        """For each bar its label, its value, and its length in percent, at most 78, which leaves room for the value."""
         most = max(self.bars.values()) or 1
         return [(label, written(value, self.form), round(78 * value / most, 1)) for label, value in self.bars.items()]
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Text that a model wrote after a prompt. Neither is to be trusted."""
+    """A model's continuation of a prompt. Both are untrusted text."""
 
     title: str
     prompt: str
@@ -131,7 +130,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Fold:
-    """Something long that is shown on demand, and in print."""
+    """A long text that is shown on demand, and in print."""
 
     title: str
     text: str
@@ -145,7 +144,7 @@ Block = str | Table | Lines | Bars | Passage | Fold
 
 @dataclass(frozen=True)
 class Notice:
-    """Something to know before the figures are believed. kind: `warning` or `note`."""
+    """A message about the figures. kind: `warning` or `note`."""
 
     kind: str
     text: str
@@ -170,7 +169,7 @@ class Chapter:
 
     @property
     def name(self) -> str:
-        """The title as a link has it."""
+        """The title in the form of a link's target."""
         return self.title.lower().replace(" ", "-")
 
 
@@ -187,13 +186,13 @@ class Document:
 
 
 def pairs(title: str, values: Mapping[str, str], record: Record, note: str = "") -> Table:
-    """A table of labels and of what `filled` makes of the values, without those that are absent."""
+    """A table of labels and values, which are templates for `filled`. Absent values are omitted."""
     rows = [{"label": label, "value": filled(value, record)} for label, value in values.items()]
     return Table(title, {"": "{label}", " ": "{value}"}, [row for row in rows if row["value"] not in ("", NONE)], note)
 
 
 class _Filled(Formatter):
-    """Python's format strings over a record, with our forms, shares, and a dash for what is absent."""
+    """Python's format strings over a record, with our formats, shares, and a dash for absent values."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         part, *whole = (_found(name, kwargs) for name in field_name.split(" / "))
@@ -206,7 +205,7 @@ class _Filled(Formatter):
 
 
 def _found(name: str, value: Any) -> Any:
-    """What `key[inner][0]` is in mappings and sequences; names of sources may be numbers, too."""
+    """The value of `key[inner][0]` in mappings and sequences. Sources' names may be numbers, too."""
     for key in name.rstrip("]").replace("][", "[").split("["):
         if value is not None:
             value = value.get(key) if isinstance(value, Mapping) else value[int(key)]
@@ -216,19 +215,19 @@ def _found(name: str, value: Any) -> Any:
 def filled(template: str, record: Record) -> str:
     """A format string with the values of a record.
 
-    After the colon of `{steps:,}`, `{text_bytes[train]:B}` or `{changed / documents:.1%}` is the form: one of FORMS,
-    one of Python's, or `n` for any number. Without a colon it is words.
+    After the colon of `{steps:,}`, `{text_bytes[train]:B}` or `{changed / documents:.1%}` is the format: one of FORMS,
+    one of Python's, or `n` for any number. Without a colon the value is written as text.
     """
     return _Filled().vformat(template, (), record)
 
 
 def value(name: str, record: Record) -> Any:
-    """What a field of a format string, such as `text_bytes[train]` or `changed / documents`, stands for; or None."""
+    """The value of a field of a format string, such as `text_bytes[train]` or `changed / documents`, or None."""
     return _Filled().get_field(name, (), record)[0]
 
 
 def written(value: Any, form: str = "") -> str:
-    """A value as people read it: 12,345; 0.0321; text as it is; a dash for nothing."""
+    """A value for readers: 12,345; 0.0321; text unchanged; a dash for None."""
     if value is None:
         return NONE
     if form not in ("", "n") and not isinstance(value, str):
@@ -248,19 +247,19 @@ def written(value: Any, form: str = "") -> str:
 
 
 def words(key: str) -> str:
-    """The name of a field as words."""
+    """A field's name as words."""
     return key.replace("_", " ")
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the values, evenly; the first and the last are among them."""
+    """At most `most` of the values, evenly spaced, including the first and the last."""
     count = min(most, len(values))
     return [values[round(place * (len(values) - 1) / max(1, count - 1))] for place in range(count)]
 
 
 def flat(nested: Record, *names: str) -> list[dict[str, Any]]:
-    """A record for each mapping, or other value (under `value`), in nested mappings, with the keys on the way to it
-    under these names."""
+    """A record for each innermost mapping, or other value (as `value`), of nested mappings. The keys on the path to it
+    are stored under `names`."""
     if not names:
         return [dict(nested) if isinstance(nested, Mapping) else {"value": nested}]
     return [{names[0]: key, **record} for key, inner in nested.items() for record in flat(inner, *names[1:])]

@@ -1,4 +1,4 @@
-"""Everything that the report tells, read from the run. What is optional and absent is empty, not an error."""
+"""All data of the report, read from the run. Optional data that is absent is empty, not an error."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from drover.pipeline.records.metrics import Event, Line, read_metrics
 
 ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
                       r"""((?:[^\s/"',:\]]+/)?[^\s/"',:\]]+)(?=[\s"',:\]]|$)""")
-"""An absolute path; its last two names, if they are below the folder of a person."""
+"""An absolute path; the group has its last two names, below any home folder."""
 HOME = re.compile(r"""(?:…|/)/?(?:home|Users)/[^\s/"',:\]]+""")
-"""What is left of a person's folder: in an address, or where a path ends there."""
+"""A remaining home folder: in an address, or at the end of a path."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run.
+    """The data of a run.
 
     Attributes:
         manifests: of the stages before the report, in order.
         results: evaluate's results.json.
-        goodput: where the time of training went; None where its records do not tell.
-        evaluations: the results.json of checkpoints that were evaluated beside training, by step.
-        metrics: one record a step; samples, events: as training wrote them.
+        goodput: how the time of training was used; None if its records do not suffice.
+        evaluations: the results.json of checkpoints that were evaluated during training, by step.
+        metrics: one record per step.
+        samples, events: as training wrote them.
         tokenizer: the tokenizer stage's own report.
         changed_code: source files that changed since a stage ran, by stage.
-        reused: the run that a stage was taken from, by stage.
+        reused: the run from which a stage was reused, by stage.
         earlier: seconds of each start of a stage before the one that finished it, by stage.
-        machine: that writes the report.
+        machine: the one that writes the report.
     """
 
     config: Config
@@ -69,16 +70,16 @@ class Facts:
 
     @property
     def heldout(self) -> dict[str, Any]:
-        """What evaluate measured on held-out text; empty without."""
+        """The results of evaluate on validation text; empty if there is none."""
         return self.results.get("heldout", {})
 
     @property
     def updates(self) -> list[dict[str, Any]]:
-        """The metrics of the steps whose update was applied: the others' loss may be text, for NaN."""
+        """The metrics of steps whose update was applied. The loss of other steps may be NaN, as text."""
         return [record for record in self.metrics if "skipped" not in record]
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
-        """What training logged of one kind."""
+        """The events of one kind."""
         return [event for event in self.events if event.get("event") == kind]
 
 
@@ -86,8 +87,8 @@ def collect(run: Run) -> Facts:
     """Read the run; UserError for a stage that is not done or a file that is damaged."""
     manifests = {name: run.finished(name) for name in STAGES["report"].needs}
     folder = {name: run.stage_folder(name) for name in manifests}
-    # The launcher's records, and evaluations beside training, are no outputs of a stage before: they are told as they
-    # are found, and a report does not become stale where they change.
+    # The launcher's records and the evaluations of checkpoints are not outputs of an earlier stage. They are reported
+    # as found, and a report does not become stale if they change.
     spent, attempts = goodput(run.folder), read_attempts(run.folder)
     return Facts(
         config=run.config, manifests=manifests, results=_optional(folder["evaluate"] / "results.json"), goodput=spent,
@@ -96,7 +97,7 @@ def collect(run: Run) -> Facts:
                      and (found := _optional(path / "evaluate/results.json"))},
         metrics=read_metrics(folder["train"] / "metrics.jsonl"),
         samples=[sample for sample in read_lines(folder["train"] / "samples.jsonl", Line)
-                 if sample["step"] <= manifests["train"].counts["steps"]],  # a plan made shorter left others
+                 if sample["step"] <= manifests["train"].counts["steps"]],  # a plan that was shortened left others
         events=list(read_lines(folder["train"] / "events.jsonl", Event)),
         tokenizer=_optional(folder["tokenizer"] / "report.json"),
         changed_code={name: changed for name in manifests if (changed := run.changed_code(name))},
@@ -106,8 +107,8 @@ def collect(run: Run) -> Facts:
 
 
 def earlier(stage: str, manifest: Manifest, attempts: Iterable[dict[str, Any]], spent: Goodput | None) -> list[float]:
-    """The seconds of each start of a stage that ended before the one that finished it began: of training by its own
-    records, else by the launcher's since the stage was last done. Time in which several ran at once counts once."""
+    """The seconds of each start of a stage before the one that finished it. Training's are from its own records, other
+    stages' from the launcher's records since the stage was last done. Overlapping time counts once."""
     last = _at(manifest.finished) - manifest.wall_s
     times: dict[tuple[Any, ...], list[float]] = {}
     if stage == "train" and spent is not None:
@@ -117,7 +118,7 @@ def earlier(stage: str, manifest: Manifest, attempts: Iterable[dict[str, Any]], 
         if record["stage"] == stage and record["event"] in ("attempt", "ended") and _at(record["at"]) <= last:
             start = record["job"], record.get("restart"), record["start"], record.get("chain")
             times.setdefault(start, []).append(_at(record["at"]))
-            # Elements of arrays, whose jobs are called ID_ELEMENT, are done with their share, not with the stage.
+            # An element of a job array, named ID_ELEMENT, finishes its share only, not the stage.
             if record.get("status") == "done" and "_" not in record["job"]:
                 times.clear()
     found, until = [], 0.0
@@ -133,8 +134,7 @@ def _at(time: str) -> float:
 
 
 def shareable(text: str) -> str:
-    """`text` with absolute paths cut to their last two names, and without names of people: a report is shown to others.
-    """
+    """`text` with absolute paths shortened to their last two names and without user names: reports are shared."""
     return HOME.sub("…", ABSOLUTE.sub(r"…/\1", text))
 
 

@@ -1,5 +1,4 @@
-"""Charts of lines as inline SVG that takes its colours from the page, so that it is readable in light, dark and on
-paper."""
+"""Line charts as inline SVG with the page's colours, so that they are readable in light and dark mode and on paper."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from drover.pipeline.reporting.document import Lines, Series, compact, spread
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).resolve().parent / "templates"), autoescape=True,
                         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 346.0, 18.0, 158.0
-"""The edges of the plot; a phone shows the whole chart at about this size."""
+"""The edges of the plot. A phone shows the whole chart at about this size."""
 MOST_POINTS = 1500
 """Points of a line; longer ones are thinned."""
 MOST_DOTS = 40
@@ -28,7 +27,7 @@ COLOURS = 6
 
 @dataclass(frozen=True)
 class Axis:
-    """Where numbers from `low` to `high` are drawn: from `start` to `end`."""
+    """Maps numbers from `low` to `high` to positions from `start` to `end`."""
 
     low: float
     high: float
@@ -40,14 +39,14 @@ class Axis:
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
     def ticks(self, most: int = 5) -> list[float]:
-        """About as many round numbers, with even distances."""
+        """About `most` round numbers at equal distances."""
         span = self.high - self.low
         step = 10.0 ** math.floor(math.log10(span / most))
         step *= next(factor for factor in (1, 2, 5, 10) if factor * step * most >= span * 0.999)
         return [step * number for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
     def decades(self) -> list[float]:
-        """Logarithms: of powers of ten and, where there are few, of 2 and 5 times them."""
+        """Logarithms of powers of ten and, if those are few, of 2 and 5 times them."""
         factors = (1, 2, 5) if self.high - self.low < 3 else (1,)
         marks = [power + math.log10(factor) for power in range(math.floor(self.low), math.ceil(self.high) + 1)
                  for factor in factors]
@@ -76,13 +75,13 @@ def draw(chart: Lines) -> str:
 
 
 def standalone(chart: Lines) -> str:
-    """A chart as a file of its own: with the outside name that viewers ask for, on white, in fixed colours."""
+    """A chart as a separate file: with the XML namespace that viewers need, on white, in fixed colours."""
     fixed = re.sub(r"var\(--[\w-]+, (#[0-9a-f]{6})\)", r"\1", draw(chart)).replace("inherit", "sans-serif")
     return fixed.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1) + "\n"
 
 
 def _points(line: Series, log: bool, histogram: bool) -> list[tuple[float, float, float]]:
-    """The points that can be drawn, and their errors; of a histogram the corners of its classes."""
+    """The points that can be drawn, with their errors; for a histogram the corners of its classes."""
     errors = line.errors or [0.0] * len(line.x)
     points = [(x, math.log10(y) if log else y, error) for x, y, error in zip(line.x, line.y, errors, strict=True)
               if math.isfinite(y) and (y > 0 or not log)]

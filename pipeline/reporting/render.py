@@ -27,14 +27,14 @@ CHAPTERS = {"Validation": validation, "Training": training, "Tasks": tasks, "Che
 
 
 def compose(facts: Facts) -> Document:
-    """What the report says."""
+    """The report's content."""
     name, finished = facts.config.name, facts.manifests["evaluate"].finished
     return Document(facts.config.report.title or name, f"Drover run {name}, evaluated {finished[:19].replace('T', ' ')}"
                     " UTC", verdict(facts), list(notices(facts)), list(tiles(facts)), _chapters(facts, *CHAPTERS))
 
 
 def of_results(config: Config, results: Record, verdict: str) -> Document:
-    """What evaluate's results.md says: the report's chapters that are made of its results alone."""
+    """The content of evaluate's results.md: the report's chapters that need its results only."""
     return Document(f"Evaluation of {config.name}", "Parameters: {:,}, vocabulary: {:,}, measured in {}".format(
         *(results["model"][key] for key in ("parameters", "vocab_size", "dtype"))), verdict, [], [],
         _chapters(Facts(config, {}, results), "Validation", "Tasks", "Samples"))
@@ -46,12 +46,12 @@ def _chapters(facts: Facts, *titles: str) -> list[Chapter]:
 
 
 def html(document: Document) -> str:
-    """One page that needs nothing else: no script, no network. Everything but our own charts is escaped."""
+    """A self-contained page without scripts and network access. Everything except our own charts is escaped."""
     return _rendered("report.html.j2", document, autoescape=True)
 
 
 def markdown(document: Document) -> str:
-    """The same with the values of charts in words, where no table has them."""
+    """The same as Markdown. Charts are text, unless a table has their values."""
     return _rendered("report.md.j2", document, autoescape=False)
 
 
@@ -67,12 +67,12 @@ def _kind(block: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown finds no HTML and no line break."""
+    """Text without HTML and line breaks in Markdown."""
     return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _fenced(text: str) -> str:
-    """`text` as a code block of Markdown that nothing in it can end."""
+    """`text` as a Markdown code block that its content cannot end."""
     fence = "```"
     while fence in text:
         fence += "`"

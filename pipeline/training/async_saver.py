@@ -1,8 +1,8 @@
-"""Save a checkpoint while training goes on: the loop stops for the copy to host memory, a thread does the rest.
+"""Save a checkpoint while training continues: the loop waits for the copy to host memory, a thread does the rest.
 
-One save is in flight at a time. The threads of all ranks talk through a channel of their own
-(pipeline/parallel/host_channel.py). A failure is logged and tried again; when the attempts are used up, all ranks
-stop with its reason.
+One save is in flight at a time. The threads of all ranks communicate through their own channel
+(pipeline/parallel/host_channel.py). A failed save is logged and retried. After the last attempt all ranks stop with the
+reason.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from drover.pipeline.training.checkpoint import Checkpoints
 
 T = TypeVar("T")
 SLAB_BYTES = 1 << 28
-"""Host memory is taken in pieces of this size, or of a larger tensor's."""
+"""Host memory is allocated in pieces of this size, or of a larger tensor's size."""
 Pieces = dict[str, list[TensorShard]]
 Event = Callable[..., None]
-"""event(name, **details): to be logged by the loop. May be called from any thread."""
+"""event(name, **details): the loop logs it. Any thread may call it."""
 
 
 class AsyncSaver:
     """Writes the checkpoints of one training run. Every method is called on all ranks alike, except `failed`.
 
     Args:
-        about: what the marker records of the run, besides progress and files.
-        saved: called with each step whose checkpoint is complete, on every rank, in the thread that saves.
+        about: further fields of the marker, besides progress and files.
+        saved: called with the step of each complete checkpoint, on every rank, in the thread that saves.
     """
 
     def __init__(self, checkpoints: Checkpoints, ranks: Ranks, config: CheckpointConfig, about: dict[str, Any],
@@ -59,11 +59,11 @@ class AsyncSaver:
         return self._worker.error is not None
 
     def prepare(self, pieces: Pieces) -> None:
-        """Take the host memory for copies now, so that a first save finds it there (and a lack of it shows)."""
+        """Allocate the host memory for copies now, so that a lack of memory shows before the first save."""
         self._copy(pieces)
 
     def save(self, pieces: Pieces, progress: TrainingProgress) -> None:
-        """Begin to save; without `background`, save."""
+        """Start to save; without `background`, save."""
         began = time.perf_counter()
         self.wait()
         state = {**self._copy(pieces), "random.cpu": [self._row(torch.get_rng_state())]}
@@ -78,30 +78,30 @@ class AsyncSaver:
         """Wait until nothing is in flight.
 
         Raises:
-            OSError: the save was given up because the disk is full; the same on every rank.
-            UserError: because the disk or folder failed in another way.
-            RuntimeError: for any other reason.
+            OSError: the save failed because the disk is full; the same on every rank.
+            UserError: the disk or folder failed in another way.
+            RuntimeError: it failed for another reason.
         """
         self._worker.wait()
         error = self._worker.error
         if isinstance(error, OSError) and not is_full_disk(error):
-            raise UserError(f"Saving failed {self.config.attempts} times: {error}. Training stopped, since what it did "
-                            f"now could be lost; the last finished checkpoint in {self.checkpoints.folder} is sound. "
-                            f"Look at the disk or folder, and run the same command again.") from error
+            raise UserError(f"Saving failed {self.config.attempts} times: {error}. Training stopped, since later steps "
+                            f"could be lost; the last complete checkpoint in {self.checkpoints.folder} is valid. "
+                            f"Check the disk or folder, and run the same command again.") from error
         if error is not None:
             raise error
 
     def settle(self) -> None:
-        """Let a save in flight end before the process does, whatever becomes of it."""
+        """Wait for a save in flight, successful or not, before the process ends."""
         self._worker.wait(self.ranks.patience.total_seconds())
 
     def _row(self, state: torch.Tensor) -> TensorShard:
-        """This rank's row of a table of the generators of all ranks."""
+        """This rank's row in the table of all ranks' generator states."""
         return TensorShard(state.unsqueeze(0), (self.ranks.rank, 0), (self.ranks.world, len(state)))
 
     def _copy(self, pieces: Pieces) -> Pieces:
-        """The pieces in host memory, in the same place each time: new memory would cost more than the copy. They stay
-        where they are if they are there and training waits."""
+        """Copy the pieces to host memory, always the same memory: allocating would cost more than the copy. No copy is
+        made if the pieces are on the host and training waits for the save."""
         if not (self.config.background or self.on_gpu):
             return pieces
         copied: Pieces = {}
@@ -117,8 +117,8 @@ class AsyncSaver:
         return copied
 
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Host memory of a tensor's shape. It is cut from large slabs, because torch rounds each request for pinned
-        memory up to a power of two, which could be almost twice what is needed."""
+        """Host memory of a tensor's shape. It is cut from large slabs, because torch rounds each allocation of pinned
+        memory up to a power of two, which can be almost twice the need."""
         size = tensor.numel() * tensor.element_size()
         if self._slab.numel() - self._used < size:
             self._slab = torch.empty(max(size, SLAB_BYTES), dtype=torch.uint8, pin_memory=self.on_gpu)
@@ -128,7 +128,7 @@ class AsyncSaver:
         return place
 
     def _save(self, item: tuple[Pieces, TrainingProgress, float]) -> None:
-        """Save, in as many attempts as are allowed. In the thread."""
+        """Save, with up to `attempts` attempts. Runs in the thread."""
         state, progress, stall_s = item
         started = time.perf_counter()
         for attempt in range(1, self.config.attempts + 1):
@@ -150,7 +150,7 @@ class AsyncSaver:
         self.prune()
 
     def _attempt(self, state: Pieces, progress: TrainingProgress) -> Exception | None:
-        """Write to a temporary folder, index, publish; why that failed."""
+        """Write to a temporary folder, index, publish. Returns the error if that failed."""
         final = self.checkpoints.path(progress.step)
         temporary = final.with_name(f"{final.name}.tmp")
 
@@ -161,21 +161,21 @@ class AsyncSaver:
                           lambda _: write_part(temporary / f"rank-{self.ranks.rank:05}.safetensors", state),
                           Index.joined, publish, temporary)
         if problem is not None and self.ranks.leads:
-            shutil.rmtree(temporary, ignore_errors=True)  # no half checkpoint is left behind
+            shutil.rmtree(temporary, ignore_errors=True)  # leave no partial checkpoint
         return problem
 
     def prune(self) -> None:
-        """Remove what is no longer kept, on rank 0. A failure is logged, and the next save tries again."""
+        """Remove checkpoints that are not kept, on rank 0. A failure is logged, and the next save retries."""
         problem = tried(lambda: self.checkpoints.prune(self.config.keep, self.config.permanent_every))
-        if problem is not None:  # also where somebody put a folder of another name there
-            self.say(f"warning: an old checkpoint could not be removed ({problem}); tried again after the next save")
+        if problem is not None:  # for instance, a user put another folder there
+            self.say(f"warning: an old checkpoint could not be removed ({problem}); retrying after the next save")
 
 
 def in_turn(channel: HostChannel, first: Callable[[], Any], share: Callable[[Any], Any],
             join: Callable[[Sequence[Any]], Any], last: Callable[[Any], object], place: object) -> Exception | None:
-    """What the ranks do together, in a thread of each: rank 0 `first`; all of them their `share` of what that gave;
-    rank 0 `last`, with their results as `join` makes one of them. Why it failed, the same on every rank; None if it did
-    not. place: see `portable`."""
+    """Work of all ranks together, in a thread of each. Rank 0 calls `first`; every rank calls `share` with its result;
+    rank 0 calls `last` with their results, which `join` combines. Returns the error, the same on every rank, or None.
+    place: see `portable`."""
     begun = channel.same(tried(first, place) if channel.ranks.leads else None)
     if isinstance(begun, Exception):
         return begun
@@ -185,7 +185,7 @@ def in_turn(channel: HostChannel, first: Callable[[], Any], share: Callable[[Any
 
 
 def tried(action: Callable[[], T], place: object = "") -> T | Exception:
-    """What `action` gives, or why it failed, as other ranks are told. place: see `portable`."""
+    """The result of `action`, or its error in a form that can be sent to other ranks. place: see `portable`."""
     try:
         return action()
     except Exception as error:  # noqa: BLE001 - raised on every rank
@@ -193,13 +193,14 @@ def tried(action: Callable[[], T], place: object = "") -> T | Exception:
 
 
 def raised(found: T | Exception) -> T:
-    """What a rank was told, or raise it."""
+    """Raise an error that was received; return any other value."""
     if isinstance(found, Exception):
         raise found
     return found
 
 
 def _joined(join: Callable[[Sequence[Any]], Any], parts: Sequence[Any]) -> Any:
-    """The parts of several ranks as one, or why there is none: a full disk, which a user can mend, or the first."""
+    """The joined parts of several ranks, or an error: a full disk first, since a user can fix that, else the first
+    one."""
     problems = [part for part in parts if isinstance(part, Exception)]
     return min(problems, key=lambda problem: not is_full_disk(problem)) if problems else tried(lambda: join(parts))

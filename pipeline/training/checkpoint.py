@@ -1,7 +1,8 @@
-"""The checkpoints of a run of training: written beside, proven, renamed, marked; the newest valid one is what counts.
+"""The checkpoints of a training run: written to a temporary folder, verified, renamed, marked. The newest valid one
+counts.
 
-Any engine on any number of ranks can load any checkpoint. Where they lie is in pipeline/records/checkpoints.py, the
-writing in async_saver.py.
+Any engine on any number of ranks can load any checkpoint. pipeline/records/checkpoints.py defines their places, and
+async_saver.py writes them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from drover.pipeline.records.checkpoints import (
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one training run. needed: of which steps somebody still needs one; it is not removed."""
+    """The checkpoints of one training run. needed: whether a step's checkpoint is still in use, so it is kept."""
 
     folder: Path
     ranks: Ranks
@@ -41,21 +42,21 @@ class Checkpoints:
         return self.folder / checkpoint_name(step)
 
     def make_room(self, temporary: Path) -> None:
-        """An empty folder to write into; what killed saves left is cleared. For one rank."""
+        """Make an empty folder to write into, and remove leftovers of killed saves. Called on rank 0."""
         for leftover in self.folder.glob("step-*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
 
     def publish(self, temporary: Path, records: list[dict[str, Any]], progress: TrainingProgress,
                 about: dict[str, Any]) -> Path:
-        """Give a written folder its name, then its marker: from that moment it counts. For one rank."""
+        """Give a written folder its name, then its marker: from that moment it counts. Called on rank 0."""
         final = self.place(temporary, progress.step)
         write_sealed(final / MARKER, {"format": FORMAT, "progress": asdict(progress), "files": records,
                                       "world_size": self.ranks.world, **about})
         return final
 
     def place(self, temporary: Path, step: int) -> Path:
-        """Give a written folder, still without a marker, the name of the checkpoint after `step`. For one rank."""
+        """Give a written folder without a marker the name of the checkpoint after `step`. Called on rank 0."""
         final = self.path(step)
         if final.exists():  # damaged, or it would have been loaded: the marker goes first
             (final / MARKER).unlink(missing_ok=True)
@@ -64,12 +65,12 @@ class Checkpoints:
         return final
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
-        """The newest checkpoint whose files are all there and unchanged, or None if none was ever finished.
+        """The newest checkpoint whose files all exist and are unchanged, or None if none was ever finished.
 
-        Unfinished ones are removed; damaged ones are named, set aside as `*.damaged`, and passed over.
+        Unfinished checkpoints are removed. Damaged ones are logged, renamed to `*.damaged`, and skipped.
 
         Raises:
-            UserError: there are finished checkpoints, and every one is damaged.
+            UserError: there are finished checkpoints, and all are damaged.
         """
         damaged = 0
         for path in self.ranks.by_leader(self._finished):
@@ -77,10 +78,10 @@ class Checkpoints:
                 damaged += 1
                 continue
             marker = self.ranks.by_leader(partial(whole_marker, path))
-            problems = self.damage(path, marker["files"]) if marker else [f"{MARKER} is torn"]
+            problems = self.damage(path, marker["files"]) if marker else [f"{MARKER} is truncated"]
             if marker and not problems:
                 return path, TrainingProgress(**marker["progress"])
-            self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); set aside as "
+            self.say(f"checkpoint {path.name} is damaged ({'; '.join(problems[:3])}); renamed to "
                      f"{path.name}.damaged, going back to the one before it")
             damaged += 1
             if self.ranks.leads:
@@ -88,27 +89,27 @@ class Checkpoints:
                 shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
                 renamed(path, f"{path.name}.damaged")
         if damaged:
-            raise UserError(f"Every finished checkpoint in {self.folder} is damaged (see above). Put sound files back "
-                            f"(and take .damaged off the folder's name), or start training again with --force.")
+            raise UserError(f"Every finished checkpoint in {self.folder} is damaged (see above). Restore valid files "
+                            f"(and remove .damaged from the folder's name), or start training again with --force.")
         return None
 
     def _finished(self) -> list[Path]:
-        """Checkpoints that were once finished, damaged ones too, newest first. All others are removed, also those
-        older than a sound one: a kill may have cut short their removal. For one rank."""
+        """Checkpoints that were once finished, including damaged ones, newest first. All others are removed, even if
+        older than a valid one: a kill may have interrupted their removal. Called on rank 0."""
         found = []
         for path in sorted(self.folder.glob("step-*"), reverse=True):
-            if path.suffix == ".tmp":  # those give way to the next save
+            if path.suffix == ".tmp":  # the next save removes those
                 continue
             if ".damaged" in path.name or (path / MARKER).exists():
                 found.append(path)
             else:
-                self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or its removal was cut "
-                         f"short; removed")
+                self.say(f"checkpoint {path.name} has no {MARKER}: it was never finished, or its removal was "
+                         f"interrupted; removed")
                 shutil.rmtree(path)
         return found
 
     def damage(self, path: Path, records: list[dict[str, Any]]) -> list[str]:
-        """What is wrong with a checkpoint's files; each rank hashes its share, all get the answer."""
+        """The problems of a checkpoint's files. Each rank hashes its share, and all get the result."""
         found = [problem_of(path / record["path"], record) for record in records[self.ranks.rank::self.ranks.world]]
         return [problem for part in self.ranks.gather(found) for problem in part if problem]
 

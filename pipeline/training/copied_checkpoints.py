@@ -1,4 +1,4 @@
-"""Copies of training's checkpoints in an object store: a mirror for each step, under one owner."""
+"""Uploaded checkpoints in an object store: a mirror for each step, under one owner."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from drover.pipeline.storage.mirror import COPY, Mirror
 from drover.pipeline.storage.store import Store
 
 RECORDS = "records/"
-"""Below a step: what of the train folder goes on with it."""
+"""Folder below a step for the train folder's records that belong to the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What there is in the store: steps whose copy is whole, and paths of what is left of others, by step."""
+    """The content of the store: steps with a complete copy, and the paths of incomplete ones, by step."""
 
     whole: list[int]
     unfinished: dict[int, list[str]]
@@ -31,7 +31,7 @@ class CopiedCheckpoints:
         return Mirror(self.store.join(checkpoint_name(step)))
 
     def found(self) -> Found:
-        """What there is, in the order of steps; UserError if the store cannot be listed."""
+        """The content of the store, in the order of steps; UserError if it cannot be listed."""
         objects: dict[int, list[str]] = {}
         for entry in self.store.list():
             name, _, rest = entry.path.partition("/")
@@ -42,12 +42,12 @@ class CopiedCheckpoints:
         return Found(whole, {step: paths for step, paths in sorted(objects.items()) if step not in whole})
 
     def remove(self, *steps: int) -> None:
-        """Remove copies, the list of each first."""
+        """Remove copies, each one's copy.json first."""
         for step in steps:
             self.of(step).remove()
 
     def prune(self, keep: int, permanent_every: int | None) -> list[int]:
-        """Remove all but the newest `keep` copies and permanent ones; the steps that went."""
+        """Remove all but the newest `keep` copies and permanent ones. Returns the removed steps."""
         gone = [step for step in self.found().whole[:-keep] if permanent_every is None or step % permanent_every]
         self.remove(*gone)
         return gone

@@ -1,7 +1,7 @@
-"""Whether the same start gives the same bits: what torch and the libraries below it are told, and what a log says.
+"""Bit-equal results of equal starts: settings of torch and its libraries, and the log's field about it.
 
-On CPUs the same ranks and threads give the same bits without being asked. On GPUs the backward passes of flash and
-efficient attention add up in whatever order they finish, cuBLAS may choose by its workspace, and NCCL by measurement:
+On CPUs the same ranks and threads give the same bits by default. On GPUs the backward passes of flash and efficient
+attention sum in any order, cuBLAS may choose kernels by its workspace, and NCCL algorithms by measurement:
 https://docs.pytorch.org/docs/stable/notes/randomness.html
 """
 
@@ -14,20 +14,20 @@ import torch
 from drover.pipeline.core.errors import UserError
 
 WORKSPACES = (":4096:8", ":16:8")
-"""What cuBLAS's workspace may be where it is to be deterministic: these are NVIDIA's words; the first is faster."""
+"""The workspaces with which cuBLAS is deterministic, in NVIDIA's notation; the first is faster."""
 REDUCTIONS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-"""One order of sums between GPUs whatever NCCL measures at a start. Ring, as every collective has it: Tree knows only
-the all-reduce. Your own choice stays."""
+"""A fixed order of sums between GPUs, independent of NCCL's measurements. Ring supports every collective; Tree only the
+all-reduce. A value that the user has set stays."""
 
 
 def make_deterministic() -> None:
-    """Ask for the same bits at every start on the same machine; to be called before anything is on a GPU.
+    """Make every start on the same machine give the same bits. Call it before anything is on a GPU.
 
-    From here on operators that cannot be deterministic raise RuntimeError, and attention takes kernels that can:
-    flash and efficient attention with a deterministic backward pass, cuDNN's not at all.
+    Afterwards operators without a deterministic version raise RuntimeError, and attention uses deterministic kernels:
+    flash and efficient attention with a deterministic backward pass, and never cuDNN's.
 
     Raises:
-        UserError: CUBLAS_WORKSPACE_CONFIG is set to something that cannot be.
+        UserError: CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is not deterministic.
     """
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
     if workspace not in WORKSPACES:
@@ -36,15 +36,15 @@ def make_deterministic() -> None:
     for name, value in REDUCTIONS.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)  # not warn_only: attention would keep its faster backward pass
-    # Else a pass over all memory that is taken, for values that nothing of ours reads.
+    # It would fill all allocated memory in an extra pass, for values that our code never reads.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     import torch._inductor.config as inductor
-    if hasattr(inductor, "deterministic"):  # newer torch: no choice of kernels by measuring them
+    if hasattr(inductor, "deterministic"):  # newer torch: kernels are not chosen by measuring them
         inductor.deterministic = True
 
 
 def is_deterministic(device: torch.device, wanted: bool) -> bool:
-    """Whether steps that are repeated on `device` give the same bits; for the log."""
+    """Whether repeated steps on `device` give the same bits; for the log."""
     return device.type == "cpu" or wanted

@@ -1,4 +1,4 @@
-"""What is known of the device and the process: peak arithmetic, memory, compiled graphs."""
+"""Facts about the device and the process: peak FLOP/s, memory, compiled graphs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "A800": 312.0, "H800": 989.5, "L40S": 362.0,
                "GB200": 2500.0, "GB300": 2500.0, "B200": 2250.0, "B300": 2250.0, "V100": 125.0, "RTX 4090": 165.2,
                "MI300X": 1307.4, "MI325X": 1307.4}
-"""Dense bf16 peaks from the vendors' data sheets (V100: fp16; RTX 4090: sums in fp32), by a part of the device's name;
-the first that fits counts. A card that is not here gets no MFU: no figure is better than a guessed one."""
+"""Dense bf16 peaks from the vendors' data sheets (V100: fp16; RTX 4090: fp32 accumulation), by a part of the device's
+name; the first match counts. Other cards get no MFU, since a guess would mislead."""
 
 LARGEST = 5
-"""Modules that are named where memory does not suffice."""
+"""Modules that an out-of-memory message names."""
 KINDS = {"model": "weights", "gradient": "gradients"}
-"""As `Engine.held` names them, and as users read them; all others are states of the optimizer."""
+"""Names of `Engine.held`, and their names in messages; all others are optimizer state."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak FLOP/s of the device in bf16, or None where it is not known for certain."""
+    """Peak FLOP/s of the device in bf16, or None if it is not known for certain."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     if any(other in name for other in ("PCIe", "NVL", "Laptop", "4090 D")):
-        return None  # other clocks than the cards of the table
+        return None  # these have other clock rates than the cards in the table
     return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if key in name), None)
 
 
@@ -50,9 +50,8 @@ def memory_mb(device: torch.device) -> float:
 
 
 def allocator_facts(device: torch.device) -> dict[str, float]:
-    """What torch's allocator tells of a GPU, as fields of a step's line: the most memory in MB that it has taken from
-    the GPU so far, and how often it found none and gave back its cache to go on. Such retries cost much time, and come
-    before running out of memory. {} elsewhere."""
+    """Statistics of torch's allocator on a GPU, as fields of a step's line: its peak reserved memory in MB, and how
+    often it had to free its cache and retry. Such retries are slow, and precede running out of memory. {} elsewhere."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
@@ -61,13 +60,13 @@ def allocator_facts(device: torch.device) -> dict[str, float]:
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process so far; 0 where it was never used."""
+    """The number of graphs that torch.compile has made in this process; 0 if it was never used."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
 def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[str]]:
-    """Bytes on the device of weights, gradients and the optimizer's states, by module; those of all blocks together."""
+    """Bytes of weights, gradients and optimizer state on the device, by module, summed over all blocks."""
     found = defaultdict[str, Counter[str]](Counter)
     for name, kind, tensor in engine.held():
         if tensor.device == device:
@@ -77,10 +76,10 @@ def held_by_module(engine: Engine, device: torch.device) -> dict[str, Counter[st
 
 
 def want_of_memory(error: torch.OutOfMemoryError, engine: Engine | None, ranks: Ranks, step: int, run: str) -> str:
-    """What this rank's memory held, and how to find settings that need less.
+    """An error message: the content of this rank's memory, and how to find settings that need less.
 
-    engine: None while it was built. step: that was not finished. run: arguments of `drover rehearse` that tell of
-    the run.
+    engine: None if it was still being built. step: the one that failed. run: arguments of `drover rehearse` for this
+    run.
     """
     has, gpu, tensors = "", "<GB of a GPU>", None
     if ranks.device.type == "cuda":
@@ -110,13 +109,13 @@ def _kinds(sizes: Counter[str]) -> str:
 
 @contextmanager
 def memory_explained(engine: Engine | None, ranks: Ranks, step: int, run: str, *, first: bool) -> Iterator[None]:
-    """Where memory does not suffice for what is done within, say what held it.
+    """If the code within runs out of memory, explain what the memory held.
 
-    engine, step, run: as `want_of_memory`. first: it is the first step of this start, or before it.
+    engine, step, run: as in `want_of_memory`. first: whether it is the first step of this start, or before it.
 
     Raises:
-        UserError: in a first step, since another start would end there too. In a later one torch's own error is left,
-            and the launcher starts again.
+        UserError: in a first step, since another start would fail there too. In a later step torch's own error is
+            raised, and the launcher restarts training.
     """
     try:
         yield

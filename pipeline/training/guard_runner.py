@@ -1,4 +1,4 @@
-"""The guards of an attempt at training: they judge each step, and rollbacks leave samples out for good."""
+"""The guards of one start of training: they judge each step, and rollbacks exclude samples permanently."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Log = Callable[..., None]
 
 
 class GuardRunner(Guards):
-    """The guards of one attempt at training. Every method is called on all ranks alike.
+    """The guards of one start of training. Every method is called on all ranks alike.
 
     Attributes:
-        batch_sequences: of the steps that are judged.
-        excluded: sample numbers that rollbacks have left out.
-        rollbacks: all of the run.
+        batch_sequences: sequences per global batch.
+        excluded: the samples that rollbacks have excluded.
+        rollbacks: all rollbacks of the run.
     """
 
     def __init__(self, work: Work, ranks: Ranks, data: TrainingData, say: Callable[[str], None]) -> None:
@@ -40,11 +40,11 @@ class GuardRunner(Guards):
 
     def judge_step(self, step: int, result: StepResult, progress: TrainingProgress, can_roll_back: bool,
                    log: Log) -> Verdict:
-        """What came of step number `step`; where something did, it is said and logged, with the documents seen."""
+        """Judge step number `step`. Print and log anything unusual, with the documents of the batch."""
         samples = self.excluded.take(progress.samples, self.batch_sequences).ranges
         verdict = self.judge(step, result.loss, result.grad_norm, samples, can_roll_back)
         assert result.applied == verdict.applied, "the device and the guards decided differently"
-        if verdict.event and self.ranks.leads:  # the others neither say nor log: why should they read?
+        if verdict.event and self.ranks.leads:  # only rank 0 prints and logs, so only it reads the documents
             documents = documents_of(self.data, verdict.samples)
             meaning = {"skip": "the update was skipped", "rollback": "going back to the last checkpoint",
                        "spike": "logged only"}[verdict.event]
@@ -53,19 +53,20 @@ class GuardRunner(Guards):
         return verdict
 
     def describe(self, samples: Sequence[Range]) -> str:
-        """See Guards. Only rank 0 reads them, the others wait for it: were they to leave before, they would take it
-        along before it has spoken."""
+        """See Guards. Rank 0 reads them while the others wait: if they exited first, rank 0 would be ended before it
+        reports."""
         return str(self.ranks.same(named(documents_of(self.data, samples)) if self.ranks.leads else None))
 
     def exclude(self, verdict: Verdict, back_to: int) -> None:
-        """Leave the samples of a step out for good, durably, before anything is loaded."""
+        """Exclude the samples of a step from training permanently. The record is on disk before anything is loaded."""
         if self.ranks.leads:
             plan = self.data.plan_at(verdict.samples[-1][1])
             add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, plan, verdict.text))
         self._read()
 
     def step_fields(self, verdict: Verdict, before: int, after: int) -> dict[str, Any]:
-        """What a step's line in the log says of skipping and leaving out; empty where all went well."""
+        """Fields of a step's line in metrics.jsonl about skipped updates and excluded samples; empty if there are
+        none."""
         fields = {"skipped": verdict.skipped, "rollbacks": len(self.rollbacks),
                   "left_out": [list(part) for part in self.excluded.within(before, after)]}
         return {name: value for name, value in fields.items() if value}

@@ -1,14 +1,14 @@
 """What to do about a step whose loss or gradient norm is NaN, or far above those of the steps before.
 
-Before a step the guards give limits; the engine updates the weights, on the device and on all ranks alike, only if
-neither number is above its limit (a comparison that NaN fails by itself). After it they judge the two numbers, by the
-same comparison, so that both agree. All of it is a pure function of the numbers seen, and the state goes into the
-checkpoint with every float exact: a run that is continued decides as one that was never interrupted.
+Before a step the guards set limits. The engine updates the weights, on the device and on all ranks alike, only if
+neither number is above its limit (NaN fails this comparison by itself). After the step the guards judge the two numbers
+by the same comparison, so both agree. The decision is a pure function of the numbers seen, and the state goes into the
+checkpoint with every float exact: a resumed run decides as one that was never interrupted.
 
-A spike is a value above `median + spike_deviations x deviation` of the last `spike_window` updates. These hold what
-was applied and nothing else: no number that is not finite, and none of a skipped update. So under `log` a lasting
-higher level becomes normal once it fills half the window; under `skip` it cannot, and cannot lock the run into skipping
-for ever either, since `max_skipped` updates in a row stop it with an explanation.
+A spike is a value above `median + spike_deviations x deviation` of the last `spike_window` updates. The window holds
+applied updates only: no number that is not finite, and none of a skipped update. So under `log` a lasting higher level
+becomes normal once it fills half the window. Under `skip` it does not; the run cannot skip for ever either, since
+`max_skipped` skipped updates in a row stop it with an explanation.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ UNLIMITED = float(np.finfo(np.float32).max)
 NORMAL = 1.4826
 """Standard deviations in a median absolute deviation of normal noise."""
 LOSS_FLOOR, NORM_FLOOR = 0.01, 0.05
-"""The deviation is at least this share of the median: a curve that happens to lie flat must not make every wiggle a
-spike. With 8 deviations a loss must rise by 8%, a gradient norm by 40%."""
+"""The deviation is at least this share of the median, so that small changes of a flat curve are no spikes. With 8
+deviations a loss must rise by 8%, a gradient norm by 40%."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a step. event: skip, spike or rollback; None where all is well. text: a sentence with the numbers,
-    for a person; empty where all is well."""
+    """The decision on a step. event: skip, spike or rollback; None if the step is normal. text: a sentence with the
+    numbers, for a person; empty if the step is normal."""
 
     step: int
     samples: tuple[Range, ...]
@@ -70,12 +70,12 @@ class Verdict:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and norm are."""
+        """Whether loss and norm are finite."""
         return StepLimits().allow(self.loss, self.grad_norm)
 
     @property
     def skipped(self) -> str | None:
-        """Why the step's line in the metrics counts as skipped: `nonfinite` or `spike`; None if it does not."""
+        """Why the update was skipped: `nonfinite` or `spike`; None if it was not."""
         return ("spike" if self.finite else "nonfinite") if self.event == "skip" else None
 
     def details(self) -> dict[str, Any]:
@@ -96,9 +96,9 @@ class Guards:
         self.go_on({}, 0)
 
     def go_on(self, state: dict[str, Any], rollbacks: int) -> None:
-        """Judge on from a state that `state` gave.
+        """Continue from a state that `state` returned.
 
-        rollbacks: how many the run has made; they are not in a checkpoint's state, which lies before them.
+        rollbacks: how many the run has made. A checkpoint's state does not count them: it was saved before.
         """
         self.rollbacks_total = rollbacks
         window = max(self.config.spike_window, self.config.spike_min_history)
@@ -109,16 +109,16 @@ class Guards:
         self.consecutive_skipped: int = state.get("consecutive_skipped", 0)
 
     def describe(self, samples: Sequence[Range]) -> str:
-        """The documents in ranges of samples; asked only when training must stop."""
+        """The documents in ranges of samples. Called only when training must stop."""
         return ""
 
     def state(self) -> dict[str, Any]:
-        """JSON from which another `Guards` goes on exactly here."""
+        """The state as JSON. A `Guards` that is given it judges exactly as this one would."""
         return {"losses": list(self._losses), "grad_norms": list(self._norms), "skipped_total": self.skipped_total,
                 "spikes_total": self.spikes_total, "consecutive_skipped": self.consecutive_skipped}
 
     def forget(self) -> None:
-        """Judge from now on by what comes: another mixture, length or batch has another loss and norm."""
+        """Clear the history: another mixture, length or batch has another loss and norm."""
         self._losses.clear()
         self._norms.clear()
 
@@ -127,18 +127,18 @@ class Guards:
         return {"skipped": self.skipped_total, "spikes": self.spikes_total, "rollbacks": self.rollbacks_total}
 
     def limits(self) -> StepLimits:
-        """Above which the next update must not be applied."""
+        """The limits above which the next update must not be applied."""
         return StepLimits() if self.config.spike == "log" else self._spike_limits()
 
     def judge(self, step: int, loss: float, grad_norm: float, samples: Sequence[Range],
               can_roll_back: bool = True) -> Verdict:
-        """What came of the step that was made under `limits()`.
+        """Judge the step that was made under `limits()`.
 
         Args:
             step: its number, counted from 1.
             loss, grad_norm: global, the same on every rank.
-            samples: what it trained on.
-            can_roll_back: whether there is a checkpoint to go back to; where there is none yet, a spike is skipped.
+            samples: ranges of the samples in its batch.
+            can_roll_back: whether there is a checkpoint to go back to. Without one, a spike is skipped.
 
         Raises:
             UserError: too many updates in a row were skipped, or there were too many rollbacks.
@@ -171,25 +171,24 @@ class Guards:
         self.consecutive_skipped += 1
         if self.consecutive_skipped <= self.config.max_skipped:
             return replace(verdict, event="skip", text=text)
-        mend = ("To take a higher level for normal, set train.guards.spike=log. To go on past bad data, raise "
-                "train.guards.max_skipped." if verdict.finite else
-                "Look at the text (drover trace RUN --step N --text). If it is sound, lower "
-                f"train.lr or "
-                f"lengthen train.warmup_steps, and go on with --accept-drift{PHASED}, or start again with --force.")
+        fix = ("To accept a higher level as normal, set train.guards.spike=log. To continue past bad data, raise "
+               "train.guards.max_skipped." if verdict.finite else
+               "Look at the text (drover trace RUN --step N --text). If it is clean, lower train.lr or lengthen "
+               f"train.warmup_steps, and continue with --accept-drift{PHASED}, or start again with --force.")
         raise UserError(
             f"Training stopped at step {verdict.step}: {self.consecutive_skipped} updates in a row were skipped, and "
             f"train.guards.max_skipped is {self.config.max_skipped}. The last was {text}; "
-            f"{self._where(verdict.samples)}. The weights are those of before the first of these steps, and the "
-            f"checkpoints are sound. {mend}")
+            f"{self._where(verdict.samples)}. The weights are those from before the first of these steps, and the "
+            f"checkpoints are valid. {fix}")
 
     def _roll_back(self, verdict: Verdict, text: str) -> Verdict:
         if self.rollbacks_total >= self.config.max_rollbacks:
             raise UserError(
                 f"Training stopped at step {verdict.step}: another rollback is needed, and train.guards.max_rollbacks "
                 f"is {self.config.max_rollbacks}. The reason was {text}; {self._where(verdict.samples)}. This "
-                f"update was not applied, and the checkpoints are sound. Look at the text (python -m "
-                f"drover.tools.where --run RUN --step N --text); lower train.lr and go on with "
-                f"--accept-drift{PHASED}, or set train.guards.spike=log to take such steps for normal.")
+                f"update was not applied, and the checkpoints are valid. Look at the text (drover trace RUN --step N "
+                f"--text). Lower train.lr and continue with --accept-drift{PHASED}, or set train.guards.spike=log to "
+                f"accept such steps as normal.")
         self.rollbacks_total += 1
         return replace(verdict, event="rollback", text=text)
 
@@ -225,5 +224,5 @@ def spread_of(values: Sequence[float], floor: float) -> tuple[float, float]:
 
 
 def json_number(value: float) -> float | str:
-    """A number as JSON holds it: NaN and the infinities, for which JSON has no word, as `nan`, `inf`, `-inf`."""
+    """A number as JSON: NaN and infinities, which JSON lacks, become the text `nan`, `inf`, `-inf`."""
     return value if np.isfinite(value) else str(float(value))

@@ -1,10 +1,10 @@
-"""Hooks take part in training beside the loop: they watch it, check it, or stop it, and know nothing of one another.
+"""Hooks: parts of training that observe the loop, check it or stop it. They know nothing of one another.
 
-`train.hooks` adds hooks of your own; docs/extending.md has a guard that stops on a rising gradient norm, in one file.
+`train.hooks` adds your own hooks. docs/extending.md shows a guard in one file that stops on a rising gradient norm.
 
-Every method is called on all ranks alike, where it does not say otherwise, in the order of `Loop.hooks`. What it raises
-stops training: it must be raised on all ranks alike, so decide by what is the same on all of them (`StepResult` is), or
-by sums of `votes`.
+Every method is called on all ranks alike, in the order of `Loop.hooks`, unless it says otherwise. An error that it
+raises stops training. It must be raised on all ranks alike, so decide by values that are the same on all ranks, such as
+`StepResult` or the sums of `votes`.
 """
 
 from __future__ import annotations
@@ -21,42 +21,44 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Every method may be left out."""
+    """The base of all hooks. Override the methods that you need."""
 
     def on_start(self, loop: Loop) -> None:
-        """The first step of this start comes next. A rollback sets `loop.progress` back later."""
+        """The first step of this start comes next. A later rollback sets `loop.progress` back."""
 
     def votes(self, loop: Loop) -> Sequence[float]:
-        """Numbers that are summed over all ranks before each step, always as many. One collective serves all hooks."""
+        """Numbers that are summed over all ranks before each step, always the same count. All hooks share one
+        all-reduce."""
         return ()
 
     def on_votes(self, loop: Loop, sums: Sequence[float]) -> None:
         """The sums of `votes`, the same on every rank."""
 
     def before_update(self, loop: Loop) -> None:
-        """The backward passes of the next step are done, and its gradients summed (`Engine.gradients`, `held`); guards
-        may still leave its update out."""
+        """The backward passes of the next step are done, and its gradients are reduced (`Engine.gradients`, `held`).
+        Guards may still skip its update."""
 
     def on_step(self, loop: Loop, result: StepResult, record: dict[str, Any]) -> None:
-        """A step was done and is not undone; nothing of it is saved yet. `record` is its line of metrics.jsonl."""
+        """A step was done and not rolled back; nothing of it is saved yet. `record` is its line of metrics.jsonl."""
 
     def on_save(self, loop: Loop) -> None:
         """A checkpoint of `loop.progress` is about to be written."""
 
     def on_saved(self, step: int) -> None:
-        """The checkpoint after `step` is complete. In the thread that saves; what is raised ends it."""
+        """The checkpoint after `step` is complete. Called in the thread that saves; an error ends that thread."""
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint after `step` must stay, however old it is. On rank 0, in the thread that saves."""
+        """Whether the checkpoint after `step` must be kept, however old it is. Called on rank 0, in the thread that
+        saves."""
         return False
 
     def look(self, loop: Loop) -> dict[str, Any]:
-        """What else goes into the last step's line: what is seen of the model. The step's checkpoint, if one was due,
-        is on its way. Called also at a start that finds the line of its checkpoint's step missing."""
+        """Measurements of the model, as further fields of the last step's line. If a checkpoint was due after the step,
+        it is being written already. Also called at a start that finds the line of its checkpoint's step missing."""
         return {}
 
     def after_step(self, loop: Loop) -> None:
-        """All of a step is done, its checkpoint included."""
+        """The step is finished, and its checkpoint, if one was due, is being written."""
 
     def on_damage(self, after: int) -> None:
         """Training is about to stop: checkpoints after step `after` may be made of damaged tokens."""
@@ -72,8 +74,8 @@ class Hook:
 
 
 class HookSettings(Kind):
-    """The settings of a hook of your own, each a field with its text underneath."""
+    """The settings of your own hook: one field each, with its description underneath."""
 
     @abstractmethod
     def open(self, loop: Loop) -> Hook:
-        """The hook, on every rank."""
+        """Make the hook. Called on every rank."""

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from drover.pipeline.training.loop import Loop
 
 EVERY, ALL_EVERY = 50, 1000
-"""Steps between two collections of what is new, as in torchtitan, and between two of all that came since the start:
-what lived through one is not looked at by the quick ones."""
+"""Steps between two collections of young objects, as in torchtitan, and between two of all objects made since the
+start. A young collection does not visit objects that survived an earlier one."""
 
 
 class Saving(Hook):
-    """Asks for a save when enough minutes have passed, and stops all ranks where one could not save."""
+    """Requests a checkpoint when enough minutes have passed, and stops all ranks if one of them could not save."""
 
     def __init__(self, every_minutes: float | None) -> None:
         self.every_minutes = every_minutes
@@ -40,12 +40,12 @@ class Saving(Hook):
 class Garbage(Hook):
     """Collects Python's cyclic garbage on all ranks after the same steps.
 
-    Python collects it whenever enough objects were made. That happens on each rank in another step, and all other ranks
-    wait for it there; of a thousand ranks, one is collecting in almost every step.
+    By itself Python collects whenever enough objects were made. Each rank would do so in a different step while all
+    others wait: of a thousand ranks, one would be collecting in almost every step.
     """
 
     def on_start(self, loop: Loop) -> None:
-        """From now on collect only after certain steps. What exists now is never looked at again."""
+        """From now on collect only after certain steps. Objects that exist now are never visited again."""
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -58,6 +58,6 @@ class Garbage(Hook):
             gc.collect(1)
 
     def on_end(self, loop: Loop) -> None:
-        """Let Python collect as it does by itself."""
+        """Return to Python's own collection."""
         gc.enable()
         gc.unfreeze()

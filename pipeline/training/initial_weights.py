@@ -1,8 +1,8 @@
-"""Training that starts from somebody's weights (`train.init_from`) instead of random ones.
+"""Training that starts from given weights (`train.init_from`) instead of random ones.
 
-Each rank reads the part of every parameter that it holds. The optimizer, the schedule and the data begin anew. What may
-differ from the weights' own model is how positions are turned (theta, scaling, context), which is how a context is
-extended, and a larger vocabulary, whose new rows start as in a new model.
+Each rank reads the part of every parameter that it holds. The optimizer, the schedule and the data start from scratch.
+Two things may differ from the weights' own model: the rotary positions (theta, scaling, context), so that a context can
+be extended, and the vocabulary may be larger. Its new rows start as in a new model.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from drover.pipeline.records.generation_settings import keep_settings
 from drover.pipeline.records.weight_files import RUN
 
 DEPARTURES = ("qkv_bias", "qk_norm", "sliding_window", "full_attention_interval", "no_rope_layer_interval")
-"""Where Llama's descendants differ."""
+"""Settings in which Llama's descendants differ."""
 SAME = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_width",
         "ffn_dim": "hidden",
         "tied_embeddings": "tied_embeddings", "norm_eps": "norm_eps", **{name: name for name in DEPARTURES}}
-"""What must be the weights' own: the setting that says it, and where a ModelConfig has it."""
+"""What must equal the weights' own model: the setting, and the attribute of a ModelConfig."""
 TOKENIZER = "tokenizer.json"
 
 
 @contextmanager
 def initial_values(work: Work, model: ModelConfig, ranks: Ranks, *, begun: bool) -> Iterator[InitialValues | None]:
-    """What the parameters of a training start from, as long as the context is open; None where a checkpoint of its own
-    has them.
+    """The initial values of the parameters, valid while the context is open; None if the run has a checkpoint.
 
     Args:
         model: the shape that is trained, `vocab_size` known.
 
     Raises:
-        UserError: the weights of `train.init_from` are not there, damaged, or of another shape or tokenizer; the same
-            on every rank. Later, when they are read, for NaN and infinite values.
+        UserError: the weights of `train.init_from` are missing or damaged, or have another shape or tokenizer; the
+            same on every rank. NaN and infinite values raise it later, when the weights are read.
     """
     if begun:
         yield None
@@ -76,9 +75,9 @@ def _keep_settings(work: Work, path: Path | None) -> None:
 
 
 def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
-    """Initial values from `weights`; rows that they lack, of a vocabulary that has grown, from `otherwise`.
+    """Initial values from `weights`. Rows of a larger vocabulary that they lack come from `otherwise`.
 
-    Raises UserError, when read, for NaN and infinite values.
+    Reading a value raises UserError if it is NaN or infinite.
     """
     def values(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
         rows = min(size[0], max(0, weights.shapes[name][0] - offset[0]))
@@ -92,8 +91,8 @@ def taken(weights: Weights, otherwise: InitialValues) -> InitialValues:
 
 
 def refuse_other_shape(path: Path, model: ModelConfig) -> None:
-    """UserError, with everything that differs, if a run of this shape cannot start from the weights in `path`;
-    `vocab_size` may not be known yet."""
+    """Raise UserError with all differences if a run of this shape cannot start from the weights in `path`. `vocab_size`
+    may be unknown yet."""
     with open_weights(path) as weights:
         theirs = weights.config
     found = [f"{name} is {getattr(model, value)} here, {getattr(theirs, value)} there" for name, value in SAME.items()
@@ -109,7 +108,7 @@ def refuse_other_shape(path: Path, model: ModelConfig) -> None:
 
 
 def changes(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
-    """What is changed on purpose, in words: positions, and rows of the vocabulary."""
+    """The intended changes as text: positions, and new rows of the vocabulary."""
     found = [f"{name} {getattr(theirs, name)} -> {getattr(ours, name)}" for name in POSITIONS
              if getattr(theirs, name) != getattr(ours, name)]
     assert ours.vocab_size is not None and theirs.vocab_size is not None
@@ -120,11 +119,11 @@ def changes(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
 
 
 def refuse_other_tokenizer(path: Path, ours: Path) -> str:
-    """UserError if the weights know other tokens by their ids than the run does; else what was compared, in words.
+    """Raise UserError if an id means another token for the weights than for the run; else say what was compared.
 
     Args:
-        path: what `train.init_from` says.
-        ours: the export of the run's tokenizer, in Hugging Face's form.
+        path: the folder in `train.init_from`.
+        ours: the export of the run's tokenizer, in Hugging Face format.
     """
     theirs = tokenizer_of(path)
     if theirs is None:
@@ -145,18 +144,18 @@ def refuse_other_tokenizer(path: Path, ours: Path) -> str:
 
 
 def tokenizer_of(path: Path) -> Path | None:
-    """The tokenizer.json that belongs to weights: beside them, or of the run that they lie in."""
+    """The tokenizer.json of the weights: in their folder, or in the run that they belong to."""
     places = [path, *(folder / "tokenizer" / "hf" for folder in (path, *path.absolute().parents[:3])
                       if (folder / RUN).is_file())]
     return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
 
 
 def _known(path: Path) -> tuple[dict[int, str], Any]:
-    """Tokens by id, and the merges, of a tokenizer.json. UserError if it is none."""
+    """Tokens by id, and the merges, of a tokenizer.json. UserError if it cannot be read."""
     from tokenizers import Tokenizer
     try:
         found = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library has no other
-        raise UserError(f"{path} cannot be compared with the run's tokenizer: it is not read ({error}).") from None
+        raise UserError(f"{path} cannot be compared with the run's tokenizer: reading it failed ({error}).") from None
     return ({index: token for token, index in found.get_vocab().items()},
             json.loads(found.to_str())["model"].get("merges"))

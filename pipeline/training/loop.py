@@ -1,4 +1,4 @@
-"""The training loop: what it is made of, set up in order, its steps, and how it ends."""
+"""The training loop: its parts, set up in order, its steps, and its end."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ from drover.pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest
 
 
 class Loop:
-    """One attempt at training, from the newest valid checkpoint to the end or to a request to stop.
+    """One start of training, from the newest valid checkpoint to the end or to a request to stop.
 
     Attributes:
-        progress: where training stands.
-        hooks: what takes part in training beside the loop, in order.
-        save_asked: whether a hook asked for a checkpoint after the step that runs.
+        progress: steps, samples and tokens done so far.
+        hooks: all hooks, in the order in which they are called.
+        save_asked: whether a hook requested a checkpoint after the current step.
         done: steps of this start.
-        current: this rank's batch of the step that runs or ran last, and the targets of the global batch.
+        current: this rank's batch of the current or last step, and the target tokens of the global batch.
     """
 
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
@@ -79,7 +79,7 @@ class Loop:
         self.save_asked, self.done = False, 0
 
     def run(self) -> None:
-        """Train to the configured number of steps and commit, or save and leave when asked to stop."""
+        """Train to the configured number of steps and commit, or save and leave on a request to stop."""
         with ExitStack() as self.ends:
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
@@ -91,7 +91,7 @@ class Loop:
     # ---- set-up, in this order
 
     def _meet(self) -> None:
-        """Find the other ranks, and see that all run the same thing."""
+        """Connect to the other ranks, and check that all run the same code and configuration."""
         if self.config.train.deterministic:
             make_deterministic()
         self.ranks = start_ranks(longest_wait(self.config), self.work.store, self.config.launch.device)
@@ -105,7 +105,7 @@ class Loop:
             write_places(self.work.folder, self.nodes)
 
     def _lay_out(self) -> None:
-        """Give each rank its place and its part of the batch; UserError where that does not come out even."""
+        """Give each rank its place and its part of the batch; UserError if the batch does not divide evenly."""
         if problems := rank_problems(self.config, self.ranks.world):
             raise UserError(f"This run does not fit {self.ranks.world} ranks: {listed(problems)}")
         self.grid = Grid(self.ranks, self.config.parallel)
@@ -137,11 +137,11 @@ class Loop:
         self.has_checkpoint = self.found is not None
 
     def _check_plan(self) -> None:
-        """See that the checkpoint may be continued along the plan that is asked for now."""
+        """Check that the checkpoint can be continued along the configured plan."""
         found, self.plan_changes = self.found, list[str]()
         if self.plan.declared and found:
             self.plan_changes = self.ranks.by_leader(lambda: changed_future(*found, self.plan))
-        with self.paused():  # what epochs have left may have to be packed
+        with self.paused():  # the rest of an epoch may have to be packed
             self.guards = GuardRunner(self.work, self.ranks, self.data, self.say)
         if self.plan_changes:
             self.plan_changes += no_longer_left_out(self.guards.rollbacks, self.data.order.links)
@@ -162,7 +162,7 @@ class Loop:
         chosen, self.precision_reason = agreed_precision(train.precision, self.progress.precision, self.ranks)
         self.progress, precision = dataclasses.replace(self.progress, precision=chosen), DTYPES[chosen]
         self.decided = self.config.model_copy(update={"train": train.model_copy(update={"precision": chosen})})
-        # So far nothing draws from it; what will must not differ from one start to the next, nor checkpoints' bytes.
+        # Nothing uses this generator yet. Later uses must not differ between starts, nor may checkpoints' bytes.
         torch.manual_seed(self.config.seed + self.ranks.rank)
         self.as_rehearsed = (f"--config {shlex.quote(str(self.work.run.folder.absolute() / 'config.yaml'))} "
                              f"model.vocab_size={self.model_config.vocab_size}")
@@ -183,7 +183,7 @@ class Loop:
 
     def _open_log(self) -> None:
         precision = DTYPES[self.progress.precision]
-        # Peaks are known for bf16; fp8 is measured against them too, so that its figures compare with those of bf16.
+        # Peak FLOP/s are known for bf16. fp8 is measured against them too, so that its MFU compares with that of bf16.
         self.recorder.open(self.progress, precision == torch.bfloat16)
         for text in [*summary_lines(self.config, self.model_config, self.grid, self.data, self.precision_reason),
                      *kernel_lines(self.config, self.engine, self.ranks.device, precision),
@@ -194,7 +194,7 @@ class Loop:
         train = self.config.train
         self.stop = StopAgreement(self.ranks, self.work.run.folder, train.stop_after_minutes, self.work.began)
         compared_every = train.guards.replica_hash_every if self.ranks.world > 1 else None
-        with self.paused():  # held-out text is read, the vocabulary too
+        with self.paused():  # validation text and the vocabulary are read
             self.hooks: list[Hook] = [
                 Saving(train.checkpoint.every_minutes),
                 *([self.tokens] if self.tokens.compares else []),
@@ -209,7 +209,7 @@ class Loop:
                 *([] if train.profile.start is None else [Profiling(train.profile, train.profile.start)]),
                 Garbage()]
         self.engine.before_update = self._before_update
-        self.work.run.forget_manifests()  # of very many shards they are large
+        self.work.run.forget_manifests()  # with very many shards they are large
 
     # ---- the loop
 
@@ -237,12 +237,12 @@ class Loop:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there are steps to be done."""
+        """Whether steps remain."""
         return self.progress.step < self.config.train.steps
 
     def due(self, every: int | None, step: int | None = None) -> bool:
-        """Whether what is done every so many steps is done after the last step, or after `step`; always after the last
-        of all."""
+        """Whether an action with an interval of `every` steps is due after the last step, or after `step`. It is always
+        due after the final step of training."""
         step = self.progress.step if step is None else step
         return every is not None and (step % every == 0 or step == self.config.train.steps)
 
@@ -261,8 +261,8 @@ class Loop:
         self.step_began = time.perf_counter()
 
     def _agree(self, batch: Batch) -> tuple[int, int]:
-        """Sum over all ranks what hooks vote, so that all save, leave or fail after the same step, and what the batch
-        has: target tokens and padding of the global one."""
+        """All-reduce the hooks' votes, so that all ranks save, leave or fail after the same step, and the target tokens
+        and padding of the batch. Returns the two of the global batch."""
         self.save_asked = False
         votes = [hook.votes(self) for hook in self.hooks]
         counted = (batch.targets, sum(batch.padding)) if self.grid.speaks else (0, 0)
@@ -274,7 +274,7 @@ class Loop:
         return targets, padding
 
     def _update(self, batch: Batch, targets: int) -> StepResult:
-        """Forward, backward and update over the batch. UserError as `memory_explained`."""
+        """Forward and backward passes and the update. Raises as `memory_explained` does."""
         step = self.progress.step + 1
         self.current, self.rate = (batch, targets), planned_rate(step - 1, self.plan)
         self.watchdog.step_begins()
@@ -289,7 +289,7 @@ class Loop:
             hook.before_update(self)
 
     def _advance(self, result: StepResult, verdict: Verdict, padding: int) -> None:
-        """Note that the step has happened, and what it was; its line goes to the log later (`_log_step`)."""
+        """Update the progress with the step and its record. `_log_step` writes the record later."""
         before, step_s = self.progress, time.perf_counter() - self.step_began
         end = self.guards.excluded.take(before.samples, self.batch.sequences).end
         after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
@@ -306,23 +306,23 @@ class Loop:
         self.watchdog.finished(after.step, step_s)
 
     def _checkpoint_is_due(self) -> bool:
-        """Whether to save now: every so many steps or minutes, before leaving, at the end, and where `convert.average`
-        names the step."""
+        """Whether to save now: every so many steps or minutes, before leaving, at the end, and at the steps of
+        `convert.average`."""
         due = self.due(self.config.train.checkpoint.every_steps)
         return due or self.progress.step in self.config.convert.average or self.save_asked or self.stop.stop is not None
 
     def _save(self) -> None:
-        """Begin to save a checkpoint."""
+        """Start to save a checkpoint."""
         with self.paused():
             for hook in self.hooks:
                 hook.on_save(self)
             self.progress = dataclasses.replace(self.progress, guards=self.guards.state())
             self.saver.save(self.engine.state_shards(), self.progress)
-        self.has_checkpoint = True  # also while it is written: what comes of a step must not depend on the disk's speed
+        self.has_checkpoint = True  # even while it is written: decisions must not depend on the disk's speed
 
     def _log_step(self) -> None:
-        """Look at the model, and write the step's line. It comes after the step's checkpoint, which holds it as well:
-        looking may fail (memory, a bad prompt), and must not cost the steps since the last save."""
+        """Measure the model, and write the step's line. This comes after the step's checkpoint, which holds the line
+        too: a measurement may fail (memory, a bad prompt), and must not cost the steps since the last save."""
         record, seen = self.progress.record or {}, dict[str, Any]()
         for hook in self.hooks:
             seen |= hook.look(self)
@@ -334,16 +334,16 @@ class Loop:
             hook.on_saved(step)
 
     def _end_step(self) -> None:
-        """All that belongs to a step is done; the next one begins."""
+        """Finish the step; the next one begins."""
         entered = self.unfinished and self.progress.step == self.phase.end_step
         if entered:
             self._enter_phase()
         self.recorder.flush()
         self.step_began = time.perf_counter()
-        self.watchdog.pulse(first=entered)  # its shapes are new
+        self.watchdog.pulse(first=entered)  # a new phase has new shapes
 
     def _begin(self) -> None:
-        """Go on from `self.progress`: at the start, and after a rollback."""
+        """Continue from `self.progress`: at the start, and after a rollback."""
         self.guards.go_on(self.progress.guards, len(self.guards.rollbacks))
         self._enter_phase()
         self.batches.begin(self.progress, self.guards.excluded)
@@ -351,7 +351,7 @@ class Loop:
         self.watchdog.pulse()
 
     def _enter_phase(self) -> None:
-        """Take the batch and the sequence length of the next step's phase; where one begins, say so."""
+        """Use the batch and the sequence length of the next step's phase. Log the phase if it begins here."""
         self.phase = self.plan.phase_of(self.progress.step + 1)
         self.batch = self.batch_of_phase[self.phase.number]
         self.guards.batch_sequences = self.batch.sequences
@@ -363,10 +363,10 @@ class Loop:
             self.recorder.event("phase", step=self.progress.step, phase=self.phase.number + 1, text=str(self.phase))
 
     def _roll_back(self, verdict: Verdict) -> None:
-        """Go back to the newest checkpoint, and leave the samples of the judged step out for good.
+        """Go back to the newest checkpoint, and exclude the samples of the judged step permanently.
 
         Raises:
-            UserError: there is none any more.
+            UserError: there is no checkpoint any more.
         """
         self.recorder.flush()
         with self.paused():
@@ -374,8 +374,8 @@ class Loop:
             self.batches.pause()
             found = self.checkpoints.newest_valid()
             if found is None:
-                raise UserError(f"{verdict.text}: training was to go back to a checkpoint, but there is none any more "
-                                f"in {self.checkpoints.folder}. Start again with --force, or with "
+                raise UserError(f"{verdict.text}: training has to go back to a checkpoint, but none is left in "
+                                f"{self.checkpoints.folder}. Start again with --force, or with "
                                 f"train.guards.spike=skip.")
             path, progress = found
             self.guards.exclude(verdict, progress.step)
@@ -385,16 +385,16 @@ class Loop:
             load(path, self.engine, self.ranks, self.progress.updates)
         self.recorder.event("rolled_back", step=progress.step, train_s=train_s(progress),
                             lost_s=round(time.perf_counter() - self.step_began, 3))
-        self.recorder.flush()  # before the next step's line, by whose time it would be judged
+        self.recorder.flush()  # before the next step's line, from whose time it would be dated
         self._begin()
 
     # ---- the end
 
     def _leave(self, stop: Stop) -> None:
-        """Say and record why training ends early, once the checkpoint is there."""
+        """Log and record why training ends early, once the checkpoint is complete."""
         self.recorder.interrupt()
         ending = self._settle()
-        self.ranks.barrier()  # without an agent, rank 0 has the store in which the others hear that the save is done
+        self.ranks.barrier()  # without an agent, rank 0 holds the store over which the others learn of the save
         step = self.progress.step
         self.say(f"stopped after step {step} ({stop.reason}); saved; the same command continues")
         self.recorder.event("stop", step=step, reason=stop.reason, **ending)
@@ -405,21 +405,22 @@ class Loop:
             hook.on_stop(self)
 
     def _finish(self) -> None:
-        """Prove the last checkpoint once more, and write the manifest."""
+        """Verify the last checkpoint once more, and write the manifest."""
         if self.progress.step > self.config.train.steps:
             raise UserError(f"This run is at step {self.progress.step} already, beyond train.steps "
-                            f"{self.config.train.steps}. Ask for at least {self.progress.step}, or use name=<another>.")
+                            f"{self.config.train.steps}. Set train.steps to at least {self.progress.step}, or use "
+                            f"name=<another>.")
         if self.guards.skipped_total >= self.progress.step:
             raise UserError(f"All {self.progress.step} updates were skipped, so nothing was learned. The reasons are "
-                            f"in {self.work.folder / 'events.jsonl'}. Mend the cause, and start again with --force.")
+                            f"in {self.work.folder / 'events.jsonl'}. Fix the cause, and start again with --force.")
         ending = self._settle()
         for hook in self.hooks:
             hook.on_finish(self)
-        self.saver.prune()  # until now the one that this start went on from may have been needed
+        self.saver.prune()  # until now the checkpoint that this start continued from may have been needed
         found = self.checkpoints.newest_valid()
         if found is None or found[1].step != self.config.train.steps:
             raise UserError(f"The checkpoint of the last step does not read back from {self.checkpoints.folder}. "
-                            f"Check the disk and run the stage again; it continues from the last good one.")
+                            f"Check the disk and run the stage again; it continues from the last valid checkpoint.")
         self.recorder.event("finish", step=self.progress.step, **ending)
         self.recorder.close()
         if self.ranks.leads:
@@ -427,7 +428,7 @@ class Loop:
         self.ranks.barrier()
 
     def _settle(self) -> dict[str, Any]:
-        """Wait until what was saved is on the disk; what to record of the end."""
+        """Wait until the last checkpoint is on disk. Returns fields for the event that ends this start."""
         self.watchdog.pause()
         began = time.perf_counter()
         self.saver.wait()
@@ -436,17 +437,18 @@ class Loop:
                 **self.batches.finish()}
 
     def settle_damaged(self, after: int) -> None:
-        """Let a save in flight end, since what it is made of is damaged; nobody may go on from a copy of it."""
+        """Wait for a save in flight, and notify the hooks that checkpoints after step `after` may contain damage, so
+        that no start continues from an upload of them."""
         self.saver.settle()
         for hook in self.hooks:
             hook.on_damage(after)
 
     def _commit(self, checkpoint: Path) -> None:
-        """Write the manifest. For one rank."""
+        """Write the manifest. Called on rank 0."""
         folder, name, progress = self.work.folder, f"{CHECKPOINTS}/{checkpoint.name}", self.progress
-        # What was logged beyond the last step, before this training was made shorter, is of no model that there is.
+        # Lines beyond the last step were logged before train.steps was lowered: they are of no existing model.
         metrics = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= progress.step]
-        # The marker's hashes were compared with the files a moment ago, by all ranks together.
+        # All ranks together have just compared the marker's hashes with the files.
         outputs = [{**record, "path": f"{name}/{record['path']}"} for record in read_marker(checkpoint)["files"]]
         paths = [checkpoint / MARKER, *(folder / f"{log}.jsonl" for log in ("metrics", "samples", "events")),
                  *(path for path in (folder / ROLLBACKS, folder / FILE) if path.is_file())]
@@ -463,9 +465,9 @@ class Loop:
             "step_seconds": round(sum(record["step_s"] for record in metrics), 3)}, verified=True)
 
     def _consumed(self, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """How often each source was gone through, and of each phase what it has trained on and what rollbacks left
-        out: tokens by source. Of packed documents those are means of sequences, and `learned` is the sum that was
-        counted, where the log has it."""
+        """Epochs of each source, and for each phase the tokens by source, trained on and excluded by rollbacks. With
+        packed documents these are estimates by the mean of a source's sequences; `learned` is the counted sum, if
+        the log has it."""
         data, samples = self.data, self.progress.samples
         phases = [{"steps": phase.steps, "tokens": taken.consumed, "left_out": taken.left_out} for phase, taken in
                   zip(data.order.plan.phases, data.order.taken(samples), strict=True)]
@@ -477,28 +479,28 @@ class Loop:
         return {"epochs": data.order.epochs(samples), "phases": phases}
 
     def _end(self, _: object, error: BaseException | None, *__: object) -> None:
-        with ExitStack() as ends:  # from the last one on, each of them, also where a hook's raises
-            if error is None:  # after a failure the other ranks are not here to take leave of
+        with ExitStack() as ends:  # in reverse order, each of them, even if a hook's raises
+            if error is None:  # after a failure the other ranks are not here, so no barrier
                 ends.callback(stop_ranks)
             ends.callback(self.recorder.close)
             if isinstance(error, (UserError, OSError)):
-                # What is being written is sound, and all ranks are still there. On a full disk, what cannot be finished
-                # is removed, which makes room to say so.
+                # The save in flight is valid, and all ranks are still there. On a full disk an unfinished save is
+                # removed, which makes room for the error message.
                 ends.callback(self.saver.settle)
             ends.callback(self.batches.close)
             for hook in reversed(self.hooks):
                 ends.callback(hook.on_end, self)
             ends.callback(self.watchdog.pause)
 
-    # ---- what is said and recorded
+    # ---- messages and records
 
     def say(self, text: str) -> None:
-        """One line of the stage's story, from rank 0."""
+        """Print a line, on rank 0 only."""
         if self.ranks.leads:
             self.work.say(text)
 
     def _start_facts(self) -> dict[str, Any]:
-        """What is recorded of a start of training."""
+        """Fields of the event that records this start."""
         ranks, train = self.ranks, self.config.train
         return {"samples": self.progress.samples, "drift": self.work.drift,
                 "parallel": self.config.parallel.model_dump(),
@@ -510,7 +512,7 @@ class Loop:
                 "torch": torch.__version__, "job": os.environ.get("SLURM_JOB_ID", "")}
 
     def _about(self) -> dict[str, Any]:
-        """What a checkpoint's marker says of how it was made; rank 0 writes it, and it alone looks."""
+        """Fields of a checkpoint's marker on how it was made. Rank 0 writes the marker; {} on the others."""
         if not self.ranks.leads:
             return {}
         return {"config": self.config.model_dump(mode="json"), "software": software_versions(), "git": git_state(),

@@ -1,7 +1,7 @@
-"""Hooks that look at the model while it trains: held-out loss, sample texts, norms, what fp8 does.
+"""Hooks that measure the model while it trains: validation loss, sample texts, norms, effects of fp8.
 
-All of it uses every rank (a sharded model needs all of them in each pass) and draws on no state of training: switching
-it on or off changes no weight.
+They run on every rank, since a sharded model needs all ranks in each pass, and use no state of training: switching them
+on or off changes no weight.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 Fp8Layers = dict[str, dict[str, tuple[float | str, float]]]
 """By layer and factor: the largest absolute value ("nan" and "inf" as text), and the share that becomes zero."""
 FACTORS = ("input", "weight", "gradient")
-"""Of a layer's products: what goes in, the weight, and the gradient that comes back."""
+"""The factors of a layer's products: its input, its weight, and the gradient of its output."""
 NOT_CONVERTED = -1.0
-"""No largest absolute value, nor NaN."""
+"""Neither an absolute value nor NaN: no rank has this layer in fp8."""
 
 
 class Norms(Hook):
-    """Norms by layer as fields of the step's line, and of every parameter in events.jsonl; in the first step of a start
-    too."""
+    """Norms: by layer as fields of the step's line, and of every parameter in events.jsonl. Also measured in the first
+    step of a start."""
 
     _norms: StepNorms | None = None
 
     def before_update(self, loop: Loop) -> None:
-        """Begin to measure, if this step is one of those."""
+        """Start to measure, if due in this step."""
         due = not loop.done or loop.due(loop.config.train.norms_every, loop.progress.step + 1)
         self._norms = StepNorms(loop.engine, loop.ranks.exact) if due else None  # not those of a step that was undone
 
@@ -62,19 +62,19 @@ class Norms(Hook):
 
 
 class Validation(Hook):
-    """Bits per byte of a fixed part of each source's held-out documents, measured now and then; the same on every rank
-    and for every number of ranks, up to rounding."""
+    """Bits per byte of a fixed part of each source's validation documents, measured every so many steps; the same on
+    every rank and for every number of ranks, up to rounding."""
 
     def __init__(self, loop: Loop) -> None:
         texts = loop.ranks.by_leader(lambda: heldout_texts(loop))
-        first = loop.batch_of_phase[0]  # in all phases as in the first, so that the figures make one curve
+        first = loop.batch_of_phase[0]  # the first phase's length in all phases, so that the values form one curve
         self.batches = HeldoutBatches(texts, length=first.sequence_length, batch=first.micro_batch,
                                       rank=loop.grid.data_rank, world=loop.grid.data_ranks)
         self.batches.keep_own()
         self._first = True  # it may have to compile
 
     def look(self, loop: Loop) -> dict[str, Any]:
-        """Held-out bits per byte of each source; NaN is said and left out."""
+        """Validation bits per byte of each source. NaN is logged and omitted."""
         if not loop.due(loop.config.train.heldout_every):
             return {}
         model, grid = loop.engine.model, loop.grid
@@ -93,12 +93,12 @@ class Validation(Hook):
         self._first = False
         found = {source: result.bits_per_byte for source, result in measured.items()}
         if missing := [source for source, bits in found.items() if not math.isfinite(bits)]:
-            loop.say(f"after step {loop.progress.step} the loss on held-out text of {', '.join(missing)} is NaN")
+            loop.say(f"after step {loop.progress.step} the validation loss on {', '.join(missing)} is NaN")
         return {"heldout_bpb": {source: bits for source, bits in found.items() if source not in missing}}
 
 
 def heldout_texts(loop: Loop) -> dict[str, HeldoutText]:
-    """What is measured on, by source; for one rank, which tells the others."""
+    """The validation text by source. Called on rank 0, which broadcasts it."""
     folder, found = loop.work.input("encode")[0], {}
     for source in loop.config.shard.sources:
         shards = open_shards(folder, loop.batches.table, "heldout", source.name, loop.batches.opener)
@@ -115,8 +115,8 @@ class Samples(Hook):
         self.prompts = loop.ranks.by_leader(lambda: self._prompts(loop))
 
     def _prompts(self, loop: Loop) -> list[tuple[str, list[int]]]:
-        """The prompts and their ids; none where what the vocabulary needs is missing. For one rank, which also puts
-        what is drawn into words."""
+        """The prompts and their ids; none if the tokenizer needs a library that is missing. Called on rank 0, which
+        also decodes the samples."""
         train = loop.config.train
         try:
             from drover.pipeline.tokenization.kinds import load_tokenizer
@@ -128,18 +128,18 @@ class Samples(Hook):
         return [(text, [self.tokenizer.bos_id, *self.tokenizer.encode(text)][:room]) for text in train.prompts]
 
     def look(self, loop: Loop) -> dict[str, Any]:
-        """Draw. No token ends a text early, so that every rank does as many passes."""
+        """Sample texts. No token ends a text early, so that every rank does the same number of passes."""
         train, split = loop.config.train, loop.grid.tensor
         if not self.prompts or not loop.due(train.sample_every):
             return {}
-        # Under tensor parallelism sequences are split evenly: no single new tokens, hence no cache. Each length would
-        # be compiled anew.
+        # Under tensor parallelism sequences are split evenly, so there are no single new tokens, and hence no cache.
+        # torch.compile would compile each length again.
         with (loop.recorder.looking(), uncompiled() if compiles(train, loop.ranks.device) else nullcontext()):
             try:
                 drawn = generate(loop.engine.model, [ids for _, ids in self.prompts], train.sample_tokens,
                                  temperature=0.8, top_p=0.95, seed=0, stop_ids=(), use_cache=split == 1,
                                  multiple_of=split, pulse=loop.watchdog.pulse)
-            except FloatingPointError as error:  # on every rank; the guards deal with it: the next loss is NaN too
+            except FloatingPointError as error:  # on every rank; the next loss is NaN too, so the guards act on it
                 loop.say(f"no sample texts after step {loop.progress.step}: {error}")
                 return {}
             finally:
@@ -151,11 +151,11 @@ class Samples(Hook):
 
 
 class Fp8Watch(Hook):
-    """What fp8 does to the values of each layer: their largest, and the share that it turns to zero.
+    """Statistics of fp8 for each layer: the largest absolute value, and the share of values that underflow to zero.
 
-    fp8 (e4m3) reaches down to about a 230,000th of the largest value that shares a scale; half of that becomes zero.
-    Only gradients under `tensorwise` (e5m2) have more range, and fewer bits. Where a large value shares a scale with
-    many small ones, the small ones and what they would have taught are lost, which the loss shows much later.
+    The smallest fp8 number (e4m3) is about a 230,000th of the largest value with the same scale; values below half of
+    it become zero. Only gradients under `tensorwise` (e5m2) have a wider range, and fewer bits. If one large value
+    shares a scale with many small ones, the small ones are lost. The loss shows this much later.
 
     Attributes:
         layers: this rank's, by name.
@@ -168,8 +168,8 @@ class Fp8Watch(Hook):
         self.layers = {name: layer for stage in stages for name, layer in converted_layers(stage)}
 
     def look(self, loop: Loop) -> dict[str, Any]:
-        """What fp8 does, as curves; layer by layer it goes into events.jsonl. After the first step of a start too: what
-        it needs of memory shows at once."""
+        """The statistics as curves; by layer they go into events.jsonl. Also measured after the first step of a start,
+        so that a lack of memory shows at once."""
         if not loop.done or not (loop.done == 1 or loop.due(loop.config.train.fp8_watch_every)):
             return {}
         loop.watchdog.pulse()
@@ -179,13 +179,15 @@ class Fp8Watch(Hook):
         return fp8_curves(layers)
 
     def measure(self, batch: Batch, targets: int) -> Fp8Layers:
-        """By layer and factor, over the ranks: the largest absolute value, and of the values that are not zero, the
-        share that fp8 makes zero in that product of the recipe's where it is largest.
+        """By layer and factor, over all ranks: the largest absolute value, and the share of nonzero values that fp8
+        turns to zero. If a factor is cast for two products, the larger share counts.
 
-        batch: this rank's of a step, of which the first sequence is looked at, in a pipeline the last micro-
-        batch. targets: by which the loss is divided, as in a step. A forward and a backward pass, not compiled;
-        its gradients are thrown away and training goes on as if it had not been. Every rank calls it alike,
-        between two steps.
+        It runs an uncompiled forward and backward pass and drops its gradients, so it does not affect training. Every
+        rank calls it alike, between two steps.
+
+        Args:
+            batch: this rank's batch of a step. Its first sequence is measured; in a pipeline its last micro-batch.
+            targets: divides the loss, as in a step.
         """
         names, shape = self._names, (len(self._names), len(FACTORS))
         largest = torch.full(shape, NOT_CONVERTED, dtype=torch.float64, device=self.device)
@@ -207,7 +209,7 @@ class Fp8Watch(Hook):
 
     @staticmethod
     def _note(largest: Tensor, counts: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Fill a layer's rows; again, with the same, where its forward pass is computed again."""
+        """Fill a layer's rows. If its forward pass is recomputed, the same values are written again."""
         config = layer.config
 
         def fill(factor: int, values: Tensor, *casts: tuple[Any, int]) -> None:
@@ -228,7 +230,7 @@ def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _figures(values: Tensor, layer: Any, casts: Sequence[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
-    """What `Fp8Watch.measure` keeps of a factor. casts: the recipe's (how, along which dimension a scale is shared)."""
+    """One factor's statistics for `Fp8Watch.measure`. casts: the recipe's (cast, dimension that shares a scale)."""
     from torchao.float8.config import ScalingType
     from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 

@@ -1,7 +1,7 @@
-"""Where the time and the memory of some steps go: traces, the operations that take most, and on GPUs the allocations.
+"""Profiles of some steps: traces, the slowest operations, and on GPUs the memory allocations.
 
     train/profile/steps-5-7.rank0.trace.json.gz     for https://ui.perfetto.dev or chrome://tracing
-    train/profile/steps-5-7.rank0.operations.txt    a table of the operations that take most
+    train/profile/steps-5-7.rank0.operations.txt    a table of the slowest operations
     train/profile/steps-5-7.rank0.memory.pickle     on GPUs: for https://pytorch.org/memory_viz
 """
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 PROFILE = "profile"
 ROWS, TOLD = 40, 5
-"""How many operations the table has, and how many the log names."""
+"""Operations in the table, and operations that the log names."""
 ALLOCATIONS = 200_000
-"""The most allocations and releases that a memory snapshot goes back over."""
+"""The most allocations and releases in a memory snapshot."""
 
 
 class Profiling(Hook):
-    """Profiles the steps of this start that `train.profile` names, on the ranks that it names."""
+    """Profiles the steps of this start and the ranks that `train.profile` names."""
 
     def __init__(self, config: ProfileConfig, start: int) -> None:
         self.config, self.start, self.last = config, start, start + config.steps - 1
@@ -40,7 +40,7 @@ class Profiling(Hook):
         self._profile: profile | None = None
 
     def on_start(self, loop: Loop) -> None:
-        """The profiler waits until one step before the first, where there is one, which pays for its setting up."""
+        """Start the profiler. It records from one step before the first, if there is one, which absorbs its setup."""
         self._first, early = loop.progress.step + self.start, min(1, self.start - 1)
         if loop.ranks.rank not in self.config.ranks:
             return
@@ -51,8 +51,8 @@ class Profiling(Hook):
         self._record_allocations(loop)
 
     def after_step(self, loop: Loop) -> None:
-        """After the last step that is profiled, all ranks wait until it is written, and rank 0 tells what took most on
-        each."""
+        """After the last profiled step, all ranks wait until the profile is written, and rank 0 logs the slowest
+        operations of each."""
         if loop.done < self.last and self._profile is not None:
             self._profile.step()
             self._record_allocations(loop)
@@ -61,13 +61,13 @@ class Profiling(Hook):
         with loop.watchdog.paused(loop.ranks.barrier):
             try:
                 told: Any = self._write(loop)
-            except (OSError, RuntimeError) as error:  # what is only looked at stops no training
+            except (OSError, RuntimeError) as error:  # a profile that fails does not stop training
                 told = f"the profile of rank {loop.ranks.rank} could not be written: {error}"
             for rank, found in enumerate(loop.ranks.collect(told)):
                 self._tell(loop, rank, found)
 
     def on_end(self, loop: Loop) -> None:
-        """See Hook. What was to be profiled and was not done by then is dropped, and this is said."""
+        """See Hook. If the profiled steps were not reached, log it."""
         if loop.done < self.last:
             loop.say(f"train.profile: training ended after {loop.done} steps of this start, before the {self.last} "
                      f"that were to be done; no profile is written")
@@ -76,12 +76,13 @@ class Profiling(Hook):
                 self._profile.stop()
 
     def _record_allocations(self, loop: Loop) -> None:
-        """On a GPU, from one step before the first on. With torch's C++ frames, finding their names takes minutes."""
+        """On a GPU, record allocations from one step before the first. Without torch's C++ frames, whose names take
+        minutes to find."""
         if loop.ranks.device.type == "cuda" and loop.done == max(0, self.start - 2):
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")
 
     def _write(self, loop: Loop) -> dict[str, float]:
-        """Write what this rank has; the shares of its operations, {} where it is not profiled."""
+        """Write this rank's profile. Returns the shares of its operations, {} if it is not profiled."""
         if self._profile is None:
             return {}
         found, self._profile = self._profile, None
@@ -112,10 +113,10 @@ class Profiling(Hook):
 
 
 def shares_of(averages: Any, on: str) -> dict[str, float]:
-    """Shares of the time of all operations, the largest first; of a GPU, of its kernels.
+    """Each operation's share of the total time, the largest first; on a GPU, each kernel's.
 
-    averages: torch.profiler's, by operation. on: `device` or `cpu`, whose time is meant. A kernel's time is that of the
-    CPU's operator too, and of every range around it: those do not count.
+    averages: torch.profiler's, by operation. on: measure the time of `device` or `cpu`. torch also adds a kernel's time
+    to the CPU's operator and to every range around it; those are not counted.
     """
     times = Counter[str]()
     for item in averages:

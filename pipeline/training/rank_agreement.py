@@ -1,4 +1,4 @@
-"""Who the ranks are, and whether they all run the same thing: asked once, before anything else is done together."""
+"""The ranks' nodes, devices and versions: exchanged once, first of all, to check that all ranks run the same thing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from drover.pipeline.core.files import sha256_json
 from drover.pipeline.parallel.ranks import Ranks
 
 SHOWN_NODES = 4
-"""Nodes that a line names; of the others it tells the number."""
+"""Nodes that a line names; it counts the others."""
 MUST_AGREE = {"torch": "torch", "python": "Python", "nccl": "NCCL", "code": "code", "config": "configuration",
               "chain": "submission"}
-"""What has to be the same on all ranks, and what it is called."""
+"""What must be the same on all ranks, with its name in messages."""
 
 
 class RankAgreement:
@@ -37,10 +37,10 @@ class RankAgreement:
 
     @classmethod
     def gather(cls, ranks: Ranks, work: Work) -> RankAgreement:
-        """Ask all ranks; on every rank alike.
+        """Gather the members from all ranks. Called on every rank alike.
 
         Raises:
-            UserError: they do not run the same thing, or are not as many as were meant to be started.
+            UserError: the ranks do not run the same thing, or their number is not the one that the launcher wanted.
         """
         found = cls(ranks.gather(describe_this(ranks, work)))
         if problem := found.problem():
@@ -48,7 +48,7 @@ class RankAgreement:
         return found
 
     def problem(self) -> str:
-        """Why these ranks must not go on together, in a sentence or two; empty if they may."""
+        """Why these ranks must not train together, in a sentence or two; empty if they may."""
         for key, name in MUST_AGREE.items():
             if held := self._differing(key, "none", 12):
                 return (f"The ranks do not run the same thing: {name} {held}. Start all of them from one folder, with "
@@ -56,11 +56,11 @@ class RankAgreement:
         meant = sorted({member["world"] for member in self.members} - {None})
         if meant and meant != [len(self.members)]:
             return (f"{_count(len(self.members), 'rank')} found each other, but {' or '.join(map(str, meant))} were to "
-                    f"be started (DROVER_RANKS). Look for ranks that ended at once, in the logs of their nodes.")
+                    f"be started (DROVER_RANKS). Look in the nodes' logs for ranks that ended at their start.")
         return ""
 
     def warning(self) -> str:
-        """What is slow, not wrong, in these ranks; empty if nothing is."""
+        """A warning if the ranks' devices differ, which is slow but not wrong; otherwise empty."""
         held = self._differing("device", "CPU")
         return f"warning: the devices differ ({held}); the slowest of them sets the pace" if held else ""
 
@@ -73,9 +73,9 @@ class RankAgreement:
                 + (f", NCCL {one['nccl']}" if one["nccl"] else ""))
 
     def _differing(self, key: str, nothing: str, shown: int | None = None) -> str:
-        """Which ranks say what under a key, the most frequent first; "" where all say the same.
+        """The values of a key with the ranks that have them, the most frequent first; "" if all are equal.
 
-        nothing: what an empty value is called. shown: so many characters of each.
+        nothing: shown for an empty value. shown: the most characters of each value.
         """
         values = [member.get(key, "") for member in self.members]  # ranks that run other code may not know it
         found = sorted(_places(values).items(), key=lambda item: -len(item[1]))
@@ -88,7 +88,7 @@ class RankAgreement:
 
 
 def _places(values: Sequence[str]) -> dict[str, list[int]]:
-    """Where each value stands."""
+    """The places of each value."""
     found: dict[str, list[int]] = {}
     for place, value in enumerate(values):
         found.setdefault(value, []).append(place)
@@ -96,13 +96,13 @@ def _places(values: Sequence[str]) -> dict[str, list[int]]:
 
 
 def node_name() -> str:
-    """What this machine is called: by Slurm, where that may name it otherwise than it does itself."""
+    """This machine's name; on Slurm the name that Slurm uses, which may differ from the host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def describe_this(ranks: Ranks, work: Work) -> dict[str, Any]:
-    """This rank, as plain values. code: a hash of what it runs. world: the number of ranks that the launcher meant to
-    start, if it said so."""
+    """This rank, as plain values. code: a hash of the code that it runs. world: the number of ranks that the launcher
+    wanted to start, if known."""
     meant = os.environ.get("DROVER_RANKS")
     return {"node": node_name(), "device": ranks.device_name or "", "torch": str(torch.__version__),
             "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What an attempt at training records of itself: a line a step, events, the share of time that counted."""
+"""The records of one start of training: a line for each step, events, and goodput."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LIVE_S, PLAIN_S = 0.2, 10.0
 """Seconds between two steps that are shown: on a terminal, and elsewhere."""
 
 class Recorder:
-    """The records of one attempt. Every rank has one; only rank 0's writes, once it is open.
+    """The records of one start. Every rank has a recorder; only rank 0's writes, once it is open.
 
     Attributes:
-        flops_per_token: of a training step, which sequences' length decides.
-        log: the files and sinks; None on other ranks, before `open`, and once they are closed.
-        look_s: seconds spent so far on looking at the model.
+        flops_per_token: of a training step; depends on the sequence length.
+        log: the files and loggers; None on other ranks, before `open`, and after `close`.
+        look_s: seconds of validation and sampling so far.
     """
 
     def __init__(self, work: Work, ranks: Ranks, plan: PhasePlan) -> None:
@@ -48,7 +48,7 @@ class Recorder:
     def open(self, progress: TrainingProgress, peaks_known: bool) -> None:
         """Write from now on.
 
-        peaks_known: whether utilisation can be told; there is arithmetic that peaks are not known for.
+        peaks_known: whether the peak FLOP/s of this arithmetic are known, so that MFU can be computed.
         """
         peak = peak_flops(self.ranks.device)
         self._peak = None if peak is None or not peaks_known else peak * self.ranks.world
@@ -59,7 +59,7 @@ class Recorder:
             self._plan_changes = plan_changes(self.work.folder)
 
     def begin(self, progress: TrainingProgress, **details: Any) -> None:
-        """The first step comes now: the process has done all that goes before it."""
+        """Record that startup is over; the first step comes next."""
         self.event("resume" if progress.step else "start", step=progress.step, ranks=self.ranks.world,
                    startup_s=round(time.monotonic() - self.work.began, 3), train_s=train_s(progress), **details)
         self.flush()
@@ -69,10 +69,10 @@ class Recorder:
 
     def step(self, before: TrainingProgress, after: TrainingProgress, result: StepResult, step_s: float,
              waited_s: float, rate: float) -> dict[str, Any]:
-        """The line of a step, and what it shows on a terminal.
+        """The line of a step for metrics.jsonl. Also shows progress on a terminal.
 
         Args:
-            step_s, waited_s: seconds that it took, and of them, that it waited for data.
+            step_s, waited_s: seconds of the step, and its part spent waiting for data.
             rate: learning rate.
         """
         tokens_per_s, now = (after.tokens - before.tokens) / step_s, time.time()
@@ -101,13 +101,13 @@ class Recorder:
         return record
 
     def _show(self, record: dict[str, Any], left_s: float) -> None:
-        """A step as a person sees it: live on a terminal, now and then elsewhere; always the last one."""
+        """Print a step: live on a terminal, every 10 s elsewhere; the last step always."""
         now, step, steps = time.monotonic(), record["step"], self.plan.steps
         if now - self._shown < (LIVE_S if self._live else PLAIN_S) and step != steps:
             return
         self._shown = now
         mfu = f"  mfu {record['mfu']:.1%}" if record.get("mfu") else ""
-        # A loss that is NaN stands in the record as text.
+        # The record has a NaN loss as text.
         text = (f"step {step}/{steps}  loss {float(record['loss']):.4f}  lr {record['lr']:.2e}  "
                 f"grad {float(record['grad_norm']):.2f}  tok/s {record['tokens_per_s']:,.0f}{mfu}  "
                 f"ETA {duration(max(0.0, left_s))}")
@@ -122,16 +122,16 @@ class Recorder:
             print("\r\x1b[K", end="", flush=True)
 
     def _goodput(self, now: float) -> float:
-        """The share of the time since the first start that went into steps that count."""
+        """The share of the time since the first start that went into productive steps."""
         return round(min(1.0, self._trained / max(self._trained, now - self._first_start)), 4)
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Write to the log, on rank 0: see `TrainingLog.tell`."""
+        """Write to the log, on rank 0. See `TrainingLog.tell`."""
         if self.log is not None:
             self.log.tell(method, *arguments)
 
     def event(self, event: str, **details: Any) -> None:
-        """Something that happened, in whatever thread; it goes to the log with the next `flush`."""
+        """Record an event. Any thread may call this; the next `flush` writes it."""
         self._events.append((event, details))
 
     def flush(self) -> None:
@@ -141,19 +141,19 @@ class Recorder:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Count the time within as spent on looking at the model."""
+        """Count the time within as validation and sampling."""
         began = time.perf_counter()
         yield
         self.look_s += time.perf_counter() - began
 
     def plan_changed(self, step: int, changes: list[str]) -> None:
-        """From now on, after `step` steps, training goes along another plan."""
+        """Record that training follows another plan from step `step` on."""
         self._plan_changes += 1
         self.event(PLAN_CHANGED, step=step, number=self._plan_changes, changes=changes)
 
     def close(self) -> None:
-        """Make everything durable; nothing is recorded any more. What came after the last step, such as its checkpoint,
-        is in the goodput that is left behind, as it is in the report's."""
+        """Make everything durable and stop recording. The final goodput includes the time after the last step, such as
+        its checkpoint, as the report's does."""
         self.flush()
         if self._newest is not None:
             self._progress.note(replace(self._newest, goodput=self._goodput(time.time())))
@@ -164,5 +164,5 @@ class Recorder:
 
 
 def train_s(progress: TrainingProgress) -> float:
-    """Seconds of the steps that led to `progress`; those that were undone do not count."""
+    """Seconds of the productive steps up to `progress`, without those that a rollback undid."""
     return float((progress.record or {}).get("train_s", 0.0))

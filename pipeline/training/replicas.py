@@ -1,7 +1,8 @@
-"""Whether replicas of the weights are still equal to the last bit: hardware that computes wrong numbers in silence.
+"""Check that replicas of the weights are equal to the last bit: finds hardware that silently computes wrong numbers.
 
 Data-parallel replicas receive equal gradients and apply equal updates, so equal weights stay equal, bit for bit. A
-fingerprint of each weight is cheap enough to compare now and then; a flipped bit in memory or a wrong product shows.
+fingerprint of each weight is cheap enough to compare every so many steps. It shows a flipped bit in memory or a wrong
+product.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
     from drover.pipeline.training.loop import Loop
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of the same size, by bytes, as which weights are seen bit by bit."""
+"""The integer type with as many bytes as a weight's element, to read its bits."""
 CHUNK = 1 << 20
-"""Elements hashed at once: bounds the extra memory to some 16 MB."""
+"""Elements hashed at once. Limits the extra memory to about 16 MB."""
 
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
     """A 64-bit number for the bits of each tensor's local part.
 
-    It is the sum of the elements' bits as integers, each times an odd number that grows with its place, modulo 2^64.
-    So it does not depend on the order of summation or the device; any change of one element changes it (an odd factor
-    loses nothing modulo 2^64), exchanged elements do, and others go unseen once in 2^64 or so.
+    It is the sum, modulo 2^64, of the elements' bits as integers, each times an odd number that grows with its place.
+    So it does not depend on the order of summation or the device. Any change of one element changes it, because an odd
+    factor loses nothing modulo 2^64, and so do exchanged elements. Other changes go undetected about once in 2^64.
     """
     sums = [_hash(own(tensor)) for tensor in tensors]
     return [int(value) for value in torch.stack(sums).tolist()] if sums else []
@@ -54,13 +55,13 @@ def _hash(tensor: Tensor) -> Tensor:
 
 
 def imbalance(weights: Iterable[tuple[LocalWeights, int]]) -> int:
-    """What a rank adds to a sum over all ranks, in 64-bit integers, that is 0 where copies are equal.
+    """This rank's addend to a sum of 64-bit integers over all ranks, which is 0 if all replicas are equal.
 
-    Copies of a weight multiply a number made of its fingerprint by factors that add up to 0. So all weights
-    of all ranks are compared by one sum, of which overflow is part; something else goes unseen once in 2^50 or so.
+    The replicas of a weight multiply a hash of its fingerprint by factors that add up to 0. So one sum compares all
+    weights of all ranks; overflow is intended. A difference goes undetected about once in 2^50.
 
     Args:
-        weights: that this rank holds copies of, with their fingerprints.
+        weights: the replicated weights that this rank holds, with their fingerprints.
     """
     total = 0
     for weight, value in weights:
@@ -85,25 +86,25 @@ class ReplicaCheck(Hook):
         self._last_equal = loop.progress.step
 
     def before_update(self, loop: Loop) -> None:
-        """Compare in this step if that is due: ZeRO's update overwrites all copies of a weight, and what was wrong in
-        one with it."""
+        """Compare if due in this step. It comes before the update, since ZeRO's update overwrites all replicas of a
+        weight, and so hides that one was wrong."""
         step = loop.progress.step + 1
         self._last_equal = min(self._last_equal, step - 1)  # after a rollback
         if step % self.every == 0:
             self.compare(loop.engine, step)
 
     def on_save(self, loop: Loop) -> None:
-        """One of the replicas is what is saved."""
+        """Compare before one of the replicas is saved."""
         self.compare(loop.engine, loop.progress.step)
 
     def compare(self, engine: Engine, step: int) -> None:
-        """Stop if weights of which several ranks hold copies are not equal to the last bit. One sum over ranks tells;
-        only where it says so do they all send rank 0 what they hold.
+        """Stop if weights that several ranks hold are not equal to the last bit. One all-reduce detects a difference;
+        only then do all ranks send their fingerprints to rank 0.
 
         Raises:
-            UserError: they differ; says which, and on which ranks.
+            UserError: replicas differ; names the weights and the ranks.
         """
-        held = list(engine.replicated_weights())  # of a pipeline, some ranks may hold copies while others do not
+        held = list(engine.replicated_weights())  # in a pipeline, some ranks may hold replicas while others do not
         values = fingerprint(weight.tensor for weight in held)
         total = torch.tensor(imbalance(zip(held, values, strict=True)), device=self.ranks.device)
         dist.all_reduce(total)
@@ -116,14 +117,14 @@ class ReplicaCheck(Hook):
 
 
 def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[int, ...], int]]]) -> list[str]:
-    """Where copies of weights differ, a sentence for each weight.
+    """A sentence for each weight whose replicas differ.
 
     Args:
-        labels: of the ranks, e.g. `rank 3 on node7`.
-        held: by rank, (name, place, fingerprint) of each weight that it holds a copy of.
+        labels: the ranks' names, e.g. `rank 3 on node7`.
+        held: by rank, (name, place, fingerprint) of each replicated weight.
     """
     ranks = defaultdict[tuple[str, tuple[int, ...]], defaultdict[int, list[str]]](lambda: defaultdict(list))
-    for label, weights in zip(labels, held, strict=False):  # on other ranks than the first there is nothing
+    for label, weights in zip(labels, held, strict=False):  # `held` is empty on all ranks but rank 0
         for name, place, value in weights:
             ranks[name, place][value].append(label)
     found = []
@@ -134,14 +135,14 @@ def differences(labels: Sequence[str], held: Sequence[Sequence[tuple[str, tuple[
             found.append(f"{name}: {', '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the other "
                          f"{len(most)}")
         elif odd:
-            found.append(f"{name}: {' | '.join(', '.join(group) for group in (most, *others))} differ, and which of "
-                         f"them is right cannot be told")
+            found.append(f"{name}: {' | '.join(', '.join(group) for group in (most, *others))} differ, and it is "
+                         f"unknown which of them is right")
     return found
 
 
 def explain(found: Sequence[str], step: int, last_equal: int) -> str:
-    """What to tell the user of `differences` in `step`; after `last_equal` all was still equal."""
+    """The error message for `differences` in step `step`; after step `last_equal` all replicas were equal."""
     return (f"Training stopped in step {step}: weights that must be equal to the last bit differ between replicas: "
-            f"{first(found)}. No rounding explains that: memory or a processor has gone wrong since "
-            f"step {last_equal}, when they were equal; nothing was saved since. Test the machine of the rank that is "
-            f"named, or leave it out, and run the same command again: it continues from the last checkpoint.")
+            f"{first(found)}. Rounding cannot cause this: memory or a processor has failed since "
+            f"step {last_equal}, when they were equal. Nothing was saved since then. Test the machine of the named "
+            f"rank, or exclude it, and run the same command again: it continues from the last checkpoint.")

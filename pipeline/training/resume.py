@@ -1,5 +1,5 @@
-"""Going on from a checkpoint: whether it may be, in which precision, what is loaded, and what may become of a plan that
-is being followed: phases to come may change, those that have begun may not."""
+"""Resuming from a checkpoint: whether it is allowed, in which precision, what is loaded, and how the plan may change:
+phases that have started must stay, later ones may change."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ OF_A_PLAN = ("steps", "packing", "phases", "grain_tokens", *FIXED, *OWN_CURVE)
 
 
 def continued(path: Path, progress: TrainingProgress, plan: str, drift: bool) -> TrainingProgress:
-    """Where training stands that goes on from the checkpoint at `path`, which says `progress`.
+    """The progress of training that continues from the checkpoint at `path` with `progress`.
 
     Args:
-        plan: SHA-256 of the order that is asked for now.
-        drift: whether it may be another order than the checkpoint's.
+        plan: SHA-256 of the configured order of samples.
+        drift: whether it may differ from the checkpoint's.
 
     Raises:
-        UserError: it is, and may not.
+        UserError: it differs and must not.
     """
     if progress.plan_sha256 != plan and not drift:
         raise UserError(f"{path} was trained on other token shards, sequence length, mixture or seed than are "
-                        f"asked for now (plan {progress.plan_sha256[:12]} -> {plan[:12]}). Use --accept-drift to "
-                        f"go on with the new order, or --force to start again.")
+                        f"configured now (plan {progress.plan_sha256[:12]} -> {plan[:12]}). Use --accept-drift to "
+                        f"continue with the new order, or --force to start again.")
     return dataclasses.replace(progress, restarts=progress.restarts + 1, plan_sha256=plan)
 
 
 def changed_code(path: Path, code: dict[str, str]) -> str:
-    """What to say if the checkpoint at `path` was made by other code than `code`, hashes by file; "" if it was not."""
+    """A warning if the checkpoint at `path` was made by other code than `code`, hashes by file; "" if it was not."""
     before = read_marker(path).get("code", {})
     changed = sorted(name for name in before.keys() | code.keys() if before.get(name) != code.get(name))
     return f"warning: trained so far by other code than is here now ({first(changed)})" if before and changed else ""
 
 
 def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> list[str]:
-    """What is otherwise in the phases to come than it was when the checkpoint at `path` was written, as sentences.
+    """The changes in later phases since the checkpoint at `path` was written, a sentence each.
 
     Raises:
-        UserError: something is otherwise in a phase that has begun; says in which, and both values.
+        UserError: a phase that has started has changed; names it, and both values.
     """
     written = read_marker(path).get("config", {}).get("train", {})
     before = PhasePlan.of(TrainConfig.model_validate({key: written[key] for key in OF_A_PLAN if key in written}))
@@ -66,25 +66,25 @@ def changed_future(path: Path, progress: TrainingProgress, plan: PhasePlan) -> l
     changes = list(plan_changes(before, plan, progress.step))
     if past := [text for begun, text in changes if begun]:
         raise UserError(
-            f"{path.name} was trained along another plan, and what was trained cannot be planned anew:\n{listed(past)}"
-            f"\nPut these back. What is to come may change: phases that have not begun, where the phase that has begun "
-            f"ends (after step {progress.step}), and phases that you add. To begin again, use --force or "
-            f"name=<another>.")
+            f"{path.name} was trained with another plan, and the plan of finished steps cannot change:\n{listed(past)}"
+            f"\nRestore these. You may still change phases that have not started, the end of the current phase (after "
+            f"step {progress.step}), and add phases. To start from scratch, use --force or name=<another>.")
     found = [text for _, text in changes]
     if found and progress.step < min(before.steps, plan.steps):
         was, rate = planned_rate(progress.step, before), planned_rate(progress.step, plan)
         if was != rate:
-            found.append(f"the learning rate of step {progress.step + 1} would have been {was:.3g} and is {rate:.3g}, "
-                         f"since its curve lasts longer or shorter now")
+            found.append(f"the learning rate of step {progress.step + 1} changes from {was:.3g} to {rate:.3g}, since "
+                         f"the length of its schedule has changed")
     return found
 
 
 def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple[bool, str]]:
-    """What differs between two plans: whether that had begun by `step` steps, and a sentence with both values."""
+    """The differences between two plans: whether the phase had started by step `step`, and a sentence with both
+    values."""
     if now.phases[0].train.packing == "concatenate" and before.grain != now.grain:
-        yield True, (f"the grains into which sources are cut had {before.grain:,} tokens, and would have "
+        yield True, (f"sources were cut into chunks of {before.grain:,} tokens, and would now be cut into chunks of "
                      f"{now.grain:,}: set train.grain_tokens to {before.grain}; a phase of longer sequences then reads "
-                     f"its sources anew")
+                     f"its sources from the start again")
     for old, new in zip_longest(before.phases, now.phases):
         if old is None:
             yield False, f"train.phases[{new.number}] was added ({new})"
@@ -106,7 +106,7 @@ def plan_changes(before: PhasePlan, now: PhasePlan, step: int) -> Iterator[tuple
 
 
 def _settings(phase: Phase, name: str) -> dict[str, Any]:
-    """What a phase of this name must keep once it has begun, by key."""
+    """The settings that a phase of this name must keep once it has started, by key."""
     found = {f"{name}.{key}": getattr(phase.train, key) for key in FIXED}
     if phase.said is not None:
         found |= {f"{name}.{key}": getattr(phase.said, key) for key in CURVE}
@@ -120,21 +120,22 @@ def _until(phase: Phase) -> str:
 
 
 def load(path: Path, engine: Engine, ranks: Ranks, updates: int) -> None:
-    """Weights, optimizer state and generators from a checkpoint that any engine on any number of ranks has written."""
+    """Load weights, optimizer state and random generators from a checkpoint, written by any engine on any number of
+    ranks."""
     with CheckpointReader(path, index=ranks.by_leader(lambda: read_index(path))) as reader:
         engine.load(reader, updates)
         for device, restore in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
             table, rank = f"random.{device}", ranks.rank
-            # Where another number of ranks was there, or other devices, it has none for this one.
+            # After a change of ranks or devices the checkpoint may have no state for this rank.
             if device in ("cpu", ranks.device.type) and table in reader.names() and rank < reader.shape(table)[0]:
                 restore(reader.read(table, (rank, 0), (1, reader.shape(table)[1]))[0])
 
 
 def agreed_precision(wanted: str, begun: str, ranks: Ranks) -> tuple[str, str]:
-    """The precision of all ranks and why, `begun` being the one that the checkpoint was trained in, if there is one:
-    `auto` must not change with the machine."""
+    """The precision of all ranks, and the reason. begun: the checkpoint's, if there is one: `auto` must not change with
+    the machine."""
     if wanted == "auto" and begun:
-        return begun, f"{begun}, as the run was begun"
+        return begun, f"{begun}, as the run started"
     found = ranks.gather(choose_precision(wanted, ranks.device))
     chosen, why = found[0] if len({name for name, _ in found}) == 1 else ("fp32", "fp32: not every rank has fast bf16")
     return chosen, f"{why}, {begun} before" if begun not in ("", chosen) else why

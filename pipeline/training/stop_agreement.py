@@ -1,4 +1,4 @@
-"""Requests to stop: signals, a file and a time limit set flags; the loop sums them once a step, over all ranks."""
+"""Requests to stop: signals, a file and a time limit set flags, which the loop all-reduces once a step."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from drover.pipeline.training.loop import Loop
 
 CAUSES = {"SIGINT": False, "SIGTERM": False, "SIGUSR1": True, "SIGUSR2": True, "file": False, "time": True}
-"""Why training may be stopped, and whether to go on with it at once makes sense: it does after a time limit, of which
-a site warns by a user signal, not after a person's request. Where both kinds come together, the person's counts."""
+"""Causes of a stop, and whether the launcher should restart training at once: yes after a time limit, of which a site
+warns by a user signal; no after a person's request. If both kinds come together, the person's request counts."""
 LOOK_EVERY_S = 2.0
-"""Seconds between two looks for the file: it may be on a busy network file system."""
+"""Seconds between two checks for the file: it may be on a busy network file system."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """What all ranks agreed on: why, in words, and whether going on at once makes sense."""
+    """The ranks' decision to stop: the reason as text, and whether to restart at once."""
 
     reason: str
     again: bool
 
 
 class StopAgreement(StopRequest, Hook):
-    """What this rank was asked, and what all ranks agree on. Rank 0 looks for the file and at the clock for all.
+    """This rank's requests to stop, and the decision of all ranks. Rank 0 checks the file and the clock for all.
 
     Args:
-        run_folder: where the file is looked for.
-        minutes: after `began` (of time.monotonic) at which to stop; None: never.
+        run_folder: the folder of the file.
+        minutes: stop this long after `began` (of time.monotonic); None: never.
 
     Attributes:
-        stop: what was agreed on; None as long as nobody was asked.
+        stop: the decision; None while no rank has a request.
     """
 
     def __init__(self, ranks: Ranks, run_folder: Path, minutes: float | None, began: float) -> None:
@@ -52,13 +52,13 @@ class StopAgreement(StopRequest, Hook):
         self.stop: Stop | None = None
 
     def votes(self, loop: Loop | None = None) -> Sequence[float]:
-        """This rank's causes, one of each, and who it is if it has any."""
+        """One flag for each cause, whether this rank got a signal, and if so its number."""
         if self.ranks.leads:
             self._look()
         return [*(cause in self._asked for cause in CAUSES), self.heard, self.ranks.rank * self.heard]
 
     def on_votes(self, loop: Loop | None, sums: Sequence[float]) -> None:
-        """What the sums mean; the text of the file is known to rank 0 alone."""
+        """Decide by the sums. Only rank 0 knows the text of the file."""
         *counts, asked, number = map(round, sums)
         found = {cause: count for cause, count in zip(CAUSES, counts, strict=True) if count}
         rank = number if asked == 1 else None

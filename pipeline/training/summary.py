@@ -1,4 +1,4 @@
-"""What is about to be trained, in a few lines."""
+"""A summary of the training that starts, in a few lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drover.pipeline.training.engines.engine import Engine
 
 
 def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: TrainingData, precision: str) -> list[str]:
-    """The model and how it is spread, and the batch; precision: which was chosen and why."""
+    """The model, its layout, and the batch. precision: the chosen one, and why."""
     train, ranks, plan = config.train, grid.ranks, PhasePlan.of(config.train)
     batch = BatchPlan.of(plan.phases[0].train, config.parallel, ranks.world)
     threads = torch.get_num_threads()
@@ -31,8 +31,7 @@ def summary_lines(config: Config, model: ModelConfig, grid: Grid, data: Training
 
 
 def packing_facts(data: TrainingData) -> dict[str, Any]:
-    """What is recorded of how documents are put into sequences, and of the tokens that phases are to take; nothing
-    where documents are one after another."""
+    """Facts about the packing of documents and the planned tokens of phases; {} if documents are concatenated."""
     if not data.packings:
         return {}
     found = planned_by(data.order)
@@ -41,7 +40,7 @@ def packing_facts(data: TrainingData) -> dict[str, Any]:
 
 
 def kernel_lines(config: Config, engine: Engine, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What computes attention and, where there is a choice (float32 on CPUs), the products; and why not the best."""
+    """The attention kernels and, if there is a choice (float32 on CPUs), matrix products'; and why not faster ones."""
     attention = engine.attention
     found = [f"attention {attention.backend.name}{f', flash kernels {engine.flash}' * (device.type == 'cuda')}"]
     if device.type == "cpu" and dtype == torch.float32 and not config.train.compile:
@@ -51,7 +50,7 @@ def kernel_lines(config: Config, engine: Engine, device: torch.device, dtype: to
 
 
 def _layout(config: Config, grid: Grid) -> str:
-    """How the model is spread, in a few words."""
+    """The parallel layout in a few words."""
     parallel = config.parallel
     if parallel.engine == "deepspeed":
         offload = f", {parallel.offload} in host memory" if parallel.offload != "none" else ""

@@ -1,8 +1,9 @@
-"""Upload checkpoints to an object store in background (`train.checkpoint.copy_to`), and fetch them at a start.
+"""Upload checkpoints to an object store in the background (`train.checkpoint.copy_to`), and fetch them at a start.
 
-Every rank sends a share of the files; rank 0 decides what is uploaded and puts copy.json last, without which a copy
-does not count. One upload runs at a time. Of the checkpoints that come meanwhile only the newest waits; the others are
-left out. A failure is logged, and tried again after a while or with the next checkpoint. It never stops training.
+Every rank uploads a share of the files. Rank 0 decides what is uploaded and puts copy.json last; a copy without it does
+not count. One upload runs at a time. If several checkpoints arrive meanwhile, only the newest waits, and the others are
+not uploaded. A failed upload is logged, and retried after a while or replaced by the next checkpoint. It never stops
+training.
 """
 
 from __future__ import annotations
@@ -60,32 +61,32 @@ TRAINING = "copying.json"
 """In the train folder: `Training`."""
 OF_STEPS = ("metrics.jsonl", "samples.jsonl")
 LOGS = (*OF_STEPS, "events.jsonl")
-"""Files that only grow: of one that is being written to, whole lines are taken."""
+"""Files that only grow: while one is being written, its complete lines are copied."""
 OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
-"""The last two hold the IDs under which log sinks know the run."""
+"""The last two hold the run's IDs in W&B and MLflow."""
 RETRY_S = (10.0, 30.0, 120.0, 600.0)
-"""Seconds before a failed upload is tried again, if no newer checkpoint came; then the last of these."""
+"""Seconds before a failed upload is retried, unless a newer checkpoint came; from then on the last of these."""
 END_RETRY_S = 10.0
 """The same at the end of training, which waits for the last upload."""
 SLACK = timedelta(minutes=5)
-"""Rank 0 stops waiting for the last upload so much sooner than a collective times out."""
+"""Rank 0 stops waiting for the last upload this long before a collective times out."""
 PATIENCE = timedelta(days=365)
-"""How long ranks wait for the next upload, and rank 0 for the slowest rank."""
+"""The longest time that ranks wait for the next upload, and rank 0 for the slowest rank."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """id: of the training, as the store knows it. folder: tells the train folder from a copy of it."""
+    """id: of the training, as in the store. folder: identifies the train folder; a copy of the folder has another."""
 
     id: str
     folder: str
 
 
 class Uploads(Hook):
-    """The copies of one training's checkpoints. Called on all ranks alike, except where it says otherwise.
+    """The uploads of one training's checkpoints. Called on all ranks alike, unless a method says otherwise.
 
     Attributes:
-        uploaded: the newest step whose copy is complete; -1 before there is one. Of rank 0.
+        uploaded: on rank 0, the newest step with a complete copy; -1 before there is one.
     """
 
     def __init__(self, work: Work, ranks: Ranks, checkpoints: Checkpoints, url: str, say: Callable[[str], None],
@@ -93,7 +94,7 @@ class Uploads(Hook):
         """Claim the store.
 
         Raises:
-            UserError: it is another run's, or it cannot be used; the same on every rank.
+            UserError: the store belongs to another run, or cannot be used; the same on every rank.
         """
         self.work, self.ranks, self.checkpoints, self.say, self.event = work, ranks, checkpoints, say, event
         self.config, self.url, self._copies = work.config.train.checkpoint, url, CopiedCheckpoints(Store(url))
@@ -106,12 +107,13 @@ class Uploads(Hook):
         self._worker = BackgroundWorker("uploads", self._upload if ranks.leads else self._follow, newest_only=True)
 
     def newest_valid(self) -> tuple[Path, TrainingProgress] | None:
-        """The newest checkpoint, as `Checkpoints.newest_valid` finds it; one that is newer in the store is fetched.
+        """The newest checkpoint, as `Checkpoints.newest_valid` finds it. A newer one in the store is fetched.
 
-        Copies that are damaged give way to older ones, and are removed: there they would count as the newest.
+        If a copy is damaged, the next older one is used, and the damaged one is removed, since it would count as the
+        newest.
 
         Raises:
-            UserError: as there; or a copy cannot be fetched, or all are damaged.
+            UserError: as in `Checkpoints.newest_valid`; or a copy cannot be fetched, or all are damaged.
             OSError: the disk is full, or does not work.
         """
         try:
@@ -132,32 +134,32 @@ class Uploads(Hook):
             self.say(f"the copy of {checkpoint_name(step)} is damaged ({problem}); going back to the one before it")
             damaged.append(step)
         if damaged and found is None:
-            raise UserError(f"Every copy of a checkpoint in {self.url} is damaged (see above). Put sound objects back; "
-                            f"or take train.checkpoint.copy_to away, to start again without them.")
+            raise UserError(f"Every copy of a checkpoint in {self.url} is damaged (see above). Restore valid objects; "
+                            f"or set train.checkpoint.copy_to=null, to start again without them.")
         if damaged:
             self.ranks.by_leader(lambda: self._remove(damaged, "Damaged copies in"))
             self.uploaded = max((step for step in self._copied if step not in damaged), default=-1)
         return found
 
     def on_start(self, loop: Loop) -> None:
-        """Upload from now on, and first the checkpoint that training continues from, if that has no copy."""
+        """Start uploading: first the checkpoint that training continues from, if it has no copy."""
         if not self.ranks.leads:
             self._worker.put(0)
         elif loop.has_checkpoint and loop.progress.step > self.uploaded:
             self.on_saved(loop.progress.step)
 
     def on_saved(self, step: int) -> None:
-        """See Hook. Nothing is read here, where a failure would be the save's."""
+        """See Hook. It reads no files, since an error here would fail the save."""
         if not self.ranks.leads:
             return
         self._saved[step] = time.monotonic()
         self._worker.put(step)
         if self._worker.error is not None:
             self.say(f"warning: {checkpoint_name(step)} is not copied to {self.url}, since copying has ended "
-                     f"({self._worker.error}). Training goes on; the next start copies the newest")
+                     f"({self._worker.error}). Training continues; the next start copies the newest")
 
     def needs(self, step: int) -> bool:
-        """Whether it is being uploaded or waits for that."""
+        """Whether it is being uploaded or waits for its upload."""
         return step in self._worker.pending()
 
     def on_damage(self, after: int) -> None:
@@ -170,35 +172,35 @@ class Uploads(Hook):
                 self._owner.refuse_lost()
                 self._remove([step for step in self._copies.found().whole if step > after])
         except UserError as error:
-            self.say(f"Their copies in {self.url} could not be removed ({error}); the next start does it, if it finds "
-                     f"this folder.")
+            self.say(f"Their copies in {self.url} could not be removed ({error}); the next start removes them, if this "
+                     f"folder still exists.")
 
     def on_finish(self, loop: Loop) -> None:
-        """Wait for the upload of the last checkpoint, then leave the store to others.
+        """Wait for the upload of the last checkpoint, then release the store.
 
         Raises:
-            UserError: it failed; the same on every rank.
+            UserError: the upload failed; the same on every rank.
         """
         patience, step = self.ranks.patience, loop.progress.step
         if problem := self._wait(step, max(patience - SLACK, patience / 2)):
             raise UserError(f"The last checkpoint could not be copied to {self.url}: {problem} Training is "
-                            f"done, and its checkpoint {self.checkpoints.path(step)} is sound. Run the same command "
-                            f"again, which copies it and finishes the stage; or with train.checkpoint.copy_to=null, to "
-                            f"go on without the copy.")
+                            f"done, and its checkpoint {self.checkpoints.path(step)} is valid. Run the same command "
+                            f"again: it copies the checkpoint and finishes the stage. Or add "
+                            f"train.checkpoint.copy_to=null, to continue without the copy.")
 
     def on_stop(self, loop: Loop) -> None:
-        """Wait for the upload of the last checkpoint as long as there is time; say if it was not done."""
+        """Wait for the upload of the last checkpoint as long as there is time; log if it was not completed."""
         if problem := self._wait(loop.progress.step, timedelta(seconds=loop.config.launch.signal_s)):
             self.say(f"warning: {checkpoint_name(loop.progress.step)} is not copied to {self.url}: {problem} It is in "
-                     f"{self.checkpoints.folder}; the next start copies it, if it finds this folder")
+                     f"{self.checkpoints.folder}; the next start copies it, if this folder still exists")
 
     def close(self) -> None:
-        """Upload no more: what is being sent does not become a copy, and nothing is waited for. Idempotent."""
+        """Stop uploading without waiting. An upload in progress does not become a copy. Idempotent."""
         self._stopped = True
         self._worker.close(0.0, drop=True)
 
     def _wait(self, step: int, limit: timedelta) -> str:
-        """Wait for the upload of the checkpoint after `step`; why there is none, or "", on every rank."""
+        """Wait for the upload of the checkpoint after `step`. Returns why it failed, or "", on every rank."""
         def wait() -> str:
             worker = self._worker
             if self.uploaded != step:
@@ -207,44 +209,45 @@ class Uploads(Hook):
                 with suppress(dist.DistError):
                     self._channel.same(None)  # the other ranks' threads end
             broken = f"{worker.error}." if worker.error else ""
-            late = f"it was not done after {limit.total_seconds():g} s."
+            late = f"it was not complete after {limit.total_seconds():g} s."
             problem = "" if self.uploaded == step else broken or self._problem or late
             self.close()
             return problem
         return str(self.ranks.by_leader(wait))
 
     def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """The steps in the store, and the drift of the training that they are of. For rank 0."""
+        """Claim the store. Returns the steps in it and the drift of their training. Called on rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
         self._owner, mark = Owner(store), _mark(folder)
         theirs, mine = self._owner.content, read_record(folder / TRAINING, Training)
         if problem := self._conflict(theirs, mine, mark):
             if not complete_checkpoints(folder):
-                (folder / STARTED).unlink(missing_ok=True)  # nothing was started: other settings may be tried
+                (folder / STARTED).unlink(missing_ok=True)  # nothing has started: the user may try other settings
             raise UserError(problem)
         here = mine is not None and mine.folder == mark
         if theirs is not None and not here:
-            self.say(f"takes over {store.url} from {describe(theirs)}, which stops copying there as soon as it looks")
+            self.say(f"takes over {store.url} from {describe(theirs)}, which will notice and stop copying there")
         training = Training(theirs["id"] if theirs else mine.id if mine is not None and here else uuid4().hex, mark)
         write_sealed(folder / TRAINING, asdict(training))
         drift = [*(entry for entry in (theirs or {}).get("drift", []) if entry not in self.work.drift),
                  *self.work.drift]
-        if drift != self.work.drift:  # accepted before the folder was lost: kept for the manifest
+        if drift != self.work.drift:  # accepted before the folder was lost; the manifest must list it
             change_start(folder, drift=drift)
         self._owner.claim(name=self.work.config.name, id=training.id, fingerprint=self.work.fingerprint, drift=drift)
         found, complete = self._copies.found(), complete_checkpoints(folder)
         if found.unfinished:
-            self.say(f"removed what a start that ended had copied in part to {store.url}: "
+            self.say(f"removed incomplete copies of an earlier start in {store.url}: "
                      f"{', '.join(map(checkpoint_name, found.unfinished))}")
             store.delete(path for paths in found.unfinished.values() for path in paths)
-        # Set aside here since they may be made of damaged tokens, while the store did not answer.
+        # Checkpoints that were quarantined here for damaged tokens while the store did not answer.
         self._remove(aside := [step for step in found.whole
                                if step > (step_of(complete[-1]) if complete else -1) and self._is_set_aside(step)])
         return [step for step in found.whole if step not in aside], drift
 
     def _is_set_aside(self, step: int) -> bool:
-        """Whether the copy is of a checkpoint that was set aside here, by its marker: the step may be another's."""
+        """Whether the copy is of a checkpoint that was quarantined here. Its marker decides, since another checkpoint
+        may have the same step."""
         folders = list((self.work.folder / CHECKPOINTS).glob(f"{SET_ASIDE}{checkpoint_name(step)}*"))
         try:
             files = self._copies.of(step).read()["files"] if folders else []
@@ -254,48 +257,48 @@ class Uploads(Hook):
         return any((folder / MARKER).is_file() and sha256_file(folder / MARKER) in markers for folder in folders)
 
     def _conflict(self, theirs: dict[str, Any] | None, mine: Training | None, mark: str) -> str:
-        """Why the training in this folder must not use the store; "" if it may. theirs: who has claimed it."""
+        """Why the training in this folder must not use the store; "" if it may. theirs: the owner's record."""
         url, name = self.url, self.work.config.name
         if theirs is None:
             found = self._copies.found()
             steps = sorted([*found.whole, *found.unfinished])
             return (f"{url} holds folders named after steps ({checkpoint_name(steps[0])} ...), but no {OWNER} that "
-                    f"says whose they are. Nothing there is touched; give another train.checkpoint.copy_to, or move "
-                    f"away what is there.") if steps else ""
+                    f"names their run. Drover changes nothing there. Set another train.checkpoint.copy_to, or move "
+                    f"those folders away.") if steps else ""
         if "id" not in theirs:
-            return f"{url} holds what was copied of {theirs['name']}, no checkpoints. Give another address."
+            return f"{url} holds other files of the run {theirs['name']}, no checkpoints. Set another address."
         same = mine is not None and mine.id == theirs["id"]
-        ways = ("Nothing there is overwritten. Give this run another train.checkpoint.copy_to, or move away what is "
-                "there.")
+        ways = ("Drover overwrites nothing there. Set another train.checkpoint.copy_to for this run, or move those "
+                "copies away.")
         if theirs["name"] != name:
             if same and mine is not None and mine.folder == mark:
                 return ""  # renamed
-            moved = (f" {self.work.folder} seems to be a copy of that run's. If it is the run itself, moved here from "
-                     f"another disk, give it its name again (name={theirs['name']}).") if same else ""
+            moved = (f" {self.work.folder} seems to be a copy of that run's folder. If it is the run itself, moved "
+                     f"here from another disk, use its name again (name={theirs['name']}).") if same else ""
             return f"{url} holds the checkpoints of the run {theirs['name']}, not of {name}.{moved} {ways}"
         if same:
             return ""
         if self.work.afresh:
-            return (f"{url} holds the checkpoints of an earlier training of {name}, which --force leaves behind. "
-                    f"{ways} Without --force, training goes on from them.")
+            return (f"{url} holds the checkpoints of an earlier training of {name}, which --force discards. {ways} "
+                    f"Without --force, training continues from them.")
         if mine is not None or complete_checkpoints(self.work.folder):
             return (f"{url} holds the checkpoints of another training of {name} than the one in {self.work.folder}: "
-                    f"they began apart, so one must not replace the other. {ways}")
+                    f"they were started separately, so one must not replace the other. {ways}")
         if STAGES["train"].may_renew(theirs["fingerprint"], self.work.fingerprint):
-            return ""  # other phases: whether one that has begun is among them shows with the checkpoint
+            return ""  # other phases: `changed_future` checks with the checkpoint whether they have started
         changed = differences(theirs["fingerprint"], self.work.fingerprint)
-        return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are asked for "
-                f"now. What differs, old -> new:\n{listed([str(one) for one in changed])}\n{ways}") if changed else ""
+        return (f"{url} holds the checkpoints of {name}, but trained with other inputs or settings than are configured "
+                f"now. Differences, old -> new:\n{listed([str(one) for one in changed])}\n{ways}") if changed else ""
 
     def _remove(self, steps: Sequence[int], which: str = "Copies of damaged training in") -> None:
-        """Remove copies that nobody may go on from. For rank 0."""
+        """Remove copies from which no training may continue. Called on rank 0."""
         self._copies.remove(*steps)
         if steps:
             self.say(f"{which} {self.url} are removed: "
                      f"{', '.join(map(checkpoint_name, steps))}.")
 
     def _fetch(self, step: int) -> Exception | None:
-        """Fetch a checkpoint; every rank takes a share of the files. Why that failed, the same on every rank."""
+        """Fetch a checkpoint; every rank takes a share of the files. Returns the error, the same on every rank."""
         final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
@@ -325,20 +328,20 @@ class Uploads(Hook):
         return problem
 
     def _refuse_stopped(self) -> None:
-        """UserError if nothing is to be copied any more, or the store is another process's by now: called before
-        anything that others may see is changed. On rank 0; the others hear of it after their share."""
+        """UserError if copying was stopped, or another process has taken over the store. Called before each change of
+        the store. Only rank 0 checks the owner; the other ranks learn of it after their share."""
         if self._stopped:
             raise UserError("copying was stopped.")
         if self.ranks.leads:
             self._owner.refuse_lost()
 
     def _follow(self, _: int) -> None:
-        """Send what rank 0 asks for, until it asks for nothing more. On the other ranks."""
+        """Upload this rank's shares on rank 0's request, until it ends. Called on the other ranks."""
         while (step := self._channel.same(None)) is not None:
             self._attempt(step)
 
     def _upload(self, step: int) -> None:
-        """Upload a checkpoint, in as many attempts as it takes; a newer one is uploaded instead. On rank 0."""
+        """Upload a checkpoint, with retries until a newer one replaces it. Called on rank 0."""
         url, name = self.url, checkpoint_name(step)
         for failures in itertools.count(1):
             began = time.monotonic()
@@ -352,31 +355,31 @@ class Uploads(Hook):
             if self._stopped:
                 return
             wait_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
-            self.say(f"warning: {name} could not be copied to {url}: {self._problem} Training goes on; it is tried "
-                     f"again in {wait_s:.0f} s, or with the next checkpoint")
+            self.say(f"warning: {name} could not be copied to {url}: {self._problem} Training continues; retrying "
+                     f"in {wait_s:.0f} s, or with the next checkpoint")
             if self._worker.waiting(wait_s) or (self._worker.closing and failures >= self.config.attempts):
                 return
             if self._worker.closing:
                 time.sleep(min(wait_s, END_RETRY_S))
         if problem := tried(self._prune):
-            self.say(f"warning: old copies in {url} could not be removed ({problem}); tried again after the next copy")
+            self.say(f"warning: old copies in {url} could not be removed ({problem}); retrying after the next copy")
         waited = {saved: self._saved.pop(saved) for saved in list(self._saved) if saved <= step}
-        saved_at = waited.pop(step, began)  # not there if it was saved again meanwhile
+        saved_at = waited.pop(step, began)  # missing if the step was saved again meanwhile
         left_out = sorted(waited)
         self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
                    behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
         if left_out:
-            self.say(f"{name} is copied to {url}; {', '.join(map(checkpoint_name, left_out))} had no time to be")
+            self.say(f"{name} is copied to {url}; skipped: {', '.join(map(checkpoint_name, left_out))}")
         self.uploaded = step
 
     def _attempt(self, step: int) -> Exception | None:
-        """Upload a checkpoint once, each rank its share of the files; why that failed."""
+        """Upload a checkpoint once, each rank its share of the files. Returns the error."""
         copy, folder, ranks = self._copies.of(step), self.checkpoints.path(step), self.ranks
         files = list[dict[str, Any]]()
 
         def opened() -> list[dict[str, Any]]:
-            """The files to be sent, once the store has no copy of this step that counts: one whose objects are put
-            again, one by one, would be neither the old nor the new."""
+            """The files to upload. First makes sure that the store has no complete copy of this step: while its objects
+            are replaced one by one, it would be a mixture of both."""
             files.extend(read_marker(folder)["files"])
             with self._final:
                 self._refuse_stopped()
@@ -386,8 +389,8 @@ class Uploads(Hook):
             return files
 
         def complete(_: int) -> None:
-            """All ranks' files are there: put the marker, the records of the train folder, and copy.json."""
-            self._refuse_stopped()  # sending took long
+            """After all ranks' files: upload the marker, the records of the train folder, and copy.json."""
+            self._refuse_stopped()  # uploading took long
             marker = output_record(folder, folder / MARKER)
             copy.send(folder, [marker])
             files.append(marker)
@@ -410,7 +413,7 @@ class Uploads(Hook):
 
 
 def _listed(copy: Mirror, step: int) -> list[dict[str, Any]]:
-    """The files of a copy that was there a moment ago; DamagedCopyError if they are not known, or another step's."""
+    """The files of a listed copy; DamagedCopyError if its copy.json is missing, damaged or of another step."""
     try:
         found = copy.read()
     except Missing as error:
@@ -421,11 +424,11 @@ def _listed(copy: Mirror, step: int) -> list[dict[str, Any]]:
 
 
 def train_records(folder: Path, step: int) -> dict[str, bytes]:
-    """The files of the train folder that go with the checkpoint after `step`, by name, as far as they are there: a run
-    whose folder is lost takes them up again, and its log has no hole.
+    """The existing files of the train folder that belong to the checkpoint after `step`, by name. A run whose folder
+    was lost gets them back, so its log has no gap.
 
-    Of metrics and samples only lines of steps before: who continues from a checkpoint does first what belongs to its
-    own step (`Loop._start`), and what of that was written when the copy was made is a matter of chance.
+    Of metrics and samples only lines of earlier steps are taken. A start from the checkpoint first writes the lines of
+    its own step (`Loop._start`), and whether they were written before the upload is a matter of chance.
     """
     found = {}
     for name in (*LOGS, *OTHERS):
@@ -440,8 +443,8 @@ def train_records(folder: Path, step: int) -> dict[str, bytes]:
 
 
 def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Put fetched files into the train folder. A local file that continues the fetched one stays; one that says
-    something else is renamed, and this is said."""
+    """Put fetched files into the train folder. A local file that continues the fetched one stays. One with other
+    content is renamed, and this is logged."""
     for path in sorted(fetched.iterdir()):
         data, mine = path.read_bytes(), folder / path.name
         if mine.is_file():
@@ -450,14 +453,14 @@ def take_records(fetched: Path, folder: Path, say: Callable[[str], None]) -> Non
                 continue
             if here and not _continues(path.name, here, data):
                 aside = renamed(mine, f"{mine.name}.replaced")
-                say(f"{mine.name} is not what went on with the checkpoint; it is set aside as {aside.name}")
+                say(f"{mine.name} does not belong to the fetched checkpoint; renamed to {aside.name}")
         with atomic_file(mine) as file:
             file.write(data)
 
 
 def _continues(name: str, before: bytes, after: bytes) -> bool:
-    """Whether `after`, a file's content, is what `before` was or became by growing."""
-    if name == ROLLBACKS:  # a list that grows; what is excluded by a rollback must never be seen again
+    """Whether `after`, a file's content, equals `before` or has grown from it."""
+    if name == ROLLBACKS:  # a list that grows; excluded samples must never be used again
         with suppress(ValueError, KeyError, TypeError):
             old, new = json.loads(before)["rollbacks"], json.loads(after)["rollbacks"]
             return bool(new[:len(old)] == old)
@@ -465,6 +468,6 @@ def _continues(name: str, before: bytes, after: bytes) -> bool:
 
 
 def _mark(folder: Path) -> str:
-    """What a folder keeps when it is renamed, and a copy of it does not have. Of its disk not the number of the device,
-    which another node may have given to another disk."""
+    """An identifier that a folder keeps when it is renamed, and that a copy of it does not have. It uses the file
+    system's ID, since a device number may mean another disk on another node."""
     return f"{os.statvfs(folder).f_fsid}.{folder.stat().st_ino}"

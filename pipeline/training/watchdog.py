@@ -1,6 +1,6 @@
-"""End a rank that shows no sign of life for too long, and write down first where it was.
+"""End a rank that makes no progress for too long, and first write down where it was.
 
-It waits a while before it ends, so that the other ranks write too: the first to end takes the others along.
+It waits a while before it ends, so that the other ranks write too: once one rank has ended, the launcher ends all.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from drover.pipeline.records.hangs import HUNG_STATUS, IN_FULL, HungRank, hang_f
 from drover.pipeline.training.rank_agreement import node_name
 
 SLACK = timedelta(minutes=10)
-"""So much longer than the watchdog a collective waits: the watchdog knows more of what hangs."""
+"""A collective's timeout is this much longer than the watchdog's: the watchdog reports more about a hang."""
 SLOWEST = 10
-"""So many median steps without a sign of life are no hang yet."""
+"""Silence as long as this many median steps is not a hang yet."""
 STEP_S, COMPILED_STEP_S = 100.0, 300.0
-"""The longest silence within a step, unless 10 median steps are longer: every rank has its batch by then, so none waits
-for a disk or a store. Where blocks are compiled, a rank may meet a shape for which it has no graph, and all others wait
-for it."""
+"""The longest silence within a step, unless 10 median steps are longer. Within a step every rank has its batch, so none
+waits for a disk or a store. With compiled blocks a rank may have to compile for a new shape while all others wait."""
 TOGETHER_S = 20.0
-"""For writing, since the file system may be what hangs, and for the other ranks to write too: a launcher ends them all
-once one has ended."""
+"""Time limit for writing, since the file system may be the cause of the hang, and time for the other ranks to write
+too: the launcher ends them all once one has ended."""
 
 
 def longest_wait(config: Config) -> timedelta:
-    """How long a rank waits for others in a collective: as configured, or longer than the watchdog waits for a sign of
-    life, for which a first step has the most time."""
+    """The timeout of collectives: as configured, or longer than the watchdog's longest limit, which is that of a first
+    step."""
     minutes, hang = config.parallel.timeout_minutes, config.train.guards.hang_minutes
     if minutes is not None:
         return timedelta(minutes=minutes)
@@ -53,12 +52,12 @@ def longest_wait(config: Config) -> timedelta:
 class Watchdog:
     """Watches this rank's main thread from another one.
 
-    Time is counted by how often this thread has waited: a process that was suspended as a whole has not been hanging.
+    It counts its own waits instead of the time, so that a suspended process does not count as hung.
 
     Args:
-        folder: where to write (`hangs.hang_folder`).
-        limit_s: seconds of silence; None: nothing is watched.
-        ranks: how many there are.
+        folder: for the records (`hangs.hang_folder`).
+        limit_s: the longest silence in seconds; None: nothing is watched.
+        ranks: the number of ranks.
 
     Attributes:
         step_s: STEP_S or COMPILED_STEP_S.
@@ -74,13 +73,13 @@ class Watchdog:
 
     @classmethod
     def of(cls, work: Work) -> Watchdog:
-        """As configured, for this rank of the stage."""
+        """The configured watchdog of this rank."""
         minutes, rank = work.config.train.guards.hang_minutes, int(os.environ.get("RANK", "0"))
         return cls(hang_folder(work.folder), rank, None if minutes is None else 60 * minutes,
                    int(os.environ.get("WORLD_SIZE", "1")))
 
     def __enter__(self) -> Watchdog:
-        if self.rank == 0 and self.folder.is_dir():  # outside of Slurm all starts have one name
+        if self.rank == 0 and self.folder.is_dir():  # outside Slurm all starts use the same folder
             renamed(self.folder, f"{self.folder.name}.earlier")
         if self._limit_s < math.inf:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
@@ -90,40 +89,40 @@ class Watchdog:
         self._over.set()
 
     def _allow(self, seconds: float) -> None:
-        """A sign of life; so many seconds of silence from now on are no hang. A new object each time, which the thread
-        tells from the one before."""
+        """Note progress; from now on allow this many seconds of silence. It makes a new list each time, so that the
+        thread notices the change."""
         self._allowed = [max(seconds, SLOWEST * statistics.median(self._steps or [0.0]))]
 
     def pulse(self, *, first: bool = False) -> None:
-        """A sign of life; ends a pause. first: what comes now is done for the first time, so it may have to compile."""
+        """Note progress; ends a pause. first: the next work is done for the first time, so it may have to compile."""
         self._first = FIRST if first or not self._steps else 1
         self._allow(self._first * self._limit_s)
 
     def step_begins(self) -> None:
-        """All ranks have their batch: until the next pulse they only compute and exchange."""
+        """All ranks have their batch: until the next pulse they only compute and communicate."""
         self._allow(self._first * self._limit_s if self._first > 1 else min(self._limit_s, self.step_s))
 
     def finished(self, step: int, seconds: float) -> None:
-        """Step number `step` is done, in so many seconds."""
+        """Step number `step` is done and took `seconds`."""
         self.step = step
         self._steps.append(seconds)
         self.pulse()
 
     def pause(self) -> None:
-        """What comes now may take as long as it takes, or has a limit of its own; until the next pulse."""
+        """Allow any time until the next pulse, for work without a limit or with its own."""
         self._allow(math.inf)
 
     @contextmanager
     def paused(self, meet: Callable[[], None]) -> Iterator[None]:
-        """What is done within may take as long as it takes. `meet` then waits for all ranks, for as long as their
-        process group lets it: a quick one that waited for a slow one in its next step would be taken to hang."""
+        """Allow any time for the work within. Afterwards `meet` waits for all ranks, up to their process group's
+        timeout: otherwise a fast rank that waits for a slow one in its next step would count as hung."""
         self.pause()
         yield
         meet()
         self.pulse()
 
     def hangs_for(self, interval: float) -> float | None:
-        """Seconds of silence, where they are a hang; to be asked every `interval` seconds."""
+        """Seconds of silence, if they are a hang. Must be called every `interval` seconds."""
         allowed = self._allowed
         self._silent, self._seen = self._silent + interval if allowed is self._seen else 0.0, allowed
         return self._silent if self._silent > allowed[0] else None
@@ -144,8 +143,8 @@ class Watchdog:
         os._exit(HUNG_STATUS)
 
     def _write(self, silent: float) -> None:
-        print(f"\ntrain hangs on rank {self.rank} ({node_name()}): no sign of life for {duration(silent)} after "
-              f"step {self.step}. Where it was is in {self.folder}; it ends now (status {HUNG_STATUS}).",
+        print(f"\ntrain hangs on rank {self.rank} ({node_name()}): no progress for {duration(silent)} after "
+              f"step {self.step}. Its stack is in {self.folder}; it ends now (status {HUNG_STATUS}).",
               file=sys.stderr, flush=True)
         write_record(self.folder, HungRank(self.rank, node_name(), self.step, round(silent, 3), round(time.time(), 3),
                                            main_stack()))
@@ -158,15 +157,15 @@ class Watchdog:
 
 
 def main_stack() -> tuple[str, ...]:
-    """Where the main thread is: `file:line function`, innermost last."""
+    """The main thread's stack: `file:line function`, innermost last."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    # Not traceback's summaries: they look at files, which may be what hangs.
+    # Not traceback's summaries: they read files, which may be what hangs.
     calls = [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in traceback.walk_stack(frame)]
     return tuple(calls[::-1])
 
 
 def flight_records() -> dict[str, bytes]:
-    """What torch's flight recorder has of the last collectives, by file ending; {} where it has none."""
+    """torch's flight recordings of the last collectives, by file ending; {} if it has none."""
     backend = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
     found = {}
     for kind, name in (("pickle", "_dump_nccl_trace"), ("json", "_dump_fr_trace_json")):

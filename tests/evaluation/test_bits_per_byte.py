@@ -1,21 +1,17 @@
 import math
 from collections import Counter
+from itertools import chain, groupby
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from drover.pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure, pack_windows
+from drover.pipeline.evaluation.bits_per_byte import IGNORED, HeldoutBatches, HeldoutText, measure
 from drover.pipeline.evaluation.measurement import Measurement
 
 VOCABULARY = 50
-
-
-def documents(lengths, seed=0):
-    """Documents of so many tokens; document d's tokens are unlike any other's, so that each can be recognised."""
-    draw = np.random.default_rng(seed)
-    return [draw.integers(0, VOCABULARY, length).astype(np.uint16) for length in lengths]
 
 
 def uniform(tokens, labels, documents, positions):
@@ -26,14 +22,15 @@ def uniform(tokens, labels, documents, positions):
 
 
 def test_a_uniform_model_needs_log2_of_the_vocabulary_for_each_token():
-    texts = {"a": HeldoutText(documents([2, 9, 40, 17, 1]), 123), "b": HeldoutText(documents([33]), 77)}
+    lengths, sizes, targets = {"a": [2, 9, 40, 17, 1], "b": [33], "none": []}, [123, 77, 0], [64, 32, 0]
+    texts = {name: HeldoutText([np.zeros(length, np.uint16) for length in lengths[name]], size)
+             for name, size in zip(lengths, sizes, strict=True)}
     found = measure(uniform, HeldoutBatches(texts, length=16, batch=3))
-    targets = {"a": 1 + 8 + 39 + 16, "b": 32}
-    for name, count in targets.items():
-        assert found[name].targets == count
-        expected = math.log2(VOCABULARY) * count / texts[name].text_bytes
-        assert found[name].bits_per_byte == pytest.approx(expected, rel=1e-12)
-        assert found[name].perplexity == pytest.approx(VOCABULARY, rel=1e-12)
+    for one, count, size in zip(found.values(), targets, sizes, strict=True):
+        bits = math.log2(VOCABULARY) * count / size if size else math.nan
+        assert one.targets == count and one.bits_per_byte == pytest.approx(bits, rel=1e-12, nan_ok=True)
+        assert one.perplexity == pytest.approx(VOCABULARY if count else math.nan, rel=1e-12, nan_ok=True)
+    assert Measurement(1e6, 1, 1).perplexity == math.inf, "a hopeless model does not overflow"
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,33 +42,13 @@ def test_every_target_counts_exactly_once(lengths, batch, world):
     text = HeldoutText([np.arange(length, dtype=np.int64) + 100 * number for number, length in enumerate(lengths)], 1)
     seen: Counter[int] = Counter()
     shares = [HeldoutBatches({"x": text}, length=window, batch=batch, rank=rank, world=world) for rank in range(world)]
-    assert len({len(share) for share in shares}) == 1
-    assert len({len(list(share)) for share in shares}) == 1
-    for share in shares:
-        for part in share:
-            assert part.tokens.shape == part.labels.shape == part.documents.shape == part.positions.shape
-            for row in range(part.tokens.shape[0]):
-                place = part.labels[row] != IGNORED
-                tokens, labels = part.tokens[row][place].tolist(), part.labels[row][place].tolist()
-                assert [token + 1 for token in tokens] == labels
-                seen.update(labels)
-                for number in set(part.documents[row][place].tolist()):
-                    piece = part.documents[row] == number
-                    assert len({token // 100 for token in part.tokens[row][piece].tolist()}) == 1
-                    assert part.positions[row][piece].tolist() == list(range(int(piece.sum())))
+    assert len({len(list(share)) for share in shares} | {len(share) for share in shares}) == 1
+    for part in chain(*shares):
+        for row in zip(*map(Tensor.tolist, (part.tokens, part.labels, part.documents, part.positions)), strict=True):
+            places = [place for place in zip(*row, strict=True) if place[1] != IGNORED]
+            assert all(token + 1 == label for token, label, _, _ in places)
+            seen.update(label for _, label, _, _ in places)
+            for _, piece in groupby(places, key=lambda place: place[2]):
+                tokens, _, _, positions = zip(*piece, strict=True)
+                assert len({token // 100 for token in tokens}) == 1 and positions == tuple(range(len(positions)))
     assert seen == Counter(100 * number + t for number, length in enumerate(lengths) for t in range(1, length))
-
-
-@given(st.lists(st.integers(0, 60), max_size=40))
-def test_packing_fills_windows_well(lengths):
-    windows = pack_windows(lengths, 20)
-    used = [sum(piece.stop - piece.start for piece in window) for window in windows]
-    assert all(0 < count <= 20 for count in used)
-    assert sum(used) == sum(max(0, length - 1) for length in lengths)
-    assert sum(count <= 10 for count in used) <= 1  # two half-empty windows would have been one
-
-
-def test_no_text_gives_nan_not_an_error():
-    found = measure(uniform, HeldoutBatches({"x": HeldoutText([], 0)}, length=8, batch=2))
-    assert found["x"].nats == 0 and math.isnan(found["x"].bits_per_byte) and math.isnan(found["x"].perplexity)
-    assert Measurement(1e6, 1, 1).perplexity == math.inf, "nor does a hopeless model overflow"

@@ -57,9 +57,8 @@ def test_the_tokenizer_of_a_run_may_be_another_runs(models, tmp_path):
 
 def test_a_hugging_face_folder_has_its_own(models, tmp_path):
     folder = write_huggingface(tmp_path / "hf", models[2], TOKENIZER)
-    found = opened(folder)
-    is_model(found, models[2])
-    assert found.path == folder and run_of(folder) is None
+    is_model(opened(folder), models[2])
+    assert run_of(folder) is None
     (folder / "tokenizer.json").unlink()
     refused(UserError, r"no tokenizer\.json", opened, folder)
 

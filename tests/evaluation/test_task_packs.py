@@ -9,6 +9,7 @@ import pytest
 
 from drover.pipeline.contract.stages import REPOSITORY
 from drover.pipeline.evaluation.harness import HarnessModel
+from drover.pipeline.evaluation.paired import scored
 from drover.pipeline.evaluation.placing import Placed
 from drover.pipeline.evaluation.running import measure_task
 from drover.pipeline.evaluation.tasks import tasks_named
@@ -79,30 +80,18 @@ def test_every_row_can_be_read_alone(results, pack, name):
 
 RIGHT = [(f"Question: What is the capital of {item['country']}?\nAnswer:", " " + item["choices"][item["gold"]])
          for item in map(json.loads, FILES["capitals.jsonl"].splitlines())]
-"""Questions of the task capitals, with their answers."""
-
-
-def test_bits_of_the_right_choices(results, model):
-    expected = bits(model, RIGHT)
-    assert results["capitals"]["answer_bits_per_byte"] == pytest.approx(
-        sum(one for one, _ in expected) / sum(size for _, size in expected), rel=1e-5)
-    assert results["capitals"]["per_item"]["metrics"]["answer_bits_per_byte"] == [
-        (pytest.approx(one, rel=1e-5), size) for one, size in expected]
+"""Questions of the task capitals, with their answers, whose bits tests/tools/test_compare.py has."""
 
 
 def test_bits_of_pages_with_their_errors(results, pack, model):
-    """Of two texts the ratio's error by hand; the delta method carries it to perplexities."""
+    """Those of `score`, which test_paired.py has by hand; the delta method carries them to perplexities."""
+    found, single = results["pages"]["metrics"], results["pages"]["per_item"]["metrics"]["bits_per_byte"]
     expected = bits(model, [("", item["page"]) for item in lines(pack / "pages.jsonl")])
-    (one, first), (other, second) = expected
-    ratio = (one + other) / (first + second)
-    stderr = math.sqrt(2 * ((one - ratio * first) ** 2 + (other - ratio * second) ** 2)) / (first + second)
-    found = results["pages"]["metrics"]
-    assert found["bits_per_byte"] == {
-        "value": pytest.approx(ratio, rel=1e-5), "stderr": pytest.approx(stderr, rel=1e-3)}
+    assert single == [(pytest.approx(each, rel=1e-5), size) for each, size in expected]
+    assert found["bits_per_byte"] == pytest.approx(scored(single), rel=1e-6)
+    ratio, stderr = found["bits_per_byte"].values()
     assert found["byte_perplexity"]["stderr"] == pytest.approx(2**ratio * stderr * math.log(2), rel=1e-3)
     assert found["word_perplexity"]["stderr"] > found["byte_perplexity"]["stderr"]
-    assert results["pages"]["per_item"]["metrics"]["bits_per_byte"] == [
-        (pytest.approx(each, rel=1e-5), size) for each, size in expected]
 
 
 def test_what_is_written_is_compared(results):

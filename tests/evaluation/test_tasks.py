@@ -1,5 +1,6 @@
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_included_files_are_inputs_too(tmp_path):
 @pytest.mark.parametrize(("texts", "task", "message"), [
     ([], "plantd", r"plantd.* are planted; did you mean .planted.\?"),
     (["task: hub\ndataset_path: someone/dataset\n"], "hub", r"someone/dataset.*offline"),
-    (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "written twice"),
+    (["task: ["], "planted", r"0\.yaml cannot be read"), (["task: x\n", "task: x\n"], "x", "defined twice"),
     (["task: glob\ndataset_kwargs: {data_files: {test: 'no*.jsonl'}}\n"], "glob", "no file matches")])
 def test_what_is_wrong_with_a_task_is_said(tmp_path, texts, task, message):
     write_task(tmp_path)
@@ -106,14 +107,11 @@ def test_data_that_is_no_json_is_a_user_error(tmp_path):
 
 
 def test_shipped_tasks_are_well_made():
-    names = ["python_line", "python_stdlib"]
     found = find_tasks([REPOSITORY / "configs" / "tasks"])
-    assert sorted(found) == names
-    for name in names:
-        path, = found[name].data_files["test"]
+    assert sorted(found) == ["python_line", "python_stdlib"]
+    for task in found.values():
+        path, = task.data_files["test"]
         items = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        assert len(items) == 40
-        assert len({item["query"] + item["choices"][item["gold"]] for item in items}) == 40
+        assert len({item["query"] + item["choices"][item["gold"]] for item in items}) == len(items) == 40
         assert all(len(set(item["choices"])) == 4 for item in items)
-        golds = [item["gold"] for item in items]
-        assert all(golds.count(place) == 10 for place in range(4)), "always the same guess must not beat chance"
+        assert set(Counter(item["gold"] for item in items).values()) == {10}, "one guess must not beat chance"

@@ -1,6 +1,6 @@
 import pytest
 
-from drover.pipeline.reporting.document import Bars, Table, filled, flat, pairs, spread, written
+from drover.pipeline.reporting.document import Bars, Table, filled, pairs, written
 
 RECORD = {"steps": 1200, "text": {"train": 11_828_804, "gzip -9": 2.05}, "part": 3, "whole": 8, "nothing": 0,
           "kind": "bpe", "seconds": 172.4, "sha": "ab" * 32, "yes": True,
@@ -55,23 +55,6 @@ def test_numbers_are_short_and_take_few_letters(case):
     assert (written(number), written(number, "k")) == (text, compact)
 
 
-def test_a_table_stresses_sums_and_pairs_leave_out_what_is_absent():
-    table = Table("", {"source": "{source}", "n": "{n:,}"}, [*flat({"web": {"n": 1}, "all": {"n": 2}}, "source"),
-                                                             {"source": "x", "n": 3, "strong": True}])
-    assert table.rows == [(False, ["web", "1"]), (True, ["all", "2"]), (True, ["x", "3"])]
-    assert [row for _, row in pairs("", {"a": "{a}", "b": "{b}", "c": "{c}"}, {"a": 0, "b": "", "c": None}).rows] == [
-        ["a", "0"]]
-    assert not Table("", {}, []) and Bars("", "s", {"a": 2.0, "b": 0.0}, form="s").rows == [
-        ("a", "2.0 s", 78.0), ("b", "0.0 s", 0.0)]
-
-
-def test_nested_counts_become_records():
-    assert flat({"a": {"x": {"n": 1}, "y": {"n": 2}}, "b": {}}, "source", "field") == [
-        {"source": "a", "field": "x", "n": 1}, {"source": "a", "field": "y", "n": 2}]
-    assert flat({"a": {"x": 5}}, "source", "reason") == [{"source": "a", "reason": "x", "value": 5}]
-
-
-@pytest.mark.parametrize(("values", "most", "found"), [
-    ([], 3, []), ([1], 3, [1]), ([1, 2], 4, [1, 2]), (list(range(100)), 3, [0, 50, 99]), (list(range(5)), 1, [0])])
-def test_values_are_spread_evenly(values, most, found):
-    assert spread(values, most) == found
+def test_bars_have_lengths_and_blocks_without_content_are_false():
+    assert Bars("", "s", {"a": 2.0, "b": 0.0}, form="s").rows == [("a", "2.0 s", 78.0), ("b", "0.0 s", 0.0)]
+    assert not Table("", {}, []) and not pairs("", {"b": "{b}", "c": "{c}"}, {"b": "", "c": None})

@@ -82,7 +82,7 @@ def test_what_a_kill_left_of_a_copy_goes_and_a_store_that_stumbles_costs_nothing
     faults += [bucket.fail("cut", 2, method="GET", path="safetensors"),
                bucket.fail("error", 2, method="GET", path="safetensors")]
     said = run_train(fresh, *copying).stdout
-    assert "copied in part" in said and "step-00000008" in said and "continuing after step 4" in said
+    assert "incomplete copies" in said and "step-00000008" in said and "continuing after step 4" in said
     assert all(fault.met == fault.times for fault in faults) and not events(fresh, "checkpoint_copy_failed")
     assert_equal_to_the_bit(fresh)
     # A copy that takes long is followed by that of the newest step: step 12 may have been passed over.
@@ -114,7 +114,7 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
     moto_server.fail("refuse", 1000, method="PUT", path="step-0000000[48]/rank")
     moto_server.fail("refuse", 1000, method="PUT", path="step-000000(12|16)/copy.json")
     result = run_train(fresh, *copying, expect=2)
-    assert "step-00000004 could not be copied" in result.stdout and "Training goes on" in result.stdout
+    assert "step-00000004 could not be copied" in result.stdout and "Training continues" in result.stdout
     assert "The last checkpoint could not be copied" in result.stderr and url in result.stderr
     assert events(fresh, "checkpoint_copy_failed")[0]["step"] == 4
     assert read_manifest(train_folder(fresh)) is None and not copies(url).whole
@@ -139,8 +139,8 @@ def test_checkpoints_of_another_run_are_refused_by_name(copied):
     before = {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()}
     for settings, told in ((["name=other"], "holds the checkpoints of the run mini, not of other"),
                            (["train.lr=0.02"], "train.lr: 0.01 -> 0.02"),
-                           (["train.steps=20", "--accept-drift"], "they began apart"),
-                           (["--force"], "--force leaves behind")):
+                           (["train.steps=20", "--accept-drift"], "they were started separately"),
+                           (["--force"], "--force discards")):
         if "steps" in settings[0]:
             run_train(copied[0], *SETTINGS)
         assert told in resumed(copied, *settings, expect=2).stderr

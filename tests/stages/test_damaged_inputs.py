@@ -174,11 +174,11 @@ def test_what_was_saved_before_a_later_start_stays(trained, capsys):
     path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     with flipped(path):
         refused(capsys, trained, "train", path, *here, "--accept-drift")
-        assert "sound for certain" not in read_state(folder).reason
+        assert "free of damage" not in read_state(folder).reason
         assert (folder / "checkpoints/step-00000006").is_dir() and not list((folder / "checkpoints").glob("step-*12"))
         (folder / COMPARED).unlink()
         refused(capsys, trained, "train", path, *here, "--accept-drift")
-        assert "sound for certain up to step 0" in read_state(folder).reason
+        assert "only the steps up to 0 are certainly free of damage" in read_state(folder).reason
     assert do(trained, "train", *here, "--accept-drift") == 0
 
 

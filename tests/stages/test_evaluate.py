@@ -90,7 +90,7 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(evaluated, copied, tmp_
         assert entry["tokens"] == entry["bytes"] + 2 * entry["documents"]
         assert limit <= entry["tokens"] < entry["of_tokens"]
         assert 100 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]
-        assert f"{source}: measured on {entry['documents']:,} of {whole['documents']:,} held-out documents" in told
+        assert f"{source}: measured on {entry['documents']:,} of {whole['documents']:,} validation documents" in told
 
 
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])

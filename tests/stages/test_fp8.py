@@ -64,7 +64,7 @@ def test_a_run_goes_into_fp8_at_a_checkpoint_on_other_ranks(fresh):
     said = run_with_faults(fresh, faults, *into, "--accept-drift", "parallel.tp=2", ranks=2, expect=1).stdout
     assert "fp8 as configured, bf16 before" in said
     again = run_train(fresh, *steps, "train.precision=auto", "--accept-drift").stdout
-    assert "fp8, as the run was begun" in again and "fp8 (rowwise) in 14 linear layers" in again
+    assert "fp8, as the run started" in again and "fp8 (rowwise) in 14 linear layers" in again
     assert [event["precision"] for kind in ("start", "resume") for event in events(fresh, kind)] == [
         "bf16", "fp8", "fp8"]
     assert read_manifest(train_folder(fresh)).counts["precision"] == "fp8"

@@ -75,7 +75,7 @@ def test_two_ranks_evaluate_what_neither_could_hold(exported):
     assert whole.returncode != 0 and "allocate memory" in whole.stderr, whole.stdout + whole.stderr
     ended = limited("evaluate", EVALUATE_MB, exported, ranks=2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "weights sharded over 2 ranks (FSDP2, gathered block by block)" in ended.stdout
+    assert "weights sharded over 2 ranks (FSDP2, all-gathered block by block)" in ended.stdout
     folder = exported.parent / "runs/mini/evaluate"
     assert read_manifest(folder).counts["dp_shard"] == 2
     assert [entry["tokens"] for entry in read_json(folder / "results.json")["continuations"]] == [3, 3]

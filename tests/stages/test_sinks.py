@@ -1,5 +1,4 @@
-"""Log sinks in the train stage: absent packages, sinks of one's own, failures, and runs that go on after a kill."""
-
+"""Log sinks in the train stage: sinks of one's own, failures, and wrong settings."""
 
 import pytest
 
@@ -7,11 +6,9 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.section import identity
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.errors import UserError
+from tests.conftest import REPOSITORY
 from tests.stages.training import curve, events, run_train
-from tests.training.sinks.reading import (
-    board_points,
-    python_path,
-)
+from tests.training.sinks.reading import board_points
 
 OWN = '''
 from pathlib import Path
@@ -53,10 +50,10 @@ class Told:
 def test_a_sink_of_ones_own_that_fails_changes_no_bit_and_is_said_once(fresh, tmp_path):
     (tmp_path / "my_sinks.py").write_text(OWN)
     run = run_train(fresh, "train.log_to=[{kind: 'my_sinks:Broken', step: 3}, tensorboard]", ranks=2,
-                    cold=True, PYTHONPATH=python_path(tmp_path))
+                    cold=True, PYTHONPATH=f"{REPOSITORY}:{tmp_path}")
     whole = run_train(fresh, "name=whole", "train.log_to=[]", ranks=2)
-    assert curve(fresh) == curve(fresh, "whole") and "switched off" not in whole.stdout
-    assert run.stdout.count("the log sink my_sinks:Broken is switched off: ConnectionError: nobody answers") == 1
+    assert curve(fresh) == curve(fresh, "whole") and "is disabled" not in whole.stdout
+    assert run.stdout.count("the logger my_sinks:Broken is disabled: ConnectionError: nobody answers") == 1
     [event] = events(fresh, "sink_failed")
     refused = run_train(fresh, "name=none", "train.log_to=[{kind: 'no_such_module:Sink'}]", expect=2)
     assert "train.log_to.0.kind names no_such_module:Sink, which cannot be imported" in refused.stderr

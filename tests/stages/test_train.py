@@ -85,7 +85,7 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
     assert "train.lr: 0.01 -> 0.02" in run_train(begun, *changed, expect=2).stderr
     run_with_faults(begun, "kill:rank=0,step=13", *changed, "--accept-drift", "train.checkpoint.background=false",
                     expect=-9)
-    assert "fp64, as the run was begun" in run_train(begun, *changed, ranks=2).stdout
+    assert "fp64, as the run started" in run_train(begun, *changed, ranks=2).stdout
     assert curve(begun)[-1]["lr"] == pytest.approx(0.002)  # the new rate's floor
     [resumed] = events(begun, "resume")[:1]
     assert resumed["step"] == 8 and "train.lr: 0.01 -> 0.02" in str(resumed["drift"])

@@ -162,5 +162,5 @@ def test_code_beside_a_tokenizer_is_not_run(places, tmp_path):
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: ...\n")
-    refused(UserError, "needs Python code that lies beside it, which is not run", ChatTemplate, folder)
+    refused(UserError, "needs its own Python code, which Drover does not run", ChatTemplate, folder)
     assert not (tmp_path / "executed").exists()

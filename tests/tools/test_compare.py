@@ -153,7 +153,7 @@ def test_models_of_any_form_in_one_table(home, capsys):
     (["--models", "{home}/tasks", "--tasks", "capitals"], "holds no weights"),
     (["--models", "{home}/hf", "--tasks", "capitals", "--limit", "0"], "--limit must be above 0"),
     (["--models", "{home}/hf", "--tasks", "capitals", "--length", "129"], "{home}/hf: Windows of 129 tokens are more"),
-    (["--models", "{home}/hf", "--heldout", "{home}/empty"], "has no held-out text"),
+    (["--models", "{home}/hf", "--heldout", "{home}/empty"], "has no validation text"),
     (["--checkpoints", "{home}/hf", "--tasks", "capitals"], "There is no run")])
 def test_what_cannot_be_compared_is_said(home, arguments, message, capsys, tmp_path):
     compared(home, tmp_path, *(argument.format(home=home) for argument in arguments), expect=2)

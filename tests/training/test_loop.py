@@ -4,9 +4,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.training.loop import Loop
 
 
@@ -27,23 +25,12 @@ def test_a_measurement_that_fails_comes_after_the_save(fails):
     assert asked.index("_update") < asked.index("_advance") < asked.index("_save") < asked.index(fails)
 
 
-@pytest.mark.parametrize("done", [0, 1])
-def test_a_step_is_watched_while_it_computes_and_explained_where_memory_does_not_suffice(capsys, done):
-    """A shorter limit from where all ranks have their batch to where the step is judged."""
+def test_a_step_is_watched_while_it_computes(monkeypatch):
+    """With a shorter limit from where all ranks have their batch to where the step is judged."""
     loop, calls = Loop.__new__(Loop), MagicMock()
     loop.watchdog, loop.engine, loop.guards, loop.batch = calls.watchdog, calls.engine, calls.guards, calls.batch
-    loop.plan = MagicMock()
-    loop.hooks, loop.ranks, loop.done = [calls.hook], calls.ranks, done
-    loop.as_rehearsed, loop.progress = "--config c.yaml", SimpleNamespace(step=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
-        assert loop._update(MagicMock(), 7) is calls.engine.step.return_value
-        asked = [name for name, *_ in calls.mock_calls]
-        assert asked.index("watchdog.step_begins") < asked.index("engine.step") \
-            < asked.index("watchdog.pulse")
-        loop.progress.step = 3
-        calls.engine.step.side_effect = torch.OutOfMemoryError("too much")
-        calls.engine.held.return_value = []
-        with pytest.raises(torch.OutOfMemoryError if done else UserError, match="too much"):
-            loop._update(MagicMock(), 7)
-    assert ("did not suffice in step 4 (too much)" in capsys.readouterr().err) == bool(done)
+    loop.plan, loop.ranks, loop.done, loop.as_rehearsed, loop.progress = None, None, 1, "", SimpleNamespace(step=2)
+    monkeypatch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
+    assert loop._update(MagicMock(), 7) is calls.engine.step.return_value
+    asked = [name for name, *_ in calls.mock_calls]
+    assert asked.index("watchdog.step_begins") < asked.index("engine.step") < asked.index("watchdog.pulse")

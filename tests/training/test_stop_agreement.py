@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,32 +14,27 @@ from drover.pipeline.training import stop_agreement
 from drover.pipeline.training.stop_agreement import Stop, StopAgreement
 
 
-@dataclass
-class Rank:
-    rank: int
-    world: int
-
-    @property
-    def leads(self):
-        return self.rank == 0
+def rank_of(rank=0, world=1):
+    return SimpleNamespace(rank=rank, world=world, leads=rank == 0)
 
 
-def agreed_by(request, sums):
-    request.on_votes(None, sums)
+def agreed_by(request):
+    request.on_votes(None, request.votes())
     return request.stop
 
 
 def ask(folder, signals, world=4, minutes=None, began=0.0):
     """What all ranks agree on where `signals` gives those that each rank got; it must be the same on each."""
-    requests = [StopAgreement(Rank(rank, world), folder, minutes, began) for rank in range(world)]
+    requests = [StopAgreement(rank_of(rank, world), folder, minutes, began) for rank in range(world)]
     for rank, numbers in signals.items():
         with requests[rank]:
             for number in numbers:
                 os.kill(os.getpid(), number)
     sums = [sum(votes) for votes in zip(*(request.votes() for request in requests), strict=True)]
-    agreed = [agreed_by(request, sums) for request in requests]
-    assert len({stop and stop.again for stop in agreed}) == 1
-    return agreed[0]
+    for request in requests:
+        request.on_votes(None, sums)
+    assert len({request.stop and request.stop.again for request in requests}) == 1
+    return requests[0].stop
 
 
 @pytest.mark.parametrize("signals, expected", [
@@ -63,27 +59,23 @@ def test_the_file_and_the_clock(tmp_path):
     assert ask(tmp_path, {}).reason.startswith("enough")
 
 
-def test_the_file_is_looked_for_now_and_then_only(tmp_path, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(stop_agreement.time, "monotonic", lambda: clock[0])
-    request = StopAgreement(Rank(0, 1), tmp_path, None, 0.0)
-    assert agreed_by(request, request.votes()) is None
+def test_the_file_is_looked_for_now_and_then_only_and_who_was_asked_once_stays_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(stop_agreement.time, "monotonic", Mock(side_effect=[100.0, 101.5, 102.5, 105.0]))
+    request = StopAgreement(rank_of(), tmp_path, None, 0.0)
+    agreed = [agreed_by(request)]
     (tmp_path / STOP).parent.mkdir()
     (tmp_path / STOP).touch()
-    clock[0] += 1.5
-    assert agreed_by(request, request.votes()) is None
-    clock[0] += 1
-    assert agreed_by(request, request.votes()) is not None
+    agreed += [agreed_by(request), agreed_by(request)]
     (tmp_path / STOP).unlink()
-    assert agreed_by(request, request.votes()) is not None, "who was asked once stays asked"
+    assert [stop is None for stop in [*agreed, agreed_by(request)]] == [True, True, False, False]
 
 
 def test_the_process_is_left_as_it_was_found(tmp_path):
     before = signal.getsignal(signal.SIGUSR2), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     try:
         signal.raise_signal(signal.SIGUSR2)  # waits; to this thread, since others of the test process may hear it
-        with StopAgreement(Rank(0, 1), tmp_path, None, 0.0) as request:
-            assert agreed_by(request, request.votes()) == Stop("SIGUSR2", True)
+        with StopAgreement(rank_of(), tmp_path, None, 0.0) as request:
+            assert agreed_by(request) == Stop("SIGUSR2", True)
         assert signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
         assert signal.getsignal(signal.SIGUSR2) == before[0]
     finally:

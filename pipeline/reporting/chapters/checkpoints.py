@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints beside training, and of the finished model after them."""
+"""Evaluations of checkpoints during training, and of the finished model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drover.pipeline.reporting.facts import Facts
 
 
 def checkpoints(facts: Facts) -> Iterator[Block]:
-    """The chapter; empty where none was evaluated."""
+    """The chapter; empty if no checkpoint was evaluated."""
     last = {facts.counts("train")["steps"]: facts.results} if facts.evaluations else {}
     found = {step: results for step, results in sorted({**facts.evaluations, **last}.items()) if results.get("heldout")}
     bits = [results["heldout"]["overall"]["bits_per_byte"] for results in found.values()]
@@ -21,4 +21,4 @@ def checkpoints(facts: Facts) -> Iterator[Block]:
         **{name: f"{{first[{number}][value]:.3f}}" for number, name in enumerate(tasks)}}, [
         {"step": step, **results, "first": [next(iter(results["tasks"].get(name, {}).get("metrics", {}).values()), None)
                                             for name in tasks]} for step, results in found.items()],
-        "Of each task its first metric. The last row is the finished model.")
+        "For each task its first metric. The last row is the finished model.")

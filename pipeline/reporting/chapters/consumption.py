@@ -1,4 +1,4 @@
-"""What training took of each source in each phase, beside what was planned."""
+"""Tokens of each source in each phase: planned, and trained on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAKEN = ("planned", "tokens", "left_out")
 
 
 def consumption(facts: Facts) -> Table:
-    """A row for each source of each phase; none where training had neither phases nor a mixture."""
+    """A row for each source of each phase; empty if training had neither phases nor a mixture."""
     train, encoded, rows = facts.config.train, facts.counts("encode"), list[dict[str, Any]]()
     available = train_tokens(facts.config, encoded) if "splits" in encoded else {}
     plan = _planned(facts, available) if train.phases or train.mixture is not None else None
@@ -41,18 +41,18 @@ def consumption(facts: Facts) -> Table:
     if over and not plan.padding:
         note += f" Left to the next epoch, where the sequence length changes: {', '.join(over)}."
     if plan.padding:
-        note += (" Of packed documents, a source's tokens are estimated by the mean of its sequences; the tokens of "
+        note += (" With packed documents, a source's tokens are estimated by the mean of its sequences. The tokens of "
                  "all sources without padding were counted.")
     return Table("Tokens by phase and source, as planned and as trained on", COLUMNS, rows, note)
 
 
 def _planned(facts: Facts, available: dict[str, int]) -> Consumption | None:
-    """What was planned; None where that cannot be told. Of packed documents training says it: as it did when it first
-    went by the plan that it ended with."""
+    """The planned tokens; None if they are unknown. For packed documents training records them: take its first record
+    of the plan that it ended with."""
     if facts.config.train.packing == "concatenate":
         try:
             return planned(facts.config, available)
-        except UserError:  # what was trained was accepted under other settings (--accept-drift)
+        except UserError:  # training was accepted under other settings (--accept-drift)
             return None
     if (last := facts.counts("train").get("planned")) is None:
         return None  # without phases: the manifest has epochs

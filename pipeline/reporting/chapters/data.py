@@ -1,4 +1,4 @@
-"""The text: what came in, what became of it, and what each source is like."""
+"""The text: what came in, what became of it, and statistics of each source."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from drover.pipeline.tokenization.rare_ids import BEYOND, KINDS, TIMES
 
 SPLITS = {"train": "training", "heldout": "validation"}
 RULES = {"hash": "by the hash of their text", "tail": "from the end of each source's text"}
-"""How held-out documents were chosen, by shard.heldout_rule."""
+"""How validation documents were chosen, by shard.heldout_rule."""
 MOST_SOURCES = 8
-"""Sources whose lengths are shown apart."""
+"""Sources with their own line in the chart of lengths."""
 MOST_OUTLIERS = 20
 """Shards with many rare ids that are listed."""
 
@@ -46,7 +46,7 @@ def data(facts: Facts) -> Iterator[Block]:
 
 
 def _documents(counts: Record, entries: Record) -> Table:
-    """What became of every document: each row adds up."""
+    """The fate of every document: each row adds up."""
     came = {"came in": "{documents_in:,}", **({"cut in two": "{cut_in_two:,}"} if counts.get("cut_in_two") else {})}
     became = {"training": "{train:,}", "validation": "{heldout:,}",
               **{reason: f"{{dropped[{reason}]:,}}" for reason in counts["dropped"]}, "unreadable": "{rejected:,}"}
@@ -58,14 +58,14 @@ def _documents(counts: Record, entries: Record) -> Table:
 
 
 def _filters(counts: Record, entries: Record, kept: bool) -> Iterator[Block]:
-    """What each filter dropped and changed, by source, and for which reasons; what it found of evaluation sets."""
+    """The documents that each filter dropped and changed, by source, with reasons; and contamination that it found."""
     filters = counts.get("filters", {})
     yield Table("Filters", {"filter": "{filter}", "source": "{source}", "dropped": "{documents:,}",
                             "dropped text": "{bytes:B}", "changed": "{changed:,}"},
                 flat({name: {source: own["filters"][name] for source, own in entries.items()} for name in filters},
                      "filter", "source"),
-                "In the order in which they ran, before deduplication. Each filter sees the documents that those "
-                "before it kept, as they changed them." + " The dropped ones are in shard/dropped." * kept)
+                "In the order in which they ran, before deduplication. Each filter gets the documents that the "
+                "filters before it kept, with their changes." + " Dropped documents are in shard/dropped." * kept)
     yield Table("Why filters dropped documents", {"filter": "{filter}", "reason": "{reason}", "documents": "{value:,}"},
                 flat({name: own["reasons"] for name, own in filters.items()}, "filter", "reason"))
     found = flat(counts.get("contamination", {}), "filter", "task")
@@ -73,12 +73,12 @@ def _filters(counts: Record, entries: Record, kept: bool) -> Iterator[Block]:
                     "were " + ("dropped" if own["action"] == "drop" else "kept, and flagged"), own) for own in found]
     yield Table("Evaluation sets found in the text", {
         "filter": "{filter}", "task": "{task}", "documents": "{documents:,}", "items found": "{found:,}",
-        "items": "{items:,}", "too short to tell": "{too_short:,}"}, found,
+        "items": "{items:,}", "too short": "{too_short:,}"}, found,
         f"Rule: {'; '.join(dict.fromkeys(rules))}. Each item that was found is in shard/{OUTPUT}.")
 
 
 def _sources(counts: Record, splits: Record) -> Iterator[Block]:
-    """What each source is like: sizes, lengths, fields, languages, and what filters dropped, to be looked at."""
+    """Statistics of each source: sizes, lengths, fields, languages, and examples of dropped documents."""
     cards = {source: {"fields": {}, "languages": {}, **card} for source, card in counts.get("cards", {}).items()
              if card["documents"]}
     dropped = {source: counts["sources"][source]["dropped"] for source in cards}
@@ -90,29 +90,29 @@ def _sources(counts: Record, splits: Record) -> Iterator[Block]:
         {"source": source, **card, **total(own.get(source, {}) for own in splits.values()),
          "copies": sum(count for reason, count in dropped[source].items() if "duplicate" in reason)}
         for source, card in cards.items()],
-        "Documents that the filters kept, before deduplication; tokens are those of both splits. Changed: by a filter. "
-        "Duplicates: near-duplicates included, where they were looked for.")
+        "Documents that the filters kept, before deduplication. Tokens: of both splits. Changed: by a filter. "
+        "Duplicates: including near-duplicates, if those were removed.")
     yield _lengths(cards)
     yield Table("Meta fields", {"source": "{source}", "field": "{field}", "documents with it": "{in:,}",
                                 "documents": "{of:,}", "share": "{in / of:.1%}"},
                 flat({source: card["fields"] for source, card in cards.items()}, "source", "field"),
-                "Of the documents that could be read. The field of the others is null.")
+                "Share of all readable documents. In the others the field is null.")
     languages = {source: {name: {language: {"count": count, "all": sum(found.values())}
                                  for language, count in found.items()} for name, found in card["languages"].items()}
                  for source, card in cards.items()}
     yield Table("Languages", {"source": "{source}", "identified by": "{filter}", "language": "{language}",
                               "documents": "{count:,}", "share": "{count / all:.1%}"},
                 flat(languages, "source", "filter", "language"),
-                "Of all documents that the filter saw, dropped ones included.")
+                "Share of all documents that reached the filter, including dropped ones.")
     examples = flat({source: card["examples"] for source, card in cards.items()}, "source", "filter", "reason")
-    yield Fold("Documents that filters dropped: the first for each reason, as the filter saw them", "\n\n".join(
+    yield Fold("Examples of dropped documents: the first for each reason, as the filter got them", "\n\n".join(
         "\n  ".join([filled("{source}, {filter}: {reason}", found),
                      *(f"{example['id']}  {' '.join(example['text'].split())}" for example in found["value"])])
         for found in examples))
 
 
 def _lengths(cards: Record) -> Lines:
-    """Shares of documents by length, in classes of powers of two: of the largest sources, and of all."""
+    """Shares of documents by length, in classes of powers of two, for the largest sources and for all."""
     largest = sorted(cards, key=lambda source: -cards[source]["documents"])[:MOST_SOURCES]
     shown = {source: cards[source] for source in cards if source in largest}
     if len(cards) > 1:
@@ -124,7 +124,7 @@ def _lengths(cards: Record) -> Lines:
         Series(source, [2.0 ** place for place in classes],
                [card["lengths"].get(str(place), 0) / card["documents"] for place in classes])
         for source, card in shown.items()],
-        f"The {left:,} sources with fewer documents are only in all." if left else "",
+        f"The {left:,} smaller sources are included in `all` only." if left else "",
         "from zero", percent=True, histogram=True)
 
 
@@ -138,10 +138,11 @@ def tokens(counts: Record) -> Table:
 
 
 def rare_ids(counts: Record) -> Table:
-    """The shards that have far more unknown or byte-fallback ids than the tokenizer's report."""
+    """Shards with a far larger share of unknown or byte-fallback ids than in the tokenizer's report."""
     outliers = counts.get("rare_ids", {}).get("outliers", [])
     more = f" {len(outliers) - MOST_OUTLIERS:,} more are in encode's manifest." if len(outliers) > MOST_OUTLIERS else ""
-    return Table("Shards with text that the vocabulary lacks", {
+    return Table("Shards with many rare ids", {
         "shard": "{path}", "ids": "{kind}", "share": "{share:.1%}", "in the tokenizer's report": "{reported:.1%}"},
         [{**one, "kind": KINDS[one["kind"]]} for one in outliers[:MOST_OUTLIERS]],
-        f"More than {TIMES:g} times the share in the tokenizer's report, and {BEYOND:.1%} of all ids beyond it.{more}")
+        f"Their share is over {TIMES:g} times that in the tokenizer's report, and {BEYOND:.1%} of all ids above it."
+        + more)

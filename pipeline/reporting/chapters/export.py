@@ -1,4 +1,4 @@
-"""The exported model: what it was verified against."""
+"""The exported model, and its verification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIDES = {"transformers, on the export": "transformers", "training model": "train
 
 
 def export(facts: Facts) -> Iterator[Block]:
-    """The chapter; empty where nothing was compared."""
+    """The chapter; empty if nothing was compared."""
     counts = facts.counts("convert")
     if "transformers_logit_error" not in counts:
         return
@@ -28,4 +28,4 @@ def export(facts: Facts) -> Iterator[Block]:
         "float32 arithmetic of": "{title}", "logits": "{logits:n}", "token losses (nats)": "{losses:n}"},
         [{"title": title, "logits": counts[f"{key}_logit_error"], "losses": counts[f"{key}_loss_error"]}
          for title, key in SIDES.items()],
-        filled("Either side may differ by {factor:n} times as much as single precision itself.", counts))
+        filled("The limit for either model is {factor:n} times the difference of single precision itself.", counts))

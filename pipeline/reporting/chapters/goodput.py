@@ -1,4 +1,4 @@
-"""Goodput: which share of training's time went into steps that count, and where the rest went."""
+"""Goodput: the share of time that went into productive steps, and where the rest went."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_STARTS = 50
 
 
 def goodput(facts: Facts) -> Iterator[Block]:
-    """The chapter; empty where the records of training do not tell."""
+    """The chapter; empty if the records of training do not suffice."""
     if (found := facts.goodput) is None or found.wall_s <= 0:
         return
     yield (f"{duration(found.wall_s)} passed from the first start of training to its end; {found.share:.1%} of this "

@@ -1,4 +1,4 @@
-"""Provenance: from the result back to the input, by digests, versions, commits and settings."""
+"""Provenance: from the result back to its inputs, by digests, versions, commits and settings."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def provenance(facts: Facts) -> Iterator[Block]:
         folds[f"Input files of {stage} ({len(listed):,})"] = "\n".join([*listed[:SHOWN_FILES], *left_out])
         for package, version in manifest.software.items():
             versions.setdefault(package, {}).setdefault(version, []).append(stage)
-    yield ("Each stage's digest is a hash of the paths and contents of its outputs; its inputs are the digests of the "
-           "stages that it was made of.")
-    yield Table("Lineage", {"stage": "{stage}", "digest of its outputs": "{digest}", "made of": "{made of}",
+    yield ("Each stage's digest is a hash of the paths and contents of its outputs. Its inputs are the digests of the "
+           "stages whose outputs it read.")
+    yield Table("Lineage", {"stage": "{stage}", "digest of its outputs": "{digest}", "inputs": "{made of}",
                             "commit": "{commit}", "files": "{outputs:,}"}, lineage)
     yield Table("Input files", {"stage": "{stage}", "source": "{source}", "files": "{files:,}", "size": "{bytes:B}",
                                 "folder": "{folder}"}, inputs,
-                "As recorded by the stages that were used, whatever the configuration names now.")
+                "As recorded by the stages, even if the configuration names other files now.")
     yield pairs("Where the results are", {
         "newest checkpoint": "train/{checkpoint}", "Hugging Face model": "convert/hf",
         "metrics of each step": "train/metrics.jsonl", "evaluation": "evaluate/results.json",
         "TensorBoard": "tensorboard" if any(sink.kind == "tensorboard" for sink in facts.config.train.log_to) else ""},
         facts.counts("train"),
-        "In the run's folder, or in that of the run that the stage was reused from.")
+        "Paths within the run's folder, or within the reused run's folder.")
     yield Table("Software", {"package": "{package}", "version": "{versions}"}, [
         {"package": package, "versions": "; ".join(
             version if len(found) == 1 else f"{version} ({', '.join(stages)})" for version, stages in found.items())}

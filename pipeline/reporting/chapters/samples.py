@@ -1,4 +1,4 @@
-"""Texts by the finished model, and by the model while it trained."""
+"""Texts of the finished model, and of the model during training."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def stages(facts: Facts) -> Iterator[Block]:
         "processes": "{execution[processes]:n}", "cores": "{execution[cores]:n}", "host": "{execution[host]}",
         "finished (UTC)": "{time}", "output": "{output:B}",
         **({"reused from the run": "{reused}"} if facts.reused else {})}, rows,
-        "Run time: of all starts that are on record, without the time between them.")
+        "Run time: the sum over all recorded starts, without the time between them.")
     yield pairs("Machine that wrote this report", {**{name: f"{{{name}}}" for name in facts.machine}, **{
         f"accelerator of {name}": f"{{{name}[device_name]}}" for name in facts.manifests}},
         {**facts.machine, **{name: manifest.counts for name, manifest in facts.manifests.items()}})

@@ -1,4 +1,4 @@
-"""The top of the report: the result in a sentence and a few figures, and what casts doubt on it."""
+"""The top of the report: the result in a sentence and a few figures, with warnings and notes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTES = {
                  "the events are under Training.",
     "failed": "Attempts to save a checkpoint that failed before another succeeded: {failed:,}.",
     "unmeasured": "No validation documents, and so no figures, for {unmeasured}."}
-"""What is noted if the fact of this name is there."""
+"""The note for each fact, if it exists."""
 
 
 def verdict(facts: Facts) -> str:
@@ -57,7 +57,7 @@ def tiles(facts: Facts) -> Iterator[Tile]:
 
 
 def notices(facts: Facts) -> Iterator[Notice]:
-    """What must be known before the figures are believed."""
+    """Warnings and notes about the figures."""
     manifests = facts.manifests.values()
     if drift := [shareable(f"{entry['stage']}: {difference}") for manifest in manifests for entry in manifest.drift
                  for difference in entry["differences"]]:

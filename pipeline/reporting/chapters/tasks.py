@@ -10,7 +10,7 @@ from drover.pipeline.reporting.facts import Facts
 
 
 def tasks(facts: Facts) -> Iterator[Block]:
-    """The chapter; empty where no task was run."""
+    """The chapter; empty if no task was run."""
     found, rows = facts.results.get("tasks", {}), []
     for name, task in found.items():
         for metric, entry in task["metrics"].items():
@@ -28,19 +28,19 @@ def tasks(facts: Facts) -> Iterator[Block]:
         "std. error": "{stderr:.3f}", "chance": "{chance:.3f}", "items": "{items:n}", "few-shot": "{few_shot:n}",
         "answer bits per byte": "{answer_bits_per_byte:.3f}"}, rows,
         filled("Metrics are those of lm_eval {versions[lm_eval]}. Bold: above chance by more than two standard errors. "
-               "Answer bits per byte: what the right answers cost given the question, smoother than accuracy.",
+               "Answer bits per byte: the model's bits per byte of the right answers, smoother than accuracy.",
                facts.results))
     yield Table("Contamination", {
         "task": "{name}", "metric": "{metric}", "all items": "{whole:n}", "n": "{items:,}", "clean": "{clean score:n}",
         "n clean": "{clean[items]:,}", "contaminated": "{dirty score:n}", "n contaminated": "{dirty[items]:,}",
-        "too short to tell": "{too_short:,}"},
+        "too short": "{too_short:,}"},
         [row for name, task in found.items() for row in _contamination(name, task)],
         filled("Scores ± standard error; {definitions[contamination]}.", facts.results))
     yield from (f"{doubt}." for doubt in doubts(found))
 
 
 def _contamination(name: str, task: Record) -> Iterator[Record]:
-    """The scores of all, clean and contaminated items of a task that was looked for in the training text, by metric."""
+    """The scores of all, clean and contaminated items of a task, by metric, if contamination was measured."""
     if not (parts := task.get("contamination")):
         return
     measured = [parts[part]["metrics"] for part in ("clean", "dirty")]

@@ -1,4 +1,4 @@
-"""The tokenizer: what its vocabulary is made of, and how it encodes text."""
+"""The tokenizer: its vocabulary, and statistics of the encoded text."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CURVES = (("Learning rate", "learning rate", "lr", "from zero"),
           ("Gradient norm before clipping", "global norm", "grad_norm", "log"),
           ("Throughput", "tokens per second", "tokens_per_s", "from zero"),
           ("Waiting for data", "share of the step", "data_wait_s / step_s", "from zero"))
-"""Charts over the steps: title, label, what of a record, scale."""
+"""Charts over the steps: title, label, field of a record, scale."""
 FIGURES = {
     "steps": "{steps}", "tokens": "{tokens}", "sequences": "{samples}", "predicted tokens": "{targets}",
     "epochs": "{epochs}", "parameters": "{parameters}", "vocabulary size": "{vocab_size}", "precision": "{precision}",
@@ -33,7 +33,7 @@ FIGURES = {
 
 
 def training(facts: Facts) -> Iterator[Block]:
-    """The chapter: in words, as curves over the steps, in numbers, and what happened."""
+    """The chapter: a summary, curves over the steps, figures, and events."""
     train = facts.config.train
     ran = "{steps:,} steps in {precision}, ranks: {ranks:,}, engine: {engine}."
     phases = "; ".join(map(str, PhasePlan.of(train).phases))
@@ -58,7 +58,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def _losses(facts: Facts) -> Iterator[Block]:
-    """Training and validation in one chart, and validation as it was measured."""
+    """Training and validation loss in one chart, and validation bits per byte in another."""
     measured = [record for record in facts.metrics if record.get("heldout_bpb")]
     texts = value("splits[heldout]", facts.counts("encode")) or {}
     validation, losses = [], _curve(facts.updates, "loss", name="training, ")
@@ -72,7 +72,7 @@ def _losses(facts: Facts) -> Iterator[Block]:
                 "Validation is measured in bits per byte, and converted here by the bytes per token of each source's "
                 "validation text." if validation else "")
     yield Lines("Validation bits per byte", "step", "bits per byte", validation,
-                "On a fixed part of the validation text; the figures under Validation are on all that was asked for.")
+                "On a fixed part of the validation text. The chapter Validation uses all that was configured.")
 
 
 def _curve(records: Sequence[Record], field: str, smooth: bool = True, name: str = "") -> list[Series]:
@@ -91,7 +91,7 @@ def _points(records: Sequence[Record], field: str) -> tuple[list[float], list[fl
 
 
 def _steps(facts: Facts) -> Table:
-    """A few steps, and as many that were validated, so that the curves can be read where they cannot be seen."""
+    """A few steps, and as many with validation, as a text form of the curves."""
     measured = [record for record in facts.updates if record.get("heldout_bpb")]
     sources = dict.fromkeys(source for record in measured for source in record["heldout_bpb"])
     shown = {record["step"]: record for record in [*spread(facts.updates, MOST_ROWS), *spread(measured, MOST_ROWS)]}

@@ -1,4 +1,4 @@
-"""Validation: bits per byte of each source and of all, beside those of compressors."""
+"""Validation: bits per byte of each source and of all, next to those of compressors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drover.pipeline.reporting.facts import Facts
 
 
 def validation(facts: Facts) -> Iterator[Block]:
-    """The chapter; empty where no text was held out."""
+    """The chapter; empty without validation text."""
     if not (found := facts.heldout):
         return
     total, meanings = found["overall"], facts.results.get("definitions", {})

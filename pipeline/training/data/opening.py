@@ -1,5 +1,5 @@
-"""What is trained on: the token shards of a run in the order that its settings give them, as files or from an object
-store (`train.tokens_from`)."""
+"""The training data: the token shards of a run in the order of its settings, as files or from an object store
+(`train.tokens_from`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def read_shard_table(work: Work) -> ShardTable:
-    """What the encode stage's manifest says of its shards."""
+    """The shards in the encode stage's manifest."""
     return ShardTable.of(work.input("encode")[1].outputs)
 
 
@@ -32,10 +32,10 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
     """The training split of the encode stage, in the order of the configuration's sources.
 
     Args:
-        table: its shards, where they are known (`read_shard_table`). No shard is looked at before it is read.
+        table: its shards, if they are read already (`read_shard_table`). No shard is opened before it is used.
         opener: see `OpenShards`.
-        planner: makes the plans of a packing, on all ranks alike; None: they are read as their files say, and what has
-            none is made aside, which is said on stderr: for tools, whose output is something else.
+        planner: makes the plans of a packing, on all ranks alike. None: plans are read from their files; a missing one
+            is made elsewhere, with a message on stderr. This is for tools, which print results on stdout.
     """
     folder, manifest = work.input("encode")
     table = read_shard_table(work) if table is None else table
@@ -47,7 +47,7 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
 
 
 def refuse_beyond(train: TrainConfig, data: TrainingData, say: Callable[[str], None]) -> None:
-    """Say what the plan will consume, where there are phases or a mixture; UserError where that is more than
+    """Log what the plan will consume, if there are phases or a mixture; UserError if that is more than
     train.max_epochs allows."""
     if not train.phases and train.mixture is None and train.max_epochs is None:
         return
@@ -59,10 +59,10 @@ def refuse_beyond(train: TrainConfig, data: TrainingData, say: Callable[[str], N
 
 
 def refuse_cut_shards(folder: Path, table: ShardTable, ranks: Ranks) -> None:
-    """See that every shard is there at its full length: each is looked at once, by one of the ranks.
+    """Check that every shard exists and has its full length. Each shard is checked by one of the ranks.
 
     Raises:
-        UserError: some are not; the same on every rank.
+        UserError: some are missing or shorter; the same on every rank.
     """
     parts = ranks.gather(size_problems(folder, table, range(ranks.rank, len(table), ranks.world)))
     if found := [problem for part in parts for problem in part]:

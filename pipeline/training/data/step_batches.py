@@ -1,4 +1,4 @@
-"""What each step of a training reads: this rank's part of its batch, from the run's token shards, made ahead."""
+"""The data of each training step: this rank's part of its batch, from the run's token shards, prefetched."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ class StepBatches:
     """Opened on all ranks alike.
 
     Args:
-        plan: the run's phases. of_phase: the batch of each, dealt out to the ranks.
-        say: is told, on rank 0, what a user should know.
+        plan: the run's phases.
+        of_phase: each phase's batch and its division among the ranks.
+        say: prints messages for the user, on rank 0.
 
     Attributes:
-        table: the token shards. opener: what opens them where they are in an object store. data: their order.
+        table: the token shards.
+        opener: opens shards in an object store; None for files.
+        data: the order of samples.
 
     Raises:
-        UserError: a shard is not there at its full length, or cannot be packed; the same on every rank.
+        UserError: a shard is missing or shorter, or cannot be packed; the same on every rank.
     """
 
     def __init__(self, work: Work, grid: Grid, plan: PhasePlan, of_phase: Sequence[BatchPlan],
                  say: Callable[[str], None]) -> None:
         self.config, self.grid, self.plan, self._of_phase = work.config, grid, plan, of_phase
         self.ranks, self.url, self.say = grid.ranks, work.config.train.tokens_from, say
-        # One rank reads what grows with the shards, and tells the others; each shard is looked at by one of them.
+        # Rank 0 reads the table, whose size grows with the shards, and broadcasts it. One rank checks each shard.
         self.table = self.ranks.by_leader(lambda: read_shard_table(work))
         self.opener: StoredTokens | None = None
         if self.url is None:
@@ -54,7 +57,7 @@ class StepBatches:
         self._ahead: ReadAhead | None = None
 
     def begin(self, progress: TrainingProgress, excluded: Excluded) -> None:
-        """Read for the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
+        """Read the steps after `progress`, without the excluded samples: at the start, and after a rollback."""
         self._began, self._excluded = progress, excluded
         steps = range(progress.step, self.config.train.steps)
         if self.opener is not None:
@@ -69,18 +72,18 @@ class StepBatches:
 
     @property
     def waited_s(self) -> float:
-        """How long the last batch kept its step waiting."""
+        """Seconds that the last step waited for its batch."""
         return self._loader.waited_s
 
     def fields(self, tokens: int, padding: int) -> dict[str, Any]:
-        """What a step's line in the log says of its batch of so many tokens, and of this rank's reading so far."""
+        """Fields of a step's line about its batch of `tokens` tokens, and about this rank's reading so far."""
         found = {"padding_share": round(padding / tokens, 6)} if self.data.packings else {}
         if self.opener is not None:
             found |= {f"store_{name}": round(value, 4) for name, value in self.opener.figures.values().items()}
         return found
 
     def finish(self) -> dict[str, Any]:
-        """What to record at the end of reading, on all ranks alike: what it took on all of them."""
+        """Statistics of reading from the store, summed over ranks, for the final event. Called on all ranks alike."""
         if self.opener is None:
             return {}
         mine = self.opener.figures.values()
@@ -89,11 +92,11 @@ class StepBatches:
         return {"store": {name: round(value, 3) for name, value in sums.items()}}
 
     def pause(self) -> None:
-        """Make no further batches until `begin`."""
+        """Stop prefetching until `begin`."""
         self._loader.close()
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading."""
         if self.opener is not None:
             self.opener.close()
             self._stop_ahead()
@@ -104,7 +107,7 @@ class StepBatches:
             self._ahead.close()
 
     def _numbers(self, done: int) -> NDArray[np.int64]:
-        """The samples of this rank's part of the batch after `done` steps."""
+        """This rank's samples of the batch after `done` steps."""
         batch = self._of_phase[self.plan.phase_of(done + 1).number]
         ahead = self.plan.sequences_between(self._began.step, done) + batch.first(self.grid.data_rank)
         return self._excluded.numbers(self._began.samples, ahead, batch.rank_sequences)

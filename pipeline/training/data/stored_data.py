@@ -13,17 +13,17 @@ from drover.pipeline.parallel.ranks import Ranks
 
 
 def open_store(work: Work, table: ShardTable, ranks: Ranks, url: str) -> StoredTokens:
-    """One rank's reader of the shards in a store; on all ranks alike. One rank sees that the store has what the encode
-    stage made.
+    """A rank's reader of the shards in a store. Called on all ranks alike. Rank 0 checks that the store holds the
+    encode stage's shards.
 
     Raises:
-        UserError: it has not, or cannot be reached; the same on every rank. Or a node's cache has no place.
+        UserError: it does not, or it cannot be reached, or a node has no space for its cache; the same on every rank.
     """
     etags = ranks.by_leader(lambda: survey(url, table, digest_of(table)))
     settings = reading(work.config, table, url)
     tokens = StoredTokens(settings, table, etags,
                           lambda text: say("train", text if ranks.leads else f"rank {ranks.rank}: {text}"))
-    problem, how = "", "read in parts, of which no hash tells that they are right"
+    problem, how = "", "read in parts, which cannot be verified by hashes"
     if settings.whole:
         try:
             how = f"fetched whole into at most {work.config.train.cache.gb:,g} GB of {tokens.cache.folder}"

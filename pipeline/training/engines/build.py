@@ -1,4 +1,4 @@
-"""Which engine trains: the one place where the configuration's choice is made."""
+"""The choice of the configured engine."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from drover.pipeline.training.engines.engine import Engine
 from drover.pipeline.training.optimizers.build import build_elementwise, build_optimizer
 
 ZBV_TORCH = "2.13"
-"""The first version of torch whose ZBV_TORCH takes functions with a backward pass of their own."""
+"""The first version of torch whose ZBV schedule supports autograd functions with their own backward pass."""
 
 
 def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torch.dtype, accumulation: int,
                  initial: InitialValues | None) -> Engine:
-    """The configured engine around a model with its initial weights; None leaves them for a checkpoint.
+    """The configured engine with a model and its initial weights; None leaves them to a checkpoint.
 
-    precision: what `config.train.precision` computes in, which must not be `auto` any more.
+    precision: the element type of `config.train.precision`, which must be decided (not `auto`).
     """
     tp = config.parallel.tp
     assert model.vocab_size is not None
     if model.vocab_size % tp:
         raise UserError(f"The vocabulary has {model.vocab_size} words, which parallel.tp ({tp}) does not divide. Set "
-                        f"model.vocab_size to a multiple (the words beyond the tokenizer's are never used), or another "
+                        f"model.vocab_size to a multiple (ids beyond the tokenizer's are never used), or another "
                         f"parallel.tp.")
     if config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv" and torch.__version__ < ZBV_TORCH:
-        raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot cut the "
-                        f"backward passes of these blocks in two. Take 1f1b or interleaved.")
+        raise UserError(f"parallel.pp_schedule=zbv needs torch {ZBV_TORCH}: torch {torch.__version__} cannot split "
+                        f"the backward passes of these blocks. Use 1f1b or interleaved.")
     refuse_without_compiler(config.train, grid.ranks.device)
     refuse_without_fp8(config, grid.ranks.device)
     attention = choose_attention(config.train.attention, model, grid.ranks.device, precision,
@@ -69,7 +69,7 @@ def build_engine(config: Config, model: ModelConfig, grid: Grid, precision: torc
         else:
             placed = place()
         engine = kind(placed, build_optimizer(placed, config, grid, model.tied_embeddings), grid, config)
-    # Under context parallelism a sequence that is one document is told to the model as such (context_parallel.part_of).
+    # Under context parallelism `part_of` already marks a whole sequence as one document.
     engine.across_documents, engine.attention = train.across_documents and grid.context == 1, attention
     engine.flash = flash
     engine.windowed = model.sliding_window is not None

@@ -1,7 +1,7 @@
-"""What the training loop knows of an engine: one optimizer step over micro-batches, and the state as named pieces.
+"""The interface of engines: one optimizer step over micro-batches, and the state as named pieces.
 
-Every engine computes the same: exact sums over uneven target counts, one global norm, one clip, one update by
-the optimizer, which happens only if loss and norm are within the step's limits.
+Every engine computes the same: exact sums over uneven target counts, one global norm, one clip, and one update, which
+the optimizer makes only if loss and norm are within the step's limits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.optimizers.base import Optimizer
 
 SCORES = ("wq", "wk", "q_norm", "k_norm")
-"""What decides attention's scores alone."""
+"""The weights that only influence attention's scores."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,9 @@ class Engine(ABC):
         if missing := [tensor for tensor in wanted if tensor not in stored]:
             raise UserError(f"The checkpoint {reader.folder} does not hold {missing[0]}, nor {len(missing) - 1} more "
                             f"of {len(wanted)} states that train.optimizer has: another optimizer has trained it, "
-                            f"whose states are of no use to this one. Take that optimizer again (with --accept-drift, "
-                            f"since this one was asked for meanwhile), or begin anew with --force or name=<another>.")
+                            f"whose states are of no use to this one. Set train.optimizer back to it (with "
+                            f"--accept-drift, since the setting has changed meanwhile), or start from scratch with "
+                            f"--force or name=<another>.")
 
     @abstractmethod
     def replicated_weights(self) -> Iterator[LocalWeights]:
@@ -133,7 +134,7 @@ class Engine(ABC):
 
     @abstractmethod
     def free_unsharded(self) -> None:
-        """Let go of what a pass without a backward pass has gathered."""
+        """Reshard the weights that a forward pass without a backward pass has all-gathered."""
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum of nats over a micro-batch's targets."""
@@ -141,27 +142,27 @@ class Engine(ABC):
         return loss
 
     def trial(self, batch: Batch, targets: int) -> None:
-        """A forward and a backward pass over a sequence of a step's batch, for those who look at what passes by.
-        Between two steps: the gradients are the caller's to drop."""
+        """A forward and a backward pass over one sequence of a step's batch, for hooks that observe activations and
+        gradients. Call it between two steps, and drop the gradients afterwards."""
         device = next(self.model.parameters()).device
         (self.loss(self.model, next(batch.split(1)).to(device)) / targets).backward()
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """What the model takes of a micro-batch."""
+        """The model's arguments for a micro-batch."""
         if not self.proven:
             self._attending += int(((batch.labels != IGNORED) & (batch.positions > 0)).sum())
         return {"tokens": batch.tokens, "labels": batch.labels,
                 **_documents(batch, self.across_documents, self.windowed)}
 
     def prove_gradients(self, loss: float, device: torch.device) -> None:
-        """Stop, on all ranks alike, if a parameter got no gradient in the first step of an attempt: a graph that was
-        compiled or spread wrongly leaves one out in silence, and the loss falls nevertheless.
+        """Stop, on all ranks alike, if a parameter got no gradient in the first step of this start. A graph that was
+        compiled or spread wrongly omits a parameter silently, and the loss falls nevertheless.
 
         loss: the step's mean loss. device: this rank's.
 
-        One sum over ranks of an integer per parameter, once in an attempt. Exact zeros in a whole tensor come from
-        nothing else: some token occurs, and softmax gives every word a share; a loss of exactly 0 excepted, and scores
-        (SCORES) where no target's token sees another.
+        It costs one all-reduce of an integer per parameter, once per start. A whole gradient of exact zeros has no
+        other cause: some token occurs, and softmax gives every word a share. There are two exceptions: a loss of
+        exactly 0, and the weights of attention scores (SCORES) if no target's token attends to another token.
 
         Raises:
             UserError: names the parameters.
@@ -178,7 +179,7 @@ class Engine(ABC):
 
 
 def _documents(batch: Batch, across: bool, windowed: bool) -> dict[str, Any]:
-    """What the model is told of a micro-batch's documents."""
+    """The model's arguments that say where a micro-batch's documents lie."""
     if not across:
         return {"documents": batch.documents, "positions": batch.positions,
                 "document_lengths": [length for row in batch.lengths for length in row]}
@@ -189,12 +190,12 @@ def _documents(batch: Batch, across: bool, windowed: bool) -> dict[str, Any]:
 
 
 def without_gradient(names: Sequence[str], counts: Sequence[int], attending: bool) -> str:
-    """What to tell the user where parameters got no gradient; empty where all is well.
+    """The error message for parameters that got no gradient; empty if all got one.
 
     Args:
         names: of all parameters.
         counts: of each, how many elements of its gradient are not zero, over all ranks.
-        attending: whether any target's token saw another one.
+        attending: whether any target's token attended to another one.
     """
     missing = [name for name, count in zip(names, counts, strict=True)
                if count == 0 and (attending or name.split(".")[-2] not in SCORES)]

@@ -1,5 +1,5 @@
-"""The engine on FSDP2, with or without tensor parallelism; a single process takes the same path, where there is nothing
-to split without FSDP2's copies."""
+"""The engine on FSDP2, with or without tensor parallelism. A single process uses the same code, without FSDP2 if
+nothing is sharded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from drover.pipeline.training.optimizers.base import Optimizer
 class FsdpEngine(Engine):
     """A model that `drover.pipeline.parallel.fsdp.parallelize` has placed, and an optimizer of its parts.
 
-    keep_weights: whether gathered weights stay from one micro-batch to the next.
-    reduce_last: whether gradients meet after the last micro-batch only.
+    keep_weights: whether all-gathered weights stay from one micro-batch to the next.
+    reduce_last: whether gradients are reduced after the last micro-batch only.
     """
 
     def __init__(self, model: Any, optimizer: Optimizer, grid: Grid, config: Config) -> None:
@@ -33,7 +33,7 @@ class FsdpEngine(Engine):
         self.sharded = isinstance(model, FSDPModule)  # a single process may need nothing of FSDP2
         self.optimizer, self.grid, self.clip_norm = optimizer, grid, config.train.clip_norm
         self.keep_weights, self.reduce_last = config.parallel.reshard == "never", config.parallel.reduce == "last"
-        # While FSDP2 computes with gathered weights, `named_parameters` gives these.
+        # While FSDP2 computes with all-gathered weights, `named_parameters` returns those, so keep the shards here.
         self.weights = dict(model.named_parameters())
         self.parts = {name: grid.part(weight) for name, weight in self.weights.items()}
 
@@ -44,8 +44,8 @@ class FsdpEngine(Engine):
         total = self.accumulate(micro_batches, count, targets)
         sums = self._sum(torch.stack([total / targets, self._squared_norm()]))
         loss, norm = sums[0], sums[1].sqrt()
-        # A comparison with a number that is none is false, so the limits also catch those. Decided on the device:
-        # nothing here waits for it, and the optimizer leaves the update out by itself.
+        # A comparison with NaN is false, so the limits reject NaN too. The device decides, so the host does not wait,
+        # and the optimizer skips the update by itself.
         applied = (loss <= limits.loss) & (norm <= limits.grad_norm)
         if not self.proven:
             self.prove_gradients(float(loss), self.grid.ranks.exact)
@@ -67,14 +67,14 @@ class FsdpEngine(Engine):
                 self.model.set_is_last_backward(last)
                 self.model.set_reshard_after_backward(last or not self.keep_weights)
                 self.model.set_requires_gradient_sync(last or not self.reduce_last)
-                self.model.set_requires_all_reduce(last)  # replicas of a shard meet once a step, not once a micro-batch
+                self.model.set_requires_all_reduce(last)  # all-reduce replicas once a step, not once a micro-batch
             loss = self.loss(self.model, batch.to(device))
             (loss / targets).backward()
             total += loss.detach().to(exact)
         return total
 
     def _squared_norm(self) -> Tensor:
-        """This rank's addend to the squared norm of the whole gradient; what several ranks hold, one of them adds."""
+        """This rank's addend to the squared norm of the whole gradient. One of the ranks that hold a part adds it."""
         gradients = [gradient for name, gradient in self._gradients() if self.parts[name].copy == 0]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.grid.ranks.exact)
@@ -86,23 +86,23 @@ class FsdpEngine(Engine):
                 yield name, own(weight.grad)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Over all ranks; the loss is the same in a tensor group, so that one of the group adds it."""
+        """All-reduce. The loss is the same in a tensor group, so one rank of the group adds it."""
         if self.grid.tensor_rank != 0:
             values[0] = 0.0
         dist.all_reduce(values)
         return values
 
     def gradients(self) -> dict[str, list[TensorShard]]:
-        """See Engine. Ranks that hold copies of a rectangle all give it."""
+        """See Engine. All ranks that hold the same rectangle return it."""
         return {name: [TensorShard(gradient, self.parts[name].offset, tuple(self.weights[name].shape))]
                 for name, gradient in self._gradients()}
 
     def state_shards(self) -> dict[str, list[TensorShard]]:
-        """See Engine. Copies of a piece are dealt out over the ranks that hold it."""
+        """See Engine. Replicated pieces are distributed among the ranks that hold them."""
         found = {}
         for name, kind, tensor in self._state():
             part = self.parts[name]
-            if zlib.crc32(name.encode()) % part.copies == part.copy:  # all that hold a copy know its name
+            if zlib.crc32(name.encode()) % part.copies == part.copy:  # the same choice on all of these ranks
                 found[f"{kind}.{name}"] = [TensorShard(tensor, part.offset, tuple(self.weights[name].shape))]
         return found
 

@@ -1,4 +1,4 @@
-"""Norms of each parameter's gradient, weight and update: where a training becomes unstable, and what learns nothing."""
+"""Norms of each parameter's gradient, weight and update: to find what becomes unstable, and what does not learn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from drover.pipeline.training.guards import json_number
 
 KINDS = ("gradient", "weight", "update")
 Norms = dict[str, tuple[float | str, ...]]
-"""By parameter or layer, of each of KINDS; what is no number as text."""
+"""By parameter or layer, a value for each of KINDS; NaN and infinities as text."""
 
 
 class StepNorms:
-    """The norms of every parameter of the whole model in one step: of its gradient before clipping, of its weight and
-    of its update after it, as masters hold them. Made between the step's last backward pass and its update, on every
-    rank alike. Until `finish`, this rank's part of the weights is in memory twice."""
+    """The norms of every parameter of the whole model in one step: of the gradient before clipping, and of the weight
+    and its update after the step, in the precision of the master weights. Make it between the step's last backward pass
+    and its update, on every rank alike. Until `finish`, this rank's part of the weights is in memory twice."""
 
     @torch.no_grad()
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -29,14 +29,14 @@ class StepNorms:
         self._rows = {name: row for row, name in enumerate(self.names)}
         self._sums = torch.zeros(len(KINDS), len(self.names), dtype=torch.float64, device=device)
         own, gradients = self._weights(), engine.gradients()
-        # Ranks that hold copies all give the gradient; the one that gives the weight counts.
+        # All replicas return the gradient; only that of the rank that returns the weight counts.
         self._add("gradient", [(row, piece.tensor) for row in dict(own)
                                for piece in gradients.get(self.names[row], ())])
         self._before = [tensor.clone() for _, tensor in own]
 
     @torch.no_grad()
     def finish(self) -> Norms:
-        """The norms, on all ranks; after the update. One sum over ranks of three numbers a parameter."""
+        """The norms, on all ranks. Call it after the update. It all-reduces three numbers per parameter."""
         after = self._weights()
         self._add("weight", after)
         self._add("update", [(row, old.sub_(now)) for (row, now), old in zip(after, self._before, strict=True)])
@@ -58,7 +58,8 @@ class StepNorms:
 
 
 def layer_norms(norms: Norms) -> dict[str, dict[str, float | str]]:
-    """Of each kind, by layer: a block (`layers.3`), or what lies before and after them (`tok_embeddings`)."""
+    """The norms by layer for each of KINDS. A layer is a block (`layers.3`) or a module outside of them
+    (`tok_embeddings`)."""
     squares = defaultdict[str, list[float]](lambda: [0.0] * len(KINDS))
     for name, values in norms.items():
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""The engine of a pipeline: FSDP2's over the stages of this rank, whose passes follow a schedule."""
+"""The engine for pipeline parallelism: FSDP2's over this rank's stages, whose passes follow a schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drover.pipeline.training.engines.fsdp import FsdpEngine
 from drover.pipeline.training.optimizers.base import Optimizer
 
 TIED = "tok_embeddings.weight"
-"""What the first and the last stage both hold where embeddings are tied."""
+"""The parameter that the first and the last stage both hold if embeddings are tied."""
 
 
 class PipelineEngine(FsdpEngine):
@@ -33,23 +33,23 @@ class PipelineEngine(FsdpEngine):
         self.count, self.targets = 0, 0
         self.shape = (0, 0)
         self.losses: list[Tensor] = []
-        if model.config.tied_embeddings and TIED in self.parts:  # what the last stage has counts and is saved as a copy
+        if model.config.tied_embeddings and TIED in self.parts:  # the last stage's is a replica
             part, last = self.parts[TIED], grid.pipeline_rank == grid.pipeline - 1
             self.parts[TIED] = dataclasses.replace(part, copy=part.copy + part.copies * last, copies=2 * part.copies)
 
     def accumulate(self, micro_batches: Iterator[Batch], count: int, targets: int) -> Tensor:
-        """See FsdpEngine. All micro-batches of the step are in memory as tokens."""
+        """See FsdpEngine. The tokens of all micro-batches of the step are in memory."""
         device = self.grid.ranks.device
         batches = [batch.to(device) for batch in micro_batches]
         rows, length = batches[0].tokens.shape
-        if self.schedule is None or (count, (rows, length)) != (self.count, self.shape):  # another phase
+        if self.schedule is None or (count, (rows, length)) != (self.count, self.shape):  # a new phase
             self.count, self.shape = count, (rows, length)
             self.schedule = make_schedule(self.model, count, self.shape, self._share)
         inputs = [self.inputs(batch) for batch in batches]
         for stage in self.model.stages:
             stage.inputs = iter(inputs)
         self.targets, self.losses = targets, []
-        numbers = torch.arange(count, device="cpu")  # torch counts micro-batches by what it is given
+        numbers = torch.arange(count, device="cpu")  # torch infers the count of micro-batches from it
         first = [numbers] if self.grid.pipeline_rank == 0 else []
         self.schedule.step(*first, target=numbers, return_outputs=False)
         for stage in self.model.stages:
@@ -62,17 +62,17 @@ class PipelineEngine(FsdpEngine):
         return total
 
     def trial(self, batch: Batch, targets: int) -> None:
-        """See Engine. Over all of the batch: a schedule takes all micro-batches of a step."""
+        """See Engine. It uses the whole batch, since a schedule needs all micro-batches of a step."""
         self.accumulate(batch.split(len(batch.lengths) // self.count), self.count, targets)
 
     def _share(self, loss: Tensor, number: Tensor) -> Tensor:
-        """A micro-batch's part of the step's mean loss, which is differentiated. On the ranks of the last stage."""
+        """A micro-batch's part of the step's mean loss, for the backward pass. Called on ranks of the last stage."""
         self.losses.append(loss.detach())
         return loss / self.targets
 
     def _meet_ends(self) -> None:
-        """Add up the gradients of a tied embedding: the first stage has those of its rows, the last those of words.
-        Each sends its own to the other; of two addends, both make the same sum."""
+        """Sum the two gradients of a tied embedding: the first stage's as embedding, and the last stage's as output.
+        Each sends its own to the other; the sum of two is the same in either order."""
         if not self.model.config.tied_embeddings or TIED not in self.parts:
             return
         gradient = dict(self._gradients()).get(TIED)

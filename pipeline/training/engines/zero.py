@@ -1,7 +1,7 @@
 """The engine on DeepSpeed's ZeRO, stages 1 to 3, with our optimizer, schedule and checkpoints.
 
-ZeRO lays parameters end to end and cuts the row into equal lengths, one for each rank. What a rank owns of a parameter
-is therefore a range of its elements; as pieces of a checkpoint these are at most three rectangles of a matrix.
+ZeRO concatenates the flattened parameters and cuts the result into equal parts, one for each rank. So a rank owns a
+range of a parameter's elements. In a checkpoint such a range is at most three rectangles of a matrix.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 def guard(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> torch.optim.Optimizer:
-    """The optimizer, which from now on leaves an update out where `allowed` says so. DeepSpeed calls `step` once its
-    global norm is known, several times a step, and offers no place of its own for that decision."""
+    """Make the optimizer skip updates while `allowed` returns false. DeepSpeed calls `step` several times a step, once
+    its global norm is known, and has no hook for this decision."""
     update = optimizer.step
 
     def step(closure: Any = None) -> None:
@@ -46,7 +46,7 @@ def guard(optimizer: torch.optim.Optimizer, allowed: Callable[[], bool]) -> torc
 
 @dataclass(frozen=True)
 class Fragment:
-    """The range of a parameter's elements whose masters this rank owns: elements [start, start + count) of the
+    """The range of a parameter's elements whose master weights this rank owns: elements [start, start + count) of the
     parameter are elements [at, at + count) of the flat master."""
 
     master: Tensor
@@ -58,7 +58,8 @@ class Fragment:
 class ZeroEngine(Engine):
     """A Llama under DeepSpeed.
 
-    initial: None leaves the weights undefined, for a checkpoint to fill in. make_optimizer: of a model.
+    initial: None leaves the weights undefined until a checkpoint is loaded. make_optimizer: makes the optimizer of a
+    model.
     """
 
     optimizer: ElementwiseOptimizer
@@ -92,7 +93,7 @@ class ZeroEngine(Engine):
         for index, batch in enumerate(micro_batches):
             loss = self.loss(self.zero, batch.to(self.ranks.device))
             total += loss.detach()
-            # DeepSpeed averages gradients over ranks and would over micro-batches; both are sums here.
+            # DeepSpeed averages gradients over ranks, and would average over micro-batches; here both are sums.
             self.zero.backward(loss * (self.ranks.world / targets), scale_wrt_gas=False)
             if index == count - 1:
                 mean, = self.ranks.sum(float(total) / targets)
@@ -108,7 +109,7 @@ class ZeroEngine(Engine):
         return StepResult(mean, norm, applied)
 
     def _norm(self) -> float:
-        """The global norm of the gradients before clipping; DeepSpeed gives inf or -1 where it is NaN."""
+        """The global norm of the gradients before clipping; if it is NaN, DeepSpeed returns inf or -1."""
         norm = float(self.zero.optimizer._global_grad_norm)
         return norm if norm >= 0 else float("nan")
 
@@ -123,7 +124,7 @@ class ZeroEngine(Engine):
                 flat = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
             else:
                 continue
-            whole = self.stage < 3 and len(flat) == torch.Size(shape).numel()  # of stage 1 in bf16: not only our range
+            whole = self.stage < 3 and len(flat) == torch.Size(shape).numel()  # stage 1 in bf16 keeps all of it
             found[name] = _cut(flat.narrow(0, fragment.start if whole else 0, fragment.count), shape, fragment)
         return found
 
@@ -147,7 +148,7 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _fill(self, kinds: Sequence[str], read: Read) -> None:
-        """Fill masters, states and the weights that are computed with, of these kinds."""
+        """Fill masters and states of these kinds, and the weights used in forward passes."""
         for name, parameter in self.names.items():
             fragment, shape = self._fragment(parameter), self.shapes[name]
             flat = self._flat(fragment)
@@ -158,7 +159,7 @@ class ZeroEngine(Engine):
             if self.stage == 3:
                 own = fragment.master.data.narrow(0, fragment.at, fragment.count)
                 parameter.ds_tensor.data[:fragment.count].copy_(own)
-            if self.stage < 3 or parameter.numel():  # also in stage 3, small weights stay whole on every rank at times
+            if self.stage < 3 or parameter.numel():  # in stage 3 too, small weights may stay whole on every rank
                 parameter.data.copy_(read("model", name, (0,) * len(shape), shape))
 
     def _flat(self, fragment: Fragment) -> dict[str, Tensor]:
@@ -170,23 +171,23 @@ class ZeroEngine(Engine):
             zero = parameter._z3_optimizer
             group, at, count = zero.grad_position[zero.get_param_id(parameter)]
             start = min(parameter.ds_numel, zero._get_param_partition_rank(parameter) * count)
-            count = min(count, parameter.ds_numel - start)  # the last rank's range is padded
+            count = min(count, parameter.ds_numel - start)  # the last rank's range has padding
             return Fragment(zero.fp32_partitioned_groups_flat[group], at, start, count)
         mapping = parameter._hp_mapping
-        if mapping is None:  # other ranks own all of it
+        if mapping is None:  # other ranks own the whole parameter
             return Fragment(self.optimizer.torch.param_groups[0]["params"][0], 0, 0, 0)
         master = self.optimizer.torch.param_groups[mapping.param_group_index]["params"][0]
         return Fragment(master, mapping.hp_fragment_address.start, mapping.lp_fragment_address.start,
                         mapping.lp_fragment_address.numel)
 
     def replicated_weights(self) -> Iterator[LocalWeights]:
-        """See Engine. Stage 3 has copies of nothing."""
+        """See Engine. Stage 3 replicates nothing."""
         for name, parameter in self.names.items():
             if self.stage < 3 and self.ranks.world > 1:
                 yield LocalWeights(name, (0,) * parameter.dim(), parameter.data, self.ranks.rank, self.ranks.world)
 
     def free_unsharded(self) -> None:
-        """See Engine. DeepSpeed lets go of weights by itself."""
+        """See Engine. DeepSpeed reshards weights by itself."""
 
 
 def _cut(flat: Tensor, shape: tuple[int, ...], fragment: Fragment) -> list[TensorShard]:

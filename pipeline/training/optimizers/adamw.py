@@ -13,13 +13,14 @@ from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.training.optimizers.base import ElementwiseOptimizer, Weight, gradients, parameter_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments, by torch's names; in a checkpoint `exp_avg.<parameter>` beside `model.<parameter>`."""
+"""AdamW's state, by torch's names; in a checkpoint `exp_avg.<parameter>`, next to `model.<parameter>`."""
 
 
 class AdamW(ElementwiseOptimizer):
-    """Clips and leaves out inside the kernel: neither costs a pass over the weights, and nothing waits for the host.
+    """Clips gradients and skips updates inside the fused kernel: neither costs a pass over the weights, and nothing
+    waits for the host.
 
-    NOTE: torch's kernel for mps (2.13) heeds neither, so there the plain steps are taken.
+    NOTE: torch's kernel for mps (2.13) supports neither, so on mps both are done in separate steps.
     """
 
     names = MOMENTS
@@ -28,7 +29,7 @@ class AdamW(ElementwiseOptimizer):
         train = config.train
         self.weights = {weight.name: weight for weight in weights}
         self.wide = any(weight.parameter.dtype == torch.float64 for weight in weights)
-        # The fused kernel is not for flat masters that lie on the host while gradients are on a GPU.
+        # The fused kernel cannot update flat masters on the host from gradients on a GPU.
         self.plain = any(is_mps(weight.parameter.device) for weight in weights)
         self.fused = config.parallel.offload == "none" and not self.plain
         self.torch = torch.optim.AdamW(parameter_groups(weights), lr=train.lr, betas=(train.beta1, train.beta2),
@@ -39,7 +40,7 @@ class AdamW(ElementwiseOptimizer):
         return {moment: own(tensor) for moment, tensor in self.state_of(self.weights[name].parameter).items()}
 
     def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        """See ElementwiseOptimizer. torch makes them in the first step only."""
+        """See ElementwiseOptimizer. torch itself would make them in the first step only."""
         return {moment: self._all_of(tensor)[moment] for moment in MOMENTS}
 
     def step(self, lr: float, clip: Tensor, applied: Tensor) -> None:
@@ -68,10 +69,10 @@ class AdamW(ElementwiseOptimizer):
             self.resume_at(weight.parameter, updates)
 
     def _all_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The moments of a tensor, and `step`."""
+        """The state of a tensor, `step` included."""
         state: dict[str, Tensor] = self.torch.state[tensor]
         if not state:
-            # The fused kernel wants the count beside the parameter, the others on the host.
+            # The fused kernel needs the count on the parameter's device, the others on the host.
             state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device if self.fused else "cpu")
             state.update({moment: torch.zeros_like(tensor.detach()) for moment in MOMENTS})
         return state

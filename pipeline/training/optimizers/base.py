@@ -1,25 +1,25 @@
-"""What engines know of an optimizer: one update that may be left out, and its state by name.
+"""The interface of optimizers: one update that may be skipped, and the state by name.
 
-To add an optimizer, two files change, and a test beside tests/training/optimizers/test_adamw.py:
+To add an optimizer, change two files and add a test next to tests/training/optimizers/test_adamw.py:
 
-1. A module here with a class of `Optimizer`. If torch.optim, or a package, has it already, a function is enough that
-   returns that `torch.optim.Optimizer`; it is wrapped (`wrapped.py`), so that it is clipped and leaves rejected updates
-   out like any other:
+1. A module here with a subclass of `Optimizer`. If torch.optim or a package has the optimizer already, a function that
+   returns that `torch.optim.Optimizer` is enough. It is wrapped (`wrapped.py`), so that its gradients are clipped and
+   rejected updates skipped, as for any other:
 
        def make(weights, config, grid):
            momentum = optimizer_settings(config.train)["momentum"]
            return torch.optim.SGD(parameter_groups(weights), lr=config.train.lr, momentum=momentum)
 
-2. A line in OPTIMIZERS of pipeline/config/shipped.py, which says where that is, its settings, and the bytes of its
-   state, for the plan. Then `train.optimizer` knows the name.
+2. A line in OPTIMIZERS of pipeline/config/shipped.py: its place, its settings, and the bytes of its state, for the
+   plan. Then `train.optimizer` accepts the name.
 
-From outside of this package it is one module, with the same function and, instead of the line, an `OptimizerKind` of a
-name of its choice: `train.optimizer: mylab.sgd:SGD`. Where that module imports torch only inside `make`, the launcher
-stays as quick as it is.
+Outside of this package an optimizer is one module. It has the same function and, instead of the line, an
+`OptimizerKind` of any name: `train.optimizer: mylab.sgd:SGD`. If that module imports torch only inside `make`, the
+launcher stays fast.
 
-What holds for all: engines, checkpoints, guards, schedule and forecast know this interface and nothing more. A state
-tensor has the shape of this rank's part of its parameter and is saved as `<state name>.<parameter>`, so that a
-checkpoint goes on under any layout of ranks. Whoever computes with whole matrices finds them in `whole_matrices.py`.
+Engines, checkpoints, guards, schedule and forecast use this interface and nothing more. A state tensor has the shape of
+this rank's part of its parameter and is saved as `<state name>.<parameter>`, so a checkpoint can be continued under any
+layout of ranks. Optimizers that need whole matrices get them from `whole_matrices.py`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ from drover.pipeline.parallel.pipeline_parallel import parameter_names
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as an optimizer gets it.
+    """A parameter, as an optimizer is given it.
 
-    name: as in the checkpoint, e.g. `layers.0.attention.wq.weight`. parameter: a DTensor where it is spread, and so is
-    its `grad`; `drover.pipeline.parallel.grid.own` gives what is in this rank's memory. weight_decay: to be applied to
-    it, times the learning rate. lr_factor: what the schedule's learning rate is multiplied by for it.
+    Attributes:
+        name: as in the checkpoint, e.g. `layers.0.attention.wq.weight`.
+        parameter: a DTensor if it is sharded, as is its `grad`. `drover.pipeline.parallel.grid.own` returns the part in
+            this rank's memory.
+        weight_decay: its weight decay, to be multiplied by the learning rate.
+        lr_factor: its factor on the schedule's learning rate.
     """
 
     name: str
@@ -63,17 +66,17 @@ class Weight:
 class Optimizer(ABC):
     """Updates the weights that it was made for.
 
-    Its state is there from the start, as zeros, so that it can be saved and filled in before the first step.
+    Its state exists from the start, as zeros, so that it can be saved and loaded before the first step.
     """
 
     @abstractmethod
     def state_names(self, name: str) -> tuple[str, ...]:
-        """What the states of parameter `name` are called, the same on every rank."""
+        """The names of parameter `name`'s states, the same on every rank."""
 
     @abstractmethod
     def state(self, name: str) -> dict[str, Tensor]:
-        """The living states of parameter `name` by `state_names`: this rank's part of each, shaped and placed like its
-        part of the parameter. They are saved, and written into by `load`."""
+        """The states of parameter `name` by `state_names`, not copies: this rank's part of each, with the shape and
+        device of its part of the parameter. Checkpoints save them, and `load` writes into them."""
 
     @abstractmethod
     def step(self, lr: float, clip: Tensor, applied: Tensor) -> None:
@@ -81,21 +84,21 @@ class Optimizer(ABC):
 
         Args:
             lr: the schedule's learning rate; each weight's is this times its `lr_factor`.
-            clip: float64 scalar on the device, 1 or more: gradients are to be divided by it first. They may be changed
-                in place; the engine drops them.
-            applied: bool scalar on the device, the same on every rank. Where it is false, weights and state stay as
-                they are to the last bit, though gradients may be NaN. It is known to the device before the host: an
-                optimizer that asks for its value here waits for all that is queued.
+            clip: float64 scalar on the device, 1 or more. Divide the gradients by it first. They may be changed in
+                place; the engine drops them.
+            applied: bool scalar on the device, the same on every rank. If it is false, weights and state must stay
+                equal to the last bit, although gradients may be NaN. Reading its value on the host waits for all queued
+                work of the device.
         """
 
     @abstractmethod
     def resume(self, updates: int) -> None:
-        """Go on after so many applied updates: for counts that a formula needs. States are filled in apart."""
+        """Continue after this many applied updates: sets counts that a formula needs. States are loaded separately."""
 
 
 class ElementwiseOptimizer(Optimizer):
-    """One that updates each element from that element's own gradient and state, so that it can work on flat ranges of
-    weights: DeepSpeed drives `torch` by itself, over masters that it puts in the place of parameters.
+    """An optimizer that updates each element from its own gradient and state, so it can work on flat ranges of weights:
+    DeepSpeed itself steps `torch`, over master weights that it puts in the place of parameters.
 
     Attributes:
         torch: torch's optimizer.
@@ -111,7 +114,7 @@ class ElementwiseOptimizer(Optimizer):
 
     @abstractmethod
     def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The states of a tensor in `torch`'s groups, by `names`, made as zeros where there are none yet."""
+        """The states of a tensor in `torch`'s groups, by `names`; new ones are zeros."""
 
     @abstractmethod
     def resume_at(self, tensor: Tensor, updates: int) -> None:
@@ -124,27 +127,27 @@ class ElementwiseOptimizer(Optimizer):
 
 
 Make = Callable[[Sequence[Weight], Config, Grid], "Optimizer | torch.optim.Optimizer"]
-"""(weights, config, grid) -> an optimizer of all these weights. They are placed as `grid` says, but under DeepSpeed,
-which puts flat ranges in their place later. Settings: `config.train`, and `optimizer_settings(config.train)`."""
+"""(weights, config, grid) -> an optimizer of all these weights. They are sharded as `grid` says; DeepSpeed replaces
+them by flat ranges later. Settings: `config.train` and `optimizer_settings(config.train)`."""
 
 
 def decays(name: str, tied: bool) -> bool:
-    """Whether weight decay applies: never to norms, biases and embeddings, nor to an output matrix that is the
+    """Whether weight decay applies: not to norms, biases and embeddings, nor to an output matrix that is tied to the
     embedding."""
     return not (name.endswith(("norm.weight", ".bias")) or name.startswith("tok_embeddings.")
                 or (tied and name.startswith("output.")))
 
 
 def weights_of(model: nn.Module, train: TrainConfig, tied: bool) -> list[Weight]:
-    """All parameters of a model with what the configuration says of each.
+    """All parameters of a model with their weight decay and learning-rate factor.
 
     Raises:
-        UserError: a pattern of train.lr_factors fits no parameter.
+        UserError: a pattern of train.lr_factors matches no parameter.
     """
     names = parameter_names(model)
     for pattern in train.lr_factors:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"train.lr_factors: '{pattern}' fits no parameter. Some are {', '.join(names[:8])}.")
+            raise UserError(f"train.lr_factors: '{pattern}' matches no parameter. Some are {', '.join(names[:8])}.")
     found = []
     for name, parameter in model.named_parameters():
         factors = (factor for pattern, factor in train.lr_factors.items() if fnmatchcase(name, pattern))
@@ -154,8 +157,8 @@ def weights_of(model: nn.Module, train: TrainConfig, tied: bool) -> list[Weight]
 
 
 def parameter_groups(weights: Sequence[Weight]) -> list[dict[str, Any]]:
-    """Weights as torch's optimizers want them: a group, with `params`, `weight_decay` and `lr_factor`, for each decay
-    and factor that there are, those that decay first."""
+    """Weights in the form of torch's optimizers: a group with `params`, `weight_decay` and `lr_factor` for each
+    combination of decay and factor, groups with decay first."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for weight in sorted(weights, key=lambda weight: weight.weight_decay == 0):  # else in the model's order
         groups.setdefault((weight.weight_decay, weight.lr_factor), []).append(weight.parameter)
@@ -164,7 +167,7 @@ def parameter_groups(weights: Sequence[Weight]) -> list[dict[str, Any]]:
 
 
 def gradients(weights: Sequence[Weight]) -> Iterator[Tensor]:
-    """The gradients that there are."""
+    """The gradients of those weights that have one."""
     for weight in weights:
         if weight.parameter.grad is not None:
             yield weight.parameter.grad

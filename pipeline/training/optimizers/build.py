@@ -1,4 +1,4 @@
-"""The optimizer that the configuration asks for, around a model that is placed."""
+"""The configured optimizer of a model that is on its devices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from drover.pipeline.training.optimizers.wrapped import Wrapped
 
 
 def build_optimizer(model: nn.Module, config: Config, grid: Grid, tied: bool) -> Optimizer:
-    """train.optimizer over all parameters of `model`. What is of torch's own form is wrapped, so that nothing trains
-    unclipped or applies what the guards reject.
+    """train.optimizer over all parameters of `model`. A torch.optim.Optimizer is wrapped, so that it clips gradients
+    and skips updates that the guards reject.
 
     tied: whether the output matrix is the embedding.
 
     Raises:
-        UserError: it cannot be imported, or what it makes is no optimizer.
+        UserError: it cannot be imported, or does not make an optimizer.
     """
     train = config.train
     weights = weights_of(model, train, tied)
@@ -30,14 +30,14 @@ def build_optimizer(model: nn.Module, config: Config, grid: Grid, tied: bool) ->
     if not isinstance(made, Optimizer):
         raise UserError(f"train.optimizer '{train.optimizer}' made a {type(made).__name__}, which is neither an "
                         f"Optimizer (pipeline/training/optimizers/base.py) nor a torch.optim.Optimizer: updates could "
-                        f"not be clipped or left out.")
+                        f"not be clipped or skipped.")
     return made
 
 
 def build_elementwise(model: nn.Module, config: Config, grid: Grid, tied: bool) -> ElementwiseOptimizer:
-    """The same for DeepSpeed, which lays weights out flat; UserError where it is no `ElementwiseOptimizer`."""
+    """The same for DeepSpeed, which flattens weights; UserError if it is not an `ElementwiseOptimizer`."""
     made = build_optimizer(model, config, grid, tied)
     if not isinstance(made, ElementwiseOptimizer):
-        raise UserError(f"train.optimizer '{config.train.optimizer}' cannot update flat ranges of weights, as "
-                        f"parallel.engine 'deepspeed' wants it. Take parallel.engine=fsdp2.")
+        raise UserError(f"train.optimizer '{config.train.optimizer}' cannot update flat ranges of weights, which "
+                        f"parallel.engine=deepspeed requires. Set parallel.engine=fsdp2.")
     return made

@@ -32,7 +32,7 @@ UPDATE_RMS = 0.2
 """Root mean square of an AdamW update over its learning rate, as measured by Liu et al."""
 EPSILON = 1e-7
 COMPUTED_IN = {"cuda": torch.bfloat16, "cpu": torch.float32}
-"""What the iterations compute in, by device: bfloat16 products are slow or absent on CPUs."""
+"""The element type of the iterations by device: bfloat16 products are slow or absent on CPUs."""
 
 
 class Muon(Optimizer):
@@ -46,8 +46,8 @@ class Muon(Optimizer):
         settings = optimizer_settings(config.train)
         self.decay, self.nesterov, self.iterations = settings["momentum"], settings["nesterov"], settings["iterations"]
         if not (0 <= self.decay < 1 and self.iterations > 0):
-            raise UserError(f"train.optimizer_settings: momentum is to be 0 or more and below 1, iterations at least "
-                            f"1; they are {self.decay} and {self.iterations}.")
+            raise UserError(f"train.optimizer_settings: momentum must be at least 0 and below 1, and iterations at "
+                            f"least 1; they are {self.decay} and {self.iterations}.")
         self.matrices = [weight for weight in weights if weight.is_block_matrix]
         self.others = AdamW([weight for weight in weights if not weight.is_block_matrix], config)
         self.momentum = {weight.name: torch.zeros_like(own(weight.parameter.detach())) for weight in self.matrices}
@@ -68,7 +68,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, applied: Tensor) -> None:
-        """See Optimizer. A rejected update is computed too, since only the device knows of it, and then not taken."""
+        """See Optimizer. A rejected update is computed too, since only the device knows that it is rejected."""
         self.others.step(lr, clip, applied)
         directions = self._directions(clip, applied)
         updates = self.whole.transform(directions, partial(orthogonal, iterations=self.iterations))
@@ -79,7 +79,7 @@ class Muon(Optimizer):
             here.copy_(torch.where(applied, changed, here))
 
     def _directions(self, clip: Tensor, applied: Tensor) -> dict[str, Tensor]:
-        """This rank's pieces of what is to be made orthogonal; the momentum takes the gradients in."""
+        """This rank's pieces of the matrices to orthogonalize. Updates the momentum."""
         names = [weight.name for weight in self.matrices]
         momenta = [self.momentum[name] for name in names]
         found = [torch.zeros_like(momentum) if weight.parameter.grad is None else own(weight.parameter.grad)

@@ -1,8 +1,8 @@
-"""Whole matrices of spread ones: each is put together on one rank, its owner, computed with there, and sent back.
+"""Whole matrices of sharded ones: each is assembled on one rank, its owner, transformed there, and sent back.
 
-A product of a whole matrix on one rank has the same bits under every layout of ranks; products of spread matrices
-(torch's own on DTensors) add up in another order, and communicate each time. A step has three exchanges, whatever the
-number of matrices:
+A product of a whole matrix on one rank has the same bits under every layout of ranks. Products of sharded matrices
+(torch's own on DTensors) add up in another order, and communicate each time. A step has three exchanges, for any number
+of matrices:
 
     1. within a copy of the model, every rank sends its pieces of matrices that this copy owns to their owners;
     2. the owners send the results' pieces back;
@@ -24,7 +24,7 @@ from drover.pipeline.parallel.grid import Grid, LocalShard
 
 
 def assign_owners(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, int]:
-    """Which rank computes with which matrix: the next costliest goes to the rank that has least to do.
+    """The owner of each matrix: the next most expensive one goes to the rank with the least work.
 
     A product of a matrix with its own transpose costs rows x columns x the shorter of them. The same arguments give the
     same owners on every rank.
@@ -43,25 +43,25 @@ def _cost(shape: Sequence[int]) -> int:
 
 
 class WholeMatrices:
-    """Matrices spread over `grid`, by name. Made, and used, on all ranks alike.
+    """Matrices sharded over `grid`, by name. Made and used on all ranks alike.
 
     Args:
-        parameters: the spread matrices, of which only shapes and places count.
+        parameters: the sharded matrices; only their shapes and places are used.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], grid: Grid) -> None:
         self.grid = grid
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        # Copies of the model lie in it alike: the places in the first are those in all.
+        # All replicas of the model are sharded alike, so the places in the first hold for all.
         self.places = {name: [grid.part(parameter, rank) for rank in range(grid.copy_ranks)]
                        for name, parameter in parameters.items()}
         self.owners = assign_owners(self.shapes, grid.replicate * grid.copy_ranks)
         self.here = grid.ranks.rank % grid.copy_ranks
-        if grid.ranks.world > 1:  # making groups is a collective: not to be left to the first step
+        if grid.ranks.world > 1:  # making groups is a collective: do it now, not in the first step
             _ = grid.copy_group, grid.replicate > 1 and grid.replicate_group
 
     def transform(self, pieces: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """`function` of every whole matrix, of which each rank gives and gets its own piece.
+        """Apply `function` to every whole matrix. Each rank passes and receives its own piece.
 
         Args:
             pieces: this rank's rectangle of each matrix, in one element type and on its device.
@@ -94,7 +94,8 @@ class WholeMatrices:
 
     def _exchange(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Sequence[int]]],
                   like: Tensor) -> list[list[Tensor]]:
-        """Send the tensors outgoing[rank] to each rank of this copy; what came from each, of the shapes in incoming."""
+        """Send the tensors outgoing[rank] to each rank of this replica. Returns those received from each rank, of the
+        shapes in incoming."""
         if self.grid.copy_ranks == 1:
             return [list(tensors) for tensors in outgoing]
         counts = [sum(map(math.prod, shapes)) for shapes in incoming]
@@ -105,7 +106,7 @@ class WholeMatrices:
         return [_shaped(part, shapes) for part, shapes in zip(received.split(counts), incoming, strict=True)]
 
     def _share(self, found: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-        """Also the pieces that other copies computed, which have this rank's place in them."""
+        """Add the pieces with this rank's place that other replicas computed."""
         owned = [[name for rank in range(self.grid.copy_ranks) for name in self._owned(copy, rank)]
                  for copy in range(self.grid.replicate)]
         shapes = [[self.places[name][self.here].size for name in names] for names in owned]
@@ -129,7 +130,7 @@ def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _shaped(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The tensors of given shapes that lie in a row, as views; what comes after them is padding."""
+    """Views of consecutive tensors with these shapes; the rest of `flat` is padding."""
     sizes = [math.prod(shape) for shape in shapes]
     return [part.view(tuple(shape)) for part, shape in
             zip(flat[:sum(sizes)].split(sizes), shapes, strict=True)] if sizes else []

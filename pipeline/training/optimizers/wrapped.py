@@ -1,8 +1,9 @@
-"""Any `torch.optim.Optimizer` behind our interface: clipped before it steps, not stepped where an update is rejected.
+"""Any `torch.optim.Optimizer` behind our interface: gradients are clipped before it steps, and it does not step if the
+update is rejected.
 
-torch's optimizers know neither (fused Adam's `found_inf` and `grad_scale` excepted): as they are, they would train
-unclipped and apply what the guards have rejected. The decision is made on the host, which waits for the device once a
-step.
+torch's optimizers do neither, apart from fused Adam's `found_inf` and `grad_scale`. On their own they would train
+unclipped and apply updates that the guards have rejected. The host decides whether to step, so it waits for the device
+once a step.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from drover.pipeline.parallel.grid import own
 from drover.pipeline.training.optimizers.base import Optimizer, Weight, gradients
 
 COUNT = "step"
-"""The one state that may be a number: how many updates there were. It is not saved but set, by `resume`."""
+"""The only state that may be a number: the count of updates. It is not saved; `resume` sets it."""
 
 
 class Wrapped(Optimizer):
-    """Weights that `inner` updates, whose states begin as zeros.
+    """Weights that `inner` updates, with states that start as zeros.
 
-    Each group's learning rate is the schedule's times its `lr_factor`, or where it has none, times what its own `lr` is
-    of `lr` at the start. SGD's momentum begins as zeros too, and not, as torch does it, as the first gradient: with
-    `dampening` the first update is that much smaller.
+    Each group's learning rate is the schedule's times its `lr_factor`. Without one, the factor is the ratio of the
+    group's initial `lr` to `lr`. SGD's momentum starts as zeros too, while torch starts it as the first gradient: with
+    `dampening` the first update is smaller by that factor.
 
     Args:
-        lr: train.lr, which `inner` was made with.
+        lr: train.lr, with which `inner` was made.
 
     Raises:
-        UserError: `inner` leaves a weight out, has no step without a closure, or keeps states that cannot be saved and
-            filled in again: neither a count `step` nor zeros of the parameter's shape at the start.
+        UserError: `inner` omits a weight, cannot step without a closure, or keeps a state that cannot be saved and
+            loaded: one that is neither a count `step` nor zeros of the parameter's shape at the start.
     """
 
     def __init__(self, weights: Sequence[Weight], inner: torch.optim.Optimizer, lr: float) -> None:
@@ -77,12 +78,12 @@ class Wrapped(Optimizer):
 
     @torch.no_grad()
     def _make_states(self) -> None:
-        """Let `inner` make its states, which most do in their first step: one of no length, on gradients of zero, to
-        which some would add weights for their decay."""
+        """Let `inner` make its states. Most optimizers do so in their first step, so take one with learning rate 0 and
+        gradients of zero. Weights are zero as well: some optimizers add weights to gradients for their decay."""
         before = {name: own(weight.parameter).clone() for name, weight in self.weights.items()}
         for weight in self.weights.values():
             weight.parameter.grad = torch.zeros_like(weight.parameter)
-            own(weight.parameter).zero_()  # it may hold anything before a checkpoint is read
+            own(weight.parameter).zero_()  # before a checkpoint is read it may hold anything
         for group in self.inner.param_groups:
             group["lr"] = 0.0
         try:
@@ -101,12 +102,12 @@ class Wrapped(Optimizer):
             if state == COUNT or value is None:
                 continue
             if not isinstance(value, Tensor) or value.shape != weight.parameter.shape:
-                raise UserError(f"The optimizer {self.kind} keeps '{state}' of {weight.name}, which is not shaped like "
-                                f"the parameter, and could not be saved for any layout of ranks. Write it as an "
-                                f"Optimizer (pipeline/training/optimizers/base.py), or take another.")
+                raise UserError(f"The optimizer {self.kind} keeps '{state}' of {weight.name}, which does not have the "
+                                f"parameter's shape, so it could not be saved for any layout of ranks. Write it as an "
+                                f"Optimizer (pipeline/training/optimizers/base.py), or use another.")
             if own(value).count_nonzero():
-                raise UserError(f"The optimizer {self.kind} begins with '{state}' of {weight.name} other than zeros, "
-                                f"which is not kept. Write it as an Optimizer (pipeline/training/optimizers/base.py), "
-                                f"or take another.")
+                raise UserError(f"The optimizer {self.kind} starts with '{state}' of {weight.name} other than zeros, "
+                                f"which a checkpoint could not restore. Write it as an Optimizer "
+                                f"(pipeline/training/optimizers/base.py), or use another.")
             names.append(state)
         return tuple(names)

@@ -1,1 +1,1 @@
-"""Log sinks: where the numbers, texts and events of training go."""
+"""Loggers: where the numbers, texts and events of training go."""

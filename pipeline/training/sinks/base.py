@@ -1,9 +1,9 @@
-"""Log sinks: where the numbers, texts and events of training go.
+"""Loggers (sinks): where the numbers, texts and events of training go.
 
-A sink is two classes: its settings, which open it, and what is then open and is told of training:
+A logger is two classes: its settings, and the logger that they open:
 
     class Chat(SinkSettings):
-        \"\"\"Tells a chat room.\"\"\"
+        \"\"\"Posts to a chat room.\"\"\"
 
         room: str = "training"
         \"\"\"Name of the room.\"\"\"
@@ -11,19 +11,19 @@ A sink is two classes: its settings, which open it, and what is then open and is
         def open(self, about: About) -> Sink:
             return _Room(self.room, about)          # anything with the methods of `Sink`
 
-`train.log_to: [tensorboard, {kind: chat, room: ours}]` lists the sinks of a run; all are told the same. The JSON lines
-in the train folder are no choice: starting again, the audit and the report read them.
+`train.log_to: [tensorboard, {kind: chat, room: ours}]` lists the loggers of a run; all get the same calls. The JSON
+lines in the train folder are always written: a restart, the audit and the report read them.
 
-To add one from outside: put the class into a module that Python finds (PYTHONPATH, or an installed package; where jobs
-run, too) and give `kind: my_module:Chat`. To add one to Drover: a class in this folder, its line in `SINKS` of
-pipeline/config/shipped.py, and its test in tests/training/sinks. A library that it needs is imported in `open`, named
-in `needs`, and made an extra in pyproject.toml.
+To use your own logger, put the class into a module that Python finds (on PYTHONPATH, or in an installed package; also
+where jobs run) and set `kind: my_module:Chat`. To add one to Drover, write a class in this folder, a line in `SINKS` of
+pipeline/config/shipped.py, and a test in tests/training/sinks. Import its library in `open`, name it in `needs`, and
+make it an extra in pyproject.toml.
 
-What a sink may count on: rank 0 alone has sinks. Each lives in a thread of its own, in which it is opened, told in
-order, and closed, so it may take its time, and need not be safe against other threads. What it must keep to: a start of
-training that goes on from a checkpoint does the steps since then again and tells them again, so that the last word on a
-step counts (`About.first_step` says where it goes on); credentials come from the environment and never from settings,
-which are written to files. What it raises switches it off, for this start of training, and stops nothing.
+Guarantees: only rank 0 has loggers. Each has its own thread, which opens it, calls it in order and closes it. So it may
+be slow, and need not be thread-safe. Duties: a start of training that continues from a checkpoint repeats the steps
+since then and logs them again, from `About.first_step` on; the last value of a step counts. Credentials come from the
+environment and never from settings, which are written to files. An error disables the logger for this start of
+training, and training continues.
 """
 
 from __future__ import annotations
@@ -47,53 +47,53 @@ from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.files import flush, read_record, write_json
 
 CLOCKS = ("step", "time", "train_s", "look_s")
-"""What of a step's record is no curve: counted is where the run stands, not how it goes."""
+"""Fields of a step's record that are not drawn: they only count."""
 DATA = ("shards_checked",)
-"""What of it tells of the data."""
+"""Fields of it about the data."""
 CLOSE_S = 30.0
-"""How long the end of training waits for all sinks together."""
+"""Seconds that the end of training waits for all loggers together."""
 MOST_WAITING = 10_000
-"""Calls that a sink may be behind."""
+"""Calls that a logger may be behind."""
 LONGEST = 500
-"""Characters of an error that are told."""
+"""Characters of an error that are logged."""
 LEAST_SECRET = 6
-"""Characters of a value of the environment from which on it is told from ordinary words."""
+"""Shorter values of the environment are not treated as secrets: they could be ordinary words."""
 SHOWN = ("seed", "model", "train", "parallel")
-"""Sections of the configuration that sinks show."""
-GROUPS = {"heldout_bpb": "heldout/bits_per_byte", "gradient_norms": "norms/gradient", "weight_norms": "norms/weight",
+"""Sections of the configuration that loggers show."""
+GROUPS = {"heldout_bpb": "validation/bits_per_byte", "gradient_norms": "norms/gradient", "weight_norms": "norms/weight",
           "update_norms": "norms/update"}
-"""What of it has a value for each source or layer, and what the curves' names begin with."""
+"""Fields of a step's record with a value for each source or layer, and the prefix of their curves' names."""
 
 
 class Sink(Protocol):
-    """A sink that is open."""
+    """An open logger."""
 
     def step(self, record: dict[str, Any]) -> None:
-        """One training step: the line of metrics.jsonl. `curves` has what of it can be drawn."""
+        """One training step: the line of metrics.jsonl. `curves` returns the numbers in it."""
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """One sample text, drawn after a step; `text` goes on from the prompt."""
+        """One sample text, generated after a step; `text` continues the prompt."""
 
     def event(self, kind: str, details: dict[str, Any]) -> None:
-        """Something that happened: start, resume, checkpoint, stop, finish ..., as in events.jsonl."""
+        """An event: start, resume, checkpoint, stop, finish ..., as in events.jsonl."""
 
     def close(self) -> None:
-        """This start of training is over: write out what is held back. Nothing is told any more."""
+        """This start of training is over: flush. No call follows."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What a sink may know of the run.
+    """Facts about the run for a logger.
 
     Attributes:
-        name: the run's.
-        run_folder: where a sink may make a folder of its own.
-        train_folder: of the stage; a sink may remember here, across starts, what it began (`kept_id`). Where training
-            is begun anew, it is another folder.
-        first_step: how many steps are done and kept as this start begins; those after it may be told again.
-        told: how many steps, samples and events earlier starts have recorded, steps that were done again included: what
-            a counter that must only grow may begin with.
-        settings: what the run is, as plain values, for display: name, seed, and the sections model, train, parallel.
+        name: of the run.
+        run_folder: a logger may make its own folder in it.
+        train_folder: of the stage. A logger may keep its ID here across starts (`kept_id`). Training that starts from
+            scratch has another folder.
+        first_step: the steps that were done before this start. Later steps may be logged a second time.
+        told: the steps, samples and events that earlier starts have logged, repeated steps included: a start value for
+            a counter that must only grow.
+        settings: the configuration for display, as plain values: name, seed, and the sections model, train, parallel.
     """
 
     name: str
@@ -105,17 +105,17 @@ class About:
 
 
 class SinkSettings(Kind):
-    """The settings of one sink, each a field with its text underneath."""
+    """The settings of a logger: one field each, with its description underneath."""
 
     @abstractmethod
     def open(self, about: About) -> Sink:
-        """The sink, open. Whatever it raises switches the sink off."""
+        """Open the logger. An error disables it."""
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
     """The curves of a step's record: every number under train/ or data/, and those of GROUPS.
 
-    A loss that is NaN stands in the record as text, and is no point of a curve.
+    A NaN loss is text in the record, and is not drawn.
     """
     found = {f"{'data' if name in DATA else 'train'}/{name}": float(value) for name, value in record.items()
              if isinstance(value, (int, float)) and name not in CLOCKS}
@@ -124,8 +124,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def checkpoint_curves(kind: str, details: Mapping[str, Any]) -> dict[str, float]:
-    """The curves of an event: of a checkpoint, how long training stood still for it, and how long it took to write; of
-    its copy, how long it took, how long after the checkpoint it was there, and its bytes."""
+    """The curves of an event. For a checkpoint: seconds that training stalled, and seconds to write it. For its upload:
+    seconds to upload, seconds from the checkpoint to its complete upload, and bytes."""
     shown = {"checkpoint": {"stall_s": "stall_s", "seconds": "seconds"},
              "checkpoint_copied": {"seconds": "copy_seconds", "behind_s": "copy_behind_s", "bytes": "copy_bytes"}}
     return {f"checkpoint/{curve}": float(details[name]) for name, curve in shown.get(kind, {}).items()
@@ -134,15 +134,15 @@ def checkpoint_curves(kind: str, details: Mapping[str, Any]) -> dict[str, float]
 
 @dataclass(frozen=True)
 class KeptId:
-    """The ID under which a sink began a training."""
+    """The ID of a training in a logger."""
 
     id: str
 
 
 def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool]:
-    """The ID under which a sink began this training, made when it is first asked for; and whether it was made now."""
+    """The ID of this training in a logger, made at the first call; and whether it was made now."""
     path = about.train_folder / f"{sink}.json"
-    if found := read_record(path, KeptId, "Remove it, and the sink begins anew."):
+    if found := read_record(path, KeptId, "Remove it, and the logger starts a new run."):
         return found.id, False
     made = make()
     write_json(path, asdict(KeptId(made)))
@@ -150,17 +150,17 @@ def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool
 
 
 class CurveSink:
-    """A sink that draws curves: it logs those of each step and event.
+    """A logger that draws curves: it logs those of each step and event.
 
     Attributes:
-        ended: finish or stop, once that has happened.
+        ended: `finish` or `stop`, after that event.
     """
 
     ended = ""
 
     @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Points of curves, by name."""
+        """Log one point of each curve, by name."""
 
     def step(self, record: dict[str, Any]) -> None:
         """See Sink."""
@@ -177,7 +177,7 @@ class CurveSink:
 class TensorBoard(SinkSettings):
     """Curves and sample texts in `tensorboard/` of the run folder.
 
-    Steps after the checkpoint that a start continues from are done again: TensorBoard drops its old points of them.
+    A start repeats the steps after the checkpoint that it continues from. TensorBoard drops their old points.
     """
 
     needs = "tensorboard"
@@ -205,13 +205,13 @@ class _Board(CurveSink):
 class JsonLines:
     """The record of training: metrics.jsonl, samples.jsonl and events.jsonl in the train folder, a JSON object a line.
 
-    This sink is always there, and training stops where it fails, as on a full disk: what is read again to go on, to
-    audit and to report must not have holes. Repeated steps have several lines, of which the last counts: see
-    `records.metrics.read_metrics`.
+    This logger is always on, and training stops if it fails, as on a full disk: restarts, the audit and the report read
+    the lines, so none may be missing. Repeated steps have several lines, of which the last counts
+    (`records.metrics.read_metrics`).
 
     Attributes:
-        torn_bytes: what a killed run had left unfinished at the files' ends, and is cut off.
-        told: how many lines the files had then.
+        torn_bytes: bytes of incomplete lines that a killed run left at the files' ends, and that were cut off.
+        told: lines in the files at the start.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -220,7 +220,7 @@ class JsonLines:
         self._files = {name: self._open(folder / f"{name}.jsonl") for name in ("metrics", "samples", "events")}
 
     def _open(self, path: Path) -> Any:
-        """A file to append to, without what a kill left after the last newline."""
+        """A file to append to, without the incomplete line that a kill left at its end."""
         file = open(path, "ab+")  # noqa: SIM115 - open as long as training runs
         file.seek(0)
         for line in file:
@@ -240,7 +240,7 @@ class JsonLines:
         self._write("samples", {"step": step, "prompt": prompt, "text": text})
 
     def event(self, kind: str, details: dict[str, Any]) -> None:
-        """Something that happened, with the time."""
+        """An event, with the time."""
         self._write("events", {"event": kind, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **details})
 
     def close(self) -> None:
@@ -256,10 +256,10 @@ class JsonLines:
 
 
 class BackgroundSink:
-    """A sink in a thread of its own: neither its errors nor its pace are training's.
+    """A logger in its own thread: its errors do not stop training, and its speed does not slow it.
 
-    A sink that raises, or that falls so far behind that the queue is full, is switched off; one that hangs is left
-    behind when training ends.
+    A logger that raises, or that falls so far behind that the queue is full, is disabled. Training ends without waiting
+    for a logger that hangs.
     """
 
     def __init__(self, name: str, opened: Callable[[], Sink], most_waiting: int = MOST_WAITING) -> None:
@@ -269,18 +269,18 @@ class BackgroundSink:
 
     @property
     def failure(self) -> str:
-        """Why it was switched off; empty as long as it is not."""
+        """Why it was disabled; empty if it was not."""
         error = self._worker.error
         return self._reason or ("" if error is None else
                                 without_secrets(f"{type(error).__name__}: {error}", os.environ))
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Have a method of the sink called, some time; at once nothing happens, and nothing is raised."""
+        """Queue a call of a method of the logger. Returns at once and raises nothing."""
         if not self.failure and self._worker.put((method, arguments)) and not self.failure:
             self._switch_off(f"it is {self._most:,} calls behind")
 
     def close(self, until: float) -> None:
-        """Close the sink when all is told, and wait for that until `time.monotonic()` is `until`."""
+        """Close the logger after its queued calls, and wait for that until `time.monotonic()` is `until`."""
         self.tell("close")
         if not self.failure and not self._worker.close(max(0.0, until - time.monotonic())):
             self._switch_off("it had not taken in everything when training ended")
@@ -307,8 +307,8 @@ _CREDENTIALS_IN_ADDRESS = re.compile(r"(://)[^\s/@]+@")
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """An error's text as it may be logged: without values of the environment that are secret by their names, and
-    without users and passwords in addresses; on one line, and not too long."""
+    """An error's text, safe to log: without values of environment variables whose names mark them as secret, and
+    without users and passwords in addresses. One line of limited length."""
     for name, value in environment.items():
         if len(value) >= LEAST_SECRET and _SECRET.search(name):
             text = text.replace(value, f"<{name}>")
@@ -316,10 +316,10 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
 
 
 class TrainingLog:
-    """Where rank 0 records training; the other ranks hold none.
+    """Rank 0's log of training; the other ranks have none.
 
-    A sink of `train.log_to` that fails is switched off: that is said and logged (`sink_failed`), once, and training
-    goes on. The JSON lines are what training itself relies on: their errors are its own.
+    A logger of `train.log_to` that fails is disabled with one warning and the event `sink_failed`, and training
+    continues. Training relies on the JSON lines, so their errors stop it.
     """
 
     def __init__(self, lines: JsonLines, about: About, sinks: list[Kind], say: Callable[[str], None]) -> None:
@@ -330,14 +330,14 @@ class TrainingLog:
                        for sink in sinks]
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """A step, a sample or an event: the method of `Sink`, and what it is given."""
+        """Log a step, a sample or an event: a method of `Sink` with its arguments."""
         getattr(self._lines, method)(*arguments)
         for sink in self._sinks:
             sink.tell(method, *arguments)
         self._look()
 
     def close(self) -> None:
-        """Write everything out; sinks that take too long are left behind."""
+        """Flush everything. Loggers that take too long are abandoned."""
         until = time.monotonic() + CLOSE_S
         for sink in self._sinks:
             sink.close(until)
@@ -345,19 +345,19 @@ class TrainingLog:
         self._lines.close()
 
     def _look(self) -> None:
-        """Take leave of sinks that have failed."""
+        """Remove loggers that have failed."""
         for sink in [sink for sink in self._sinks if sink.failure]:
             self._sinks.remove(sink)
-            self._say(f"warning: the log sink {sink.name} is switched off: {sink.failure.rstrip('.')}. Training goes "
-                      f"on; metrics.jsonl has everything")
+            self._say(f"warning: the logger {sink.name} is disabled: {sink.failure.rstrip('.')}. Training continues; "
+                      f"metrics.jsonl has everything")
             self._lines.event("sink_failed", {"sink": sink.name, "error": sink.failure})
 
 
 def open_log(work: Work, first_step: int) -> TrainingLog:
-    """The log of one start of training, which has `first_step` steps behind it."""
+    """The log of one start of training, which continues after `first_step` steps."""
     config = work.config
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name in SHOWN}
-    settings["train"].pop("log_to")  # an address in it may be nobody else's business
+    settings["train"].pop("log_to")  # it may contain a private address
     lines = JsonLines(work.folder)
     about = About(config.name, work.run.folder, work.folder, first_step, lines.told, {"name": config.name, **settings})
     return TrainingLog(lines, about, list(config.train.log_to), work.say)

@@ -1,4 +1,4 @@
-"""Log sinks that may need a network: MLflow, and Weights & Biases."""
+"""Loggers that may need a network: MLflow, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ AT_ONCE = 100
 LONGEST_TAG = 5000
 """Characters of a tag that MLflow takes."""
 ENDINGS = {"finish": "FINISHED", "stop": "KILLED"}
-"""MLflow's word for how a run ended, by the event; for any other end it is FAILED."""
+"""MLflow's final status of a run by the event; any other end is FAILED."""
 
 
 class MLflow(SinkSettings):
     """Curves, settings and the newest sample texts in MLflow.
 
-    Every start of one training continues the same run, whose ID stands in train/mlflow.json. MLflow keeps every value
-    of a step: those of steps that are done again after a kill are further points at the same place, with later times,
-    of which the last counts. Sample texts are tags, one a prompt, each the newest (samples.jsonl has all). User and
-    password of a server are MLflow's own affair (MLFLOW_TRACKING_USERNAME and the like in the environment).
+    Every start of one training continues the same run; its ID is in train/mlflow.json. MLflow keeps every value of a
+    step: a step that is repeated after a kill has several points with different times, of which the last counts. The
+    newest sample text of each prompt is a tag (samples.jsonl has all texts). MLflow itself reads user and password of a
+    server from the environment (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD).
     """
 
     needs = "mlflow"
 
     experiment: str = "drover"
-    """MLflow's experiment; it is made if there is none of that name."""
+    """MLflow's experiment. It is created if it does not exist."""
     tracking_uri: str | None = None
-    """The tracking server, as http://host:5000; null: `mlflow/` in the run folder, without a network. `mlflow ui
-    --backend-store-uri runs/<name>/mlflow` of the whole package mlflow shows that, where MLFLOW_ALLOW_FILE_STORE=true
-    is set. A password in it would be written to files: leave it to the environment."""
+    """The tracking server, as http://host:5000; null: `mlflow/` in the run folder, without a network. To view that
+    folder, install the full package mlflow, set MLFLOW_ALLOW_FILE_STORE=true and run `mlflow ui --backend-store-uri
+    runs/<name>/mlflow`. Do not put a password here, since it would be written to files: use the environment."""
 
     def open(self, about: About) -> Sink:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # offline means offline
         uri = self.tracking_uri
         if uri is None:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # from version 3.13 on it asks for that
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required from version 3.13 on
             uri = (about.run_folder.absolute() / "mlflow").as_uri()
         from mlflow import MlflowClient
         return _MLflowRun(MlflowClient(tracking_uri=uri), self.experiment, about)
@@ -80,12 +80,11 @@ class _MLflowRun(CurveSink):
 class WeightsAndBiases(SinkSettings):
     """Curves and sample texts in Weights & Biases.
 
-    Every start of one training continues the same run, whose ID stands in train/wandb.json. W&B takes nothing for a
-    step of its own counter that lies behind, so that counter is one of rows, which goes on over starts, and charts are
-    drawn over the metric `step`: steps that are done again after a kill are further points at the same place, of which
-    the later ones count. Offline, each start writes a folder of its own, `wandb/offline-run-<time>-<ID>`;
-    `wandb sync runs/<name>/wandb/offline-run-*` uploads them, in order, into the one run.
-    The key is W&B's own affair (WANDB_API_KEY, `wandb login`).
+    Every start of one training continues the same run; its ID is in train/wandb.json. W&B rejects values for an earlier
+    step of its own counter. So that counter numbers rows, over all starts, and charts use the metric `step` as x axis:
+    a step that is repeated after a kill has several points, of which the last counts. Offline, each start writes its
+    own folder `wandb/offline-run-<time>-<ID>`. `wandb sync runs/<name>/wandb/offline-run-*` uploads them in order into
+    the one run. W&B itself reads the key (WANDB_API_KEY, `wandb login`).
     """
 
     needs = "wandb"
@@ -93,15 +92,15 @@ class WeightsAndBiases(SinkSettings):
     project: str = "drover"
     """W&B's project."""
     entity: str | None = None
-    """The user or team that the project belongs to; null: W&B's default of the key."""
+    """The user or team that owns the project; null: the key's default in W&B."""
     mode: Literal["offline", "online"] = "offline"
-    """`offline` writes to `wandb/` in the run folder and needs neither network nor key; `online` sends it too."""
+    """`offline` writes to `wandb/` in the run folder and needs neither network nor key; `online` also uploads."""
 
     def open(self, about: About) -> Sink:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # offline means offline
         import wandb
         identity, _ = kept_id(about, "wandb", lambda: uuid4().hex[:12])
-        # Neither the console nor the checkout's changes are copied: nobody asked for them, and they may hold anything.
+        # Do not upload the console output or the checkout's changes: they may contain anything.
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
         run = wandb.init(project=self.project, entity=self.entity, mode=self.mode, id=identity, resume="allow",
                          name=about.name, dir=str(about.run_folder), config=dict(about.settings), settings=quiet,

@@ -1,28 +1,27 @@
-"""A saver and its uploads on a group of one."""
+"""Runs and their uploads on a group of one."""
 
 import pytest
 
-from tests.training.uploads.saving import Gate, parts_of
+from drover.pipeline.storage.store import Store
+from drover.pipeline.training import uploads as module
+from tests.training.uploads.saving import Gate, Run
 
 
-@pytest.fixture()
-def setting(tmp_path, ranks, monkeypatch):
-    """(saver, uploads, copies, said) with a folder as the store, and a gate before it."""
+@pytest.fixture
+def run(tmp_path, ranks):
+    made = Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), ranks)
+    yield made
+    for uploads in made.started:
+        uploads.close()
+
+
+@pytest.fixture
+def gated(tmp_path, ranks, monkeypatch):
+    """(a run that has begun, keeps one checkpoint and is soon tried again, a gate before its store)"""
     gate = Gate(monkeypatch)
-    made = parts_of(tmp_path / "train", ranks, f"file://{tmp_path}/store")
-    yield *made, gate
+    monkeypatch.setattr(module, "RETRY_S", (0.01,))
+    made = Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), ranks, keep=1).begin()
+    yield made, gate
     gate.failing, gate.before = False, "nothing else"
     gate.open.set()
-    made[1].close()
-
-
-@pytest.fixture()
-def events(tmp_path):
-    """The train folder's log, which goes on with a checkpoint; a function that has it grow."""
-    (tmp_path / "train").mkdir(exist_ok=True)
-
-    def grow(text):
-        with (tmp_path / "train" / "events.jsonl").open("a") as file:
-            file.write(f'"{text}"\n')
-    grow("begun")
-    return grow
+    made.uploads.close()

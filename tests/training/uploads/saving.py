@@ -1,4 +1,4 @@
-"""A saver and its copier, and a store that can be held back, for the tests of copies."""
+"""Runs whose checkpoints are saved and copied, and a store that can be held back, for the tests of copies."""
 
 import threading
 from datetime import timedelta
@@ -48,50 +48,83 @@ class Log(list):
         return [name for name, _ in self]
 
 
-def parts_of(folder, ranks, url):
-    """A saver, the uploads that it tells, what is in their store, and what was said."""
-    said, log, config = [], Log(), CheckpointConfig(keep=1, attempts=2, copy_to=url)
-    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, said.append, lambda step: uploads.needs(step))
-    work = SimpleNamespace(config=SimpleNamespace(name="mini", train=SimpleNamespace(checkpoint=config)),
-                           folder=folder, fingerprint={}, drift=[], afresh=False)
-    uploads = Uploads(work, ranks, checkpoints, url, said.append, log)
-    uploads.on_start(SimpleNamespace(has_checkpoint=False))
-    return AsyncSaver(checkpoints, ranks, config, {}, said.append, log, uploads.on_saved), uploads, \
-        CopiedCheckpoints(Store(url)), said
-
-
 def save(saver, *steps):
     for step in steps:
         saver.save({"model.a": [whole(torch.full((3, 5), float(step)))]}, TrainingProgress(step=step))
         saver.wait()
 
 
-def save_held(saver, gate, step, before=""):
-    """Save, and return when the copy has come to an object whose path ends so."""
-    gate.before = before
-    gate.reached.clear()
-    gate.open.clear()
-    save(saver, step)
-    gate.reached.wait()
+def after(step):
+    """As much of the loop as uploads ask, after so many steps."""
+    return SimpleNamespace(has_checkpoint=True, progress=SimpleNamespace(step=step))
 
 
-def save_copied(saver, copier, *steps):
-    """Save, and wait for the copy of each."""
-    for step in steps:
-        save(saver, step)
-        wait_for(lambda step=step: copier.uploaded == step)
+class Run:
+    """A train folder and the store that it is copied to; `start` is a start of training."""
 
+    def __init__(self, folder, store, ranks, name="mini", keep=3):
+        self.store, self.folder, self.ranks, self.name, self.said, self.log = store, folder, ranks, name, [], Log()
+        self.started = []
+        self.copies, self.config = CopiedCheckpoints(store), CheckpointConfig(keep=keep, attempts=2, copy_to=store.url)
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append,
+                                       lambda step: self.uploads.needs(step))
 
-def kept(saver):
-    return sorted(int(path.name[5:]) for path in saver.checkpoints.folder.iterdir())
+    def start(self):
+        config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
+        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
+        self.uploads = Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, self.log)
+        self.started.append(self.uploads)
+        return self.uploads
 
+    def begin(self):
+        """A start that saves and copies, after what it finds."""
+        found = self.start().newest_valid()
+        self.uploads.on_start(after(found[1].step) if found else SimpleNamespace(has_checkpoint=False))
+        self.saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, self.log,
+                                self.uploads.on_saved)
+        return self
 
-def store_put_as_another(store):
-    """Beside the gate, which holds back what goes through the store."""
-    (Path(store.url.removeprefix("file://")) / OWNER).write_text('{"format": 1, "name": "mini", "writer": "b"}')
+    def save(self, *steps):
+        save(self.saver, *steps)
 
+    def save_held(self, gate, step, before=""):
+        """Save, and return when the copy has come to an object whose path ends so."""
+        gate.before = before
+        gate.reached.clear()
+        gate.open.clear()
+        self.save(step)
+        gate.reached.wait()
 
-def waited(uploads, step, limit_s=1000.0):
-    """Wait for the copy of the last checkpoint; why there is none."""
-    return uploads._wait(step, timedelta(seconds=limit_s))
+    def save_copied(self, *steps):
+        """Save, and wait for the copy of each."""
+        for step in steps:
+            self.save(step)
+            wait_for(lambda step=step: self.uploads.uploaded == step)
+
+    def train(self, *steps):
+        """Save after these steps and copy each; leave the store."""
+        self.begin().save_copied(*steps)
+        self.uploads.on_finish(after(steps[-1]))
+
+    def at(self, folder, name, store=None):
+        """The same run, or a copy of it, in another folder."""
+        found = Run(folder, store or self.store, self.ranks, name)
+        found.started = self.started
+        return found
+
+    def waited(self, step, limit_s=1000.0):
+        """Wait for the copy of the last checkpoint; why there is none."""
+        return self.uploads._wait(step, timedelta(seconds=limit_s))
+
+    def kept(self):
+        return sorted(int(path.name[5:]) for path in self.checkpoints.folder.iterdir())
+
+    def remove_here(self, step):
+        path = self.checkpoints.path(step)
+        path.rename(self.folder / path.name)
+
+    def lose_store(self):
+        """Another process claims it, past the gate, which holds back what goes through the store."""
+        owner = Path(self.store.url.removeprefix("file://")) / OWNER
+        owner.write_text('{"format": 1, "name": "mini", "writer": "b"}')

@@ -8,69 +8,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import renamed
-from drover.pipeline.records.checkpoints import CHECKPOINTS, MARKER, checkpoint_name
+from drover.pipeline.records.checkpoints import MARKER, checkpoint_name
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training import uploads as module
-from drover.pipeline.training.async_saver import AsyncSaver
-from drover.pipeline.training.checkpoint import Checkpoints
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.data.token_check import SET_ASIDE
 from drover.pipeline.training.uploads import Uploads
-from tests.training.uploads.saving import Log, save
-from tests.waiting import wait_for
-
-
-def after(step):
-    """As much of the loop as uploads ask, after so many steps."""
-    return SimpleNamespace(has_checkpoint=True, progress=SimpleNamespace(step=step))
-
-
-def begun(uploads):
-    """The same, uploading, after what a start finds."""
-    found = uploads.newest_valid()
-    uploads.on_start(after(found[1].step) if found else SimpleNamespace(has_checkpoint=False))
-    return uploads
-
-
-class Run:
-    """A train folder and the store that it is copied to; `start` is a start of training."""
-
-    def __init__(self, folder, store, ranks, name="mini"):
-        self.store, self.folder, self.ranks, self.name, self.said = store, folder, ranks, name, []
-        self.copies, self.config = CopiedCheckpoints(store), CheckpointConfig(keep=3, copy_to=store.url)
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, self.said.append)
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-
-    def start(self):
-        config = SimpleNamespace(name=self.name, train=SimpleNamespace(checkpoint=self.config))
-        work = SimpleNamespace(config=config, folder=self.folder, fingerprint={}, drift=[], afresh=False)
-        return Uploads(work, self.ranks, self.checkpoints, self.store.url, self.said.append, Log())
-
-    def at(self, folder, name, store=None):
-        """The same run, or a copy of it, in another folder."""
-        return Run(folder, store or self.store, self.ranks, name)
-
-    def train(self, *steps):
-        """Save after these steps and copy each; leave the store."""
-        copying = begun(self.start())
-        saver = AsyncSaver(self.checkpoints, self.ranks, self.config, {}, self.said.append, Log(), copying.on_saved)
-        for step in steps:
-            save(saver, step)
-            wait_for(lambda step=step: step in self.copies.found().whole)
-        copying.on_finish(after(steps[-1]))
-
-    def remove_here(self, step):
-        path = self.checkpoints.path(step)
-        path.rename(self.folder / path.name)
-
-
-@pytest.fixture
-def run(tmp_path, ranks):
-    return Run(tmp_path / "train", Store(f"file://{tmp_path}/store"), ranks)
+from tests.training.uploads.saving import after
 
 
 @pytest.mark.parametrize("last", ["weights.bin", COPY])
@@ -82,7 +29,7 @@ def test_folders_that_nobody_has_claimed_are_left_alone(run, last):
     run.store.delete([f"step-7/{last}"])
     run.train(4)
     run.store.put("step-00000008/half", b"ours")
-    run.start().close()
+    run.start()
     assert run.copies.found().whole == [4] and not run.copies.found().unfinished
 
 
@@ -92,48 +39,42 @@ def test_a_damaged_copy_gives_way_to_the_one_before_unless_there_is_as_new_a_che
     run.store.put(f"{checkpoint_name(8)}/{name}", b"{")
     copying = run.start()
     assert copying.newest_valid()[1].step == 8
-    copying.close()
     run.remove_here(8)
     copying = run.start()
     assert copying.newest_valid()[1].step == copying.uploaded == 4
-    copying.close()
     assert run.copies.found().whole == [4]
     run.store.put(f"{checkpoint_name(4)}/{name}", b"{")
     run.remove_here(4)
     copying = run.start()
     with pytest.raises(UserError, match=r"Every copy of a checkpoint in .* is damaged"):
         copying.newest_valid()
-    copying.close()
 
 
 def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(run):
     run.train(4, 8)
     run.remove_here(8)
-    aside = run.folder / CHECKPOINTS / f"{module.SET_ASIDE}{checkpoint_name(8)}"
+    aside = run.checkpoints.folder / f"{module.SET_ASIDE}{checkpoint_name(8)}"
     aside.mkdir()
     (aside / MARKER).write_text("of the damaged checkpoint")
     copying = run.start()
     assert copying.newest_valid()[1].step == 8 and run.copies.found().whole == [4, 8]
-    copying.close()
 
 
 @pytest.mark.parametrize("away", [False, True])
 def test_copies_of_damaged_training_are_taken_back_at_once_or_by_the_next_start(run, monkeypatch, away):
     run.train(4, 8, 12)
-    copying = begun(run.start())
+    copying = run.begin().uploads
     with monkeypatch.context() as patch:
         if away:
             patch.setattr(CopiedCheckpoints, "found", Mock(side_effect=UserError("the store is away.")))
         copying.on_damage(4)
     copying.on_saved(16)
-    copying.close()
     assert run.copies.found().whole == ([4, 8, 12] if away else [4])
-    assert any("the next start does it" in text for text in run.said) == away
+    assert any("the next start removes them" in text for text in run.said) == away
     for step in (8, 12):
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
     copying = run.start()
     assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
-    copying.close()
 
 
 def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_path):
@@ -150,7 +91,7 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
     living._owner.refuse_lost()
     shutil.copytree(run.folder, tmp_path / "second")
     second = run.at(tmp_path / "second", "mini")
-    second.start().close()
+    second.start()
     assert "takes over" in second.said[-1]
     with pytest.raises(UserError, match="took it over"):
         living._owner.refuse_lost()
@@ -158,26 +99,24 @@ def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_p
 
 def test_a_killed_run_goes_on_at_once_where_it_is_and_where_it_was_moved(run, tmp_path):
     run.train(4)
-    killed = [run.start()]
-    killed.append(run.start())
+    run.start()
+    run.start()
     run.folder.rename(tmp_path / "renamed")
     renamed = run.at(tmp_path / "renamed", "other")
-    killed.append(renamed.start())
+    renamed.start()
     assert not [text for text in run.said + renamed.said if "takes over" in text]
     assert json.loads(run.store.read(OWNER))["name"] == "other"
     shutil.copytree(tmp_path / "renamed", tmp_path / "moved")  # to another disk
     moved = run.at(tmp_path / "moved", "other")
     copying = moved.start()
     assert "takes over" in moved.said[-1] and copying.newest_valid()[1].step == 4
-    for one in [*killed, copying]:
-        one.close()
     moved.train(8)
     assert moved.copies.found().whole == [4, 8]
 
 
 def test_however_short_the_patience_the_last_copy_is_waited_for(run, monkeypatch):
     run.train(4)
-    copying = begun(run.start())
+    copying = run.begin().uploads
     copying.ranks = SimpleNamespace(patience=timedelta(minutes=2))
     waited = []
     monkeypatch.setattr(Uploads, "_wait", lambda self, step, limit: waited.append(limit) or "")
