@@ -83,12 +83,10 @@ def test_masks_can_be_chosen_left_out_and_added():
     ({"kind": "length"}, "needs one of least_characters"), ({"kind": "normalization"}, "needs one of form, line_ends"),
     ({"kind": "length", "least_words": 3, "most_words": 2}, "the least is more than the most"),
     ({"kind": "characters"}, "needs a share"),
-    ({"kind": "characters", "most": {"digits": 1.5}}, "less than or equal to 1"),
     ({"kind": "characters", "least": {"digits": 0.5}, "most": {"digits": 0.4}}, "the least share is above the most"),
     ({"kind": "masking", "email": None, "ip": None}, "needs one of email, ip, patterns"),
     ({"kind": "masking", "patterns": [{"find": "(", "mask": ""}]}, "no regular expression"),
-    ({"kind": "masking", "patterns": [{"find": "a*", "mask": ""}]}, "matches the empty text"),
-    ({"kind": "repetition", "most_lines": -1}, "greater than or equal to 0")])
+    ({"kind": "masking", "patterns": [{"find": "a*", "mask": ""}]}, "matches the empty text")])
 def test_settings_that_cannot_be_are_refused(settings, said):
     with pytest.raises(ValidationError) as caught:
         FILTERS.read(settings)

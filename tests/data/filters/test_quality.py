@@ -140,6 +140,11 @@ def dirty(text, draw):
     return draw.choice(["\n", "\n\n", "\r\n", "\n\n\n"]).join(lines) + draw.choice(["", "\n", " "])
 
 
+def real_or_dirty(draw):
+    text = draw.choice(real_texts())
+    return (dirty(text, draw) if draw.random() < 0.7 else text)[:3000]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_defaults_say_of_real_and_of_dirty_texts_what_datatrove_says(kind):
     draw, texts = random.Random(7), real_texts()
@@ -160,22 +165,6 @@ PROBED = {kind: {name: next(values for part, values in VALUES if part in name)
 LOOSE = {kind: {name: False if values == (True, False) else None for name, values in PROBED[kind].items()}
          for kind in KINDS} | {"fineweb_quality": {"line_punct_thr": 0.0, "short_line_thr": 1.0,
                                                    "char_duplicates_ratio": 1.0, "new_line_ratio": 9.0}}
-
-
-@pytest.mark.parametrize(("kind", "setting"), [(kind, setting) for kind in KINDS for setting in PROBED[kind]])
-def test_each_rule_alone_agrees_on_both_sides_of_its_threshold(kind, setting):
-    draw, outcomes = random.Random(setting), set()
-    texts = draw.sample(real_texts(), 20)
-    for text in filter(str.strip, (text[:3000] for text in [*texts, *(dirty(text, draw) for text in texts)])):
-        _, loose = theirs(kind, text, **LOOSE[kind])
-        for value in PROBED[kind][setting]:
-            asked = {**LOOSE[kind], setting: value}
-            if setting == "short_line_length":
-                asked["short_line_thr"] = 0.5
-            expected = theirs(kind, text, **asked)
-            assert ours(kind, text, **asked) == expected, (setting, value, text)
-            outcomes.add(expected == (None, loose))
-    assert outcomes == {True, False}  # the rule dropped or changed some, and let others be
 
 
 @pytest.mark.parametrize(("setting", "text"), [
@@ -205,13 +194,14 @@ PIECES = st.sampled_from([
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's mean of no words at all
-@settings(max_examples=400, deadline=None)
-@given(st.lists(PIECES, min_size=1, max_size=120).map("".join).filter(str.strip), st.sampled_from(sorted(KINDS)),
-       st.data())
+@settings(max_examples=600, deadline=None)
+@given(st.lists(PIECES, min_size=1, max_size=120).map("".join) | st.randoms(use_true_random=False).map(real_or_dirty),
+       st.sampled_from(sorted(KINDS)), st.data())
 def test_any_text_under_any_thresholds_gets_the_same_verdict(text, kind, data):
     names = data.draw(st.lists(st.sampled_from(sorted(PROBED[kind])), max_size=4, unique=True))
     asked = {name: data.draw(st.sampled_from(list(PROBED[kind][name]))) for name in names}
-    compare(kind, text, **({**LOOSE[kind], **asked} if data.draw(st.booleans()) else asked))
+    if text.strip():
+        compare(kind, text, **({**LOOSE[kind], **asked} if data.draw(st.booleans()) else asked))
 
 
 FEW = st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", "c"]), min_size=1, max_size=60)
