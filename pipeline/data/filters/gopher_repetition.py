@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from pydantic import Field
 
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.repetition import too_repetitive
 from drover.pipeline.data.filters.word_runs import WordRuns
 from drover.pipeline.data.filters.words import words
 
@@ -56,11 +56,11 @@ class GopherRepetition(Filter):
     def __call__(self, document: Document) -> Document | str:
         text = document.text
         paragraphs = _BETWEEN_PARAGRAPHS.split(text.strip())
-        if said := _repeated(paragraphs, len(text), self.dup_para_frac, self.dup_para_char_frac, "paragraphs"):
+        if said := too_repetitive(paragraphs, len(text), self.dup_para_frac, self.dup_para_char_frac, "paragraphs"):
             return said
         # A text that begins or ends with a line end has an empty line there.
         lines = [*filter(None, text.split("\n")), *([""] * (text[0] == "\n")), *([""] * (text[-1] == "\n"))]
-        if said := _repeated(lines, len(text), self.dup_line_frac, self.dup_line_char_frac, "lines"):
+        if said := too_repetitive(lines, len(text), self.dup_line_frac, self.dup_line_char_frac, "lines"):
             return said
         runs = WordRuns(words(text))
         for n, most in self._limits("top", 2, 4):
@@ -74,17 +74,3 @@ class GopherRepetition(Filter):
     def _limits(self, rule: str, first: int, last: int) -> Iterator[tuple[int, float]]:
         limits = ((n, getattr(self, f"{rule}_{n}_gram")) for n in range(first, last + 1))
         return ((n, most) for n, most in limits if most is not None)
-
-
-def _repeated(parts: list[str], characters: int, most: float | None, most_characters: float | None,
-              what: str) -> str | None:
-    """Why too many parts of a text, or too long ones, repeat earlier parts; None if not."""
-    if len(set(parts)) == len(parts):
-        return None
-    counts = Counter(parts)
-    if most and (len(parts) - len(counts)) / len(parts) > most:
-        return f"more than {most:g} of the {what} are repetitions"
-    again = sum(len(part) * (count - 1) for part, count in counts.items())
-    if most_characters and again / characters > most_characters:
-        return f"more than {most_characters:g} of the characters are in repeated {what}"
-    return None

@@ -24,10 +24,23 @@ class Repetition(Filter):
 
     def __call__(self, document: Document) -> Document | str:
         lines = [line for raw in document.text.splitlines() if (line := raw.strip())]
-        counts = Counter(lines)
-        if len(lines) - len(counts) > self.most_lines * len(lines):
-            return f"more than {self.most_lines:g} of the lines are repetitions"
-        repeated = sum(len(line) * (count - 1) for line, count in counts.items())
-        if repeated > self.most_characters * sum(map(len, lines)):
-            return f"more than {self.most_characters:g} of the characters are in repeated lines"
-        return document
+        return too_repetitive(lines, sum(map(len, lines)), self.most_lines, self.most_characters, "lines") or document
+
+
+def too_repetitive(parts: list[str], characters: int, most: float | None, most_characters: float | None,
+                   what: str) -> str | None:
+    """Why too many parts of a text, or too long ones, repeat earlier parts; None if not.
+
+    Args:
+        characters: of the text. what: the name of the parts.
+        most, most_characters: largest shares of the parts, and of the characters; None: any.
+    """
+    if len(set(parts)) == len(parts):
+        return None
+    counts = Counter(parts)
+    if most is not None and (len(parts) - len(counts)) / len(parts) > most:
+        return f"more than {most:g} of the {what} are repetitions"
+    again = sum(len(part) * (count - 1) for part, count in counts.items())
+    if most_characters is not None and again / characters > most_characters:
+        return f"more than {most_characters:g} of the characters are in repeated {what}"
+    return None

@@ -59,7 +59,7 @@ class Batch:
         return Batch(tokens, labels, documents, positions, self.targets, self.lengths, self.padding)
 
 
-def assemble(rows: np.ndarray, starts: Sequence[np.ndarray], used: Sequence[int] | None = None) -> Batch:
+def assemble(rows: np.ndarray, starts: Sequence[np.ndarray], used: Sequence[int]) -> Batch:
     """A batch of sequences of `length` tokens, by a few calls for all rows together.
 
     Args:
@@ -67,7 +67,7 @@ def assemble(rows: np.ndarray, starts: Sequence[np.ndarray], used: Sequence[int]
         starts: of each row the places at which documents begin, each once; length is one of them where the label is
             another document's. The beginning of a row counts as one, too: the rest of a document that was cut there
             is a document of its own.
-        used: tokens of each row before its padding, which must begin as a document of its own. None: there is none.
+        used: tokens of each row before its padding, which must begin as a document of its own.
     """
     import torch  # here: tools that look up samples need none
 
@@ -80,7 +80,7 @@ def assemble(rows: np.ndarray, starts: Sequence[np.ndarray], used: Sequence[int]
     inside = place > 0
     labels.reshape(-1)[at[inside] - 1] = IGNORED
     ignored = int(np.count_nonzero(inside))
-    padding = [length - tokens for tokens in used] if used is not None else [0] * count
+    padding = [length - tokens for tokens in used]
     for row, tokens in enumerate(padding):
         if tokens:
             labels[row, length - tokens:] = IGNORED
@@ -104,4 +104,5 @@ def _places(size: int) -> np.ndarray:
 
 def pack(windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
     """Windows of length + 1 tokens, with the places where documents start, as a batch of sequences of `length`."""
-    return assemble(np.stack([tokens for tokens, _ in windows]), [starts for _, starts in windows])
+    return assemble(np.stack([tokens for tokens, _ in windows]), [starts for _, starts in windows],
+                    [len(tokens) - 1 for tokens, _ in windows])

@@ -92,7 +92,7 @@ class TrainingData:
             row, place = np.argwhere(rows >= self.vocabulary)[0].tolist()
             sequences, sequence = found[row]
             raise UserError(self._foreign(sequences, sequence, place))
-        return assemble(rows, starts, None if min(used) == length else used)
+        return assemble(rows, starts, used)
 
     def located(self, samples: np.ndarray) -> list[tuple[Sequences, int]]:
         """Of each sample its sequences, and the number among them."""

@@ -5,7 +5,7 @@ There a shard has the path that it has in the stage's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,13 @@ def copy_shards(folder: Path, outputs: Sequence[dict[str, Any]], url: str,
                       advance=advance)
 
 
-def digest(outputs: Sequence[dict[str, Any]]) -> str:
-    """What identifies the shards: as `drover.pipeline.contract.manifest.Manifest.digest`."""
+def digest(outputs: Iterable[dict[str, Any]]) -> str:
+    """Hash that identifies the shards: as `drover.pipeline.contract.manifest.Manifest.digest`."""
     return sha256_json(sorted([record["path"], record["sha256"]] for record in outputs))
 
 
-def digest_of(table: ShardTable) -> str:
-    """`digest` of the shards of a table."""
-    return sha256_json(sorted([table.path(row), table.digest(row)] for row in range(len(table))))
-
-
-def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
-    """See that a place has the shards of a table, in their sizes: one listing. For one rank.
-
-    Args:
-        wanted: the digest of the run's encode stage.
+def survey(url: str, table: ShardTable) -> list[str]:
+    """Check, with one listing, that a place has all shards of the run's encode stage in their sizes. For one rank.
 
     Returns:
         The ETag of each row's object, as the store has it now.
@@ -61,13 +53,14 @@ def survey(url: str, table: ShardTable, wanted: str) -> list[str]:
     except DamagedCopyError as error:
         raise UserError(f"{error}. Give the place that this run's shards were copied to as "
                         f"train.tokens_from.") from None
-    if found["of"] != wanted:
+    records = [table.record(row) for row in range(len(table))]
+    if found["of"] != digest(records):
         there = {record["path"]: record["sha256"] for record in found["files"]}
-        other = [table.path(row) for row in range(len(table)) if there.get(table.path(row)) != table.digest(row)]
+        other = [record["path"] for record in records if there.get(record["path"]) != record["sha256"]]
         raise UserError(f"{url} (train.tokens_from) holds other token shards than the stage encode of this run made "
                         f"({len(other):,} of {len(table):,} differ: {', '.join(other[:3])}{' ...' if other[3:] else ''}"
                         f"). Copy this run's to another place ({command} URL), or give the place that has them.")
-    problems, etags = listed_files(store, map(table.record, range(len(table))))
+    problems, etags = listed_files(store, records)
     if problems:
         raise UserError(all_problems(problems, f"{len(problems):,} of {len(table):,} token shards in {url} "
                                                f"(train.tokens_from) are damaged") + f"\n{FIX}")

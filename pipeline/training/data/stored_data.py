@@ -6,7 +6,7 @@ from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
-from drover.pipeline.data.stored.copying import digest_of, survey
+from drover.pipeline.data.stored.copying import survey
 from drover.pipeline.data.stored.opening import GB, reading, used
 from drover.pipeline.data.stored.shards import StoredTokens
 from drover.pipeline.parallel.ranks import Ranks
@@ -19,7 +19,7 @@ def open_store(work: Work, table: ShardTable, ranks: Ranks, url: str) -> StoredT
     Raises:
         UserError: it does not, or it cannot be reached, or a node has no space for its cache; the same on every rank.
     """
-    etags = ranks.by_leader(lambda: survey(url, table, digest_of(table)))
+    etags = ranks.by_leader(lambda: survey(url, table))
     settings = reading(work.config, table, url)
     tokens = StoredTokens(settings, table, etags,
                           lambda text: say("train", text if ranks.leads else f"rank {ranks.rank}: {text}"))
