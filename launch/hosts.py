@@ -26,7 +26,7 @@ from drover.launch.local import WORDS, LocalHost, run_jobs
 from drover.launch.on_host import MARK, Work, answers, line_of
 from drover.launch.plan import Job, Options
 from drover.launch.processes import BROKEN_S, SHUTDOWN_S, Each, Environment, Group, answer_of, started
-from drover.launch.slurm.job.rank import SAVES
+from drover.launch.slurm.job.rank import PREFLIGHT, SAVES
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import failing
 from drover.launch.slurm.scheduler import NoScheduler
@@ -187,7 +187,7 @@ class SshHost(LocalHost):
 
     def does_without(self, nodes: Collection[str]) -> bool:
         """Those that failed twice are left out where enough others are named."""
-        return not {*nodes} & {*self._candidates()}
+        return bool(nodes) and not {*nodes} & {*self._candidates()}
 
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
         """On the first host."""
@@ -199,7 +199,8 @@ class SshHost(LocalHost):
         """Over an ssh to each host. What rank 0 writes is shown on the terminal as well."""
         launch, logs = self.config.launch, [folder / f"ssh{number}.err" for number in range(len(self.nodes))]
         with ExitStack() as opened:
-            links = [started(ssh_command(host, launch), os.environ, subprocess.DEVNULL if number else None,
+            links = [started(ssh_command(host, launch), os.environ,
+                             subprocess.DEVNULL if number or spec.stage == PREFLIGHT else None,
                              opened.enter_context(open(log, "wb")), subprocess.PIPE, _Link)
                      for number, (host, log) in enumerate(zip(self.nodes, logs, strict=True))]
             for number, link in enumerate(links):

@@ -66,7 +66,7 @@ def do(work: Work, given: int) -> int:
     environment, asked, told = {**os.environ, **work.environment}, list[int](), 0
     own = [{"RANK": str(work.first + local), "LOCAL_RANK": str(local)} for local in range(work.count)] or [{}]
     program = [sys.executable, "-m", "drover.launch.slurm.job.rank", work.stage, *work.command]
-    with open(work.log, "ab", buffering=0) as log, open(os.devnull, "w") as nowhere:
+    with open(work.log, "wb", buffering=0) as log, open(os.devnull, "w") as nowhere:
         pipes = [os.pipe() for _ in own]
         ranks = Group([started(program, {**environment, **more}, write, write)
                        for more, (_, write) in zip(own, pipes, strict=True)], asked=asked)

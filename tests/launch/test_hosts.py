@@ -15,8 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from drover.launch import hosts as hosts_module
 from drover.launch import on_host
+from drover.launch.hosts import Found, hosts_place
 from drover.launch.slurm.control import cancel
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import add_strike
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import CANCEL, read_attempts
 from tests.conftest import REPOSITORY, environment
 from tests.faulty import HOOKS
@@ -268,6 +274,31 @@ def test_a_second_launcher_of_a_run_is_refused(ready, ssh):
     ready.wait_for_bodies("train", 2)
     assert "is in use by process" in go(ready, ssh, "--stage", "train", expect=2)
     launcher.kill()
+
+
+# ---- which hosts a start gets
+
+
+@pytest.mark.parametrize(("there", "nodes", "fewest", "struck", "taken"), [
+    ("abcd", 2, None, "", "ab"),  # the others are spare
+    ("acd", 2, None, "", "ac"), ("abcd", 2, None, "b", "ac"),
+    ("abcd", 4, None, "b", "abcd"),  # no others are named
+    ("abcd", 4, 1, "b", "ac"),  # three ranks do not divide the batch
+    ("d", 4, 1, "", "d")])
+def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, struck, taken):
+    run = Run(load_config("config.yaml", [f"launch.train.nodes={nodes}", "launch.hosts=[a,b,c,d]",
+                                          f"launch.min_hosts={fewest or 'null'}"]))
+    for start in range(2):
+        for host in struck:
+            add_strike(run.folder, host, f"hosts.0.{start}", "went down")
+    found = Found({host: (f"{host}.net", [1, 2]) for host in there}, {})
+    monkeypatch.setattr(hosts_module, "look_at", lambda *_: found)
+    spec = JobSpec("", "train", (), str(run.folder), "", ranks=nodes, nodes=nodes)
+    here = hosts_place(run, spec, [])
+    ready = here.ready(spec, lambda: True)
+    assert "".join(here.nodes) == taken and (ready.nodes, ready.ranks) == (len(taken), len(taken))
+    assert here.rendezvous(ready)["MASTER_ADDR"] == f"{taken[0]}.net"
+    assert here.does_without(struck) == (bool(struck) and not {*struck} & {*taken})
 
 
 # ---- what is refused

@@ -164,9 +164,10 @@ class Runner:
         spec, here = self.spec, self.here
         if not spec.preflight or not spec.ranks or self.stopping:
             return None
-        began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
+        began, folders = time.monotonic(), self.run_folder / "launch" / "preflight"
+        folder = folders / f"{here.name}.{here.restart}.{self.number}"
         folder.mkdir(parents=True, exist_ok=True)
-        prune(folder.parent, here.name, self.say)
+        prune(folders, here.name, self.say)
         found = run_preflight(spec, here, folder, self._environment(), self.tick)
         for line in found.told:
             self.say(f"preflight: {line}")
