@@ -125,9 +125,10 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
         return status
     folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
+    output = folder / ONE_PROCESS if options.cluster == "local" else rank_log(folder, end.rank, spec.tasks_per_node)
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
-                     f"{rank_log(folder, end.rank, spec.tasks_per_node)}. Once the cause is mended, {again}.")
+                     f"{output}. Once the cause is mended, {again}.")
     return end.status or 1
 
 

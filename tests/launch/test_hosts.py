@@ -132,7 +132,7 @@ def test_three_hosts_lose_one_and_take_it_back(hosts, tmp_path, encoded):
     run_stage("train", config, "name=whole")
     run, secret, told = tmp_path / "runs/mini", "never-on-a-command-line", tmp_path / "told"
     with open(told, "w") as said:
-        launcher = psutil.Popen(
+        launcher = subprocess.Popen(
             command("--stage", "train", "--config", str(config), hosts.ssh, "launch.min_hosts=2", "launch.processes=1",
                     "launch.cpus=1", "launch.secrets=[TRIAL_WORD]",
                     "launch.environment.DROVER_FAULTS=wait:rank=0,step=10; wait:rank=0,step=18"),
