@@ -18,6 +18,7 @@ import pytest
 from drover.launch import hosts as hosts_module
 from drover.launch import on_host
 from drover.launch.hosts import Found, hosts_place
+from drover.launch.on_host import Work, answers, line_of
 from drover.launch.slurm.control import cancel
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import add_strike
@@ -274,6 +275,19 @@ def test_a_second_launcher_of_a_run_is_refused(ready, ssh):
     ready.wait_for_bodies("train", 2)
     assert "is in use by process" in go(ready, ssh, "--stage", "train", expect=2)
     launcher.kill()
+
+
+def test_ranks_end_when_the_launcher_is_silent(tmp_path):
+    """As where the network is cut: the link is not closed, but nothing comes over it any more."""
+    work = Work("convert", (sys.executable, "-c", "import time; time.sleep(3600)"), {}, str(tmp_path / "log"), 0, 0)
+    code = "import sys; from drover.launch import on_host; on_host.SILENT_S = 0.5; sys.exit(on_host.main())"
+    host = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdin=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+    host.stdin.write(line_of(work))
+    host.stdin.flush()
+    status = host.wait(HANG_S)
+    assert status in (128 + signal.SIGTERM, 128 + signal.SIGKILL), "whichever comes first"
+    assert [*answers(host.stderr.read().decode())] == [{"rank": 0, "status": status}]
 
 
 # ---- which hosts a start gets
