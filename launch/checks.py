@@ -15,7 +15,7 @@ from drover.launch.processes import Environment
 from drover.launch.slurm.scheduler import NodeKind, Scheduler
 from drover.launch.slurm.submit.options import option_problems
 from drover.pipeline.config.checks import place_problems, problems, rank_problems
-from drover.pipeline.config.launching import minutes
+from drover.pipeline.config.launching import LaunchConfig, minutes
 from drover.pipeline.config.loading import refusal
 from drover.pipeline.config.outside import absent_attention, absent_packages
 from drover.pipeline.config.phases import PhasePlan
@@ -82,12 +82,17 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     """
     found = credential_problems(run.config, environment)  # the configuration is written into the run folder
     running = [job for job in jobs if job.to_run]
-    if run.config.launch.device == "mps" and (options.cluster == "slurm" or sys.platform != "darwin"):
+    away = options.cluster != "local"
+    if run.config.launch.device == "mps" and (away or sys.platform != "darwin"):
         found.append("launch.device=mps is Apple's GPU, and the stages would not run on a Mac: take auto.")
+    if away:
+        found += environment_problems(run.config, environment)
+    if options.cluster == "hosts":
+        found += hosts_problems(run.config.launch, running)
     if options.cluster == "slurm":
-        found += cluster_problems(run.config, running, environment, [] if showing else Scheduler().node_kinds())
+        found += cluster_problems(run.config, running, [] if showing else Scheduler().node_kinds())
     if run.config.launch.check_fit:
-        elsewhere = showing and options.cluster == "slurm"
+        elsewhere = showing and away
         found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
     _refuse_all("This cannot be started", found)
     refuse_unsound(run, jobs, options, showing=showing)
@@ -100,7 +105,7 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
     if train is None or state is None:
         return
     site, here = config.launch.limits.gpu_memory_gb, options.machine
-    if options.cluster == "slurm":
+    if options.cluster != "local":
         memory, has = (site or 0) * 1e9, f"a GPU here has {site:g} GB (launch.limits)" if site else ""
         advice = "take more nodes, a smaller parallel.dp_replicate, or parallel.engine=deepspeed with offload"
     else:
@@ -178,21 +183,42 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
     raise refusal
 
 
+def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
+    """What of the settings hosts without Slurm cannot do."""
+    if not launch.hosts:
+        yield "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."
+    if twice := sorted({host for host in launch.hosts if launch.hosts.count(host) > 1}):
+        yield f"launch.hosts names {', '.join(twice)} more than once. Name each host once."
+    for job in jobs:
+        if job.nodes > len(launch.hosts) > 0:
+            yield (f"{job.key} asks for {job.nodes} hosts, but launch.hosts names {len(launch.hosts)}. Name more, "
+                   f"or ask for fewer (launch.{job.stage}.nodes).")
+    if launch.min_hosts and launch.min_hosts > launch.train.nodes:
+        yield (f"launch.min_hosts is {launch.min_hosts}, but training asks for {launch.train.nodes} hosts. Set it to "
+               f"that or less.")
+    if launch.srun_args or launch.container.runtime == "pyxis":
+        yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."
+
+
 MORE = {"nodes": "ask for fewer (--nodes)", "min": "ask for less (launch.<stage>.time): training goes on by itself",
         "elements": "ask for fewer (launch.<stage>.array)"}
 """What to do about a job that asks for more than the site gives."""
 
 
-def cluster_problems(config: Config, jobs: list[Job], environment: Environment, nodes: Sequence[NodeKind]
-                     ) -> Iterator[str]:
-    """What the cluster would refuse, or a job there break on. nodes: what the cluster has; () where it is not known."""
-    launch, site = config.launch, config.launch.limits
+def environment_problems(config: Config, environment: Environment) -> Iterator[str]:
+    """What in the variables of jobs elsewhere cannot work. environment: of the shell that submits."""
+    launch = config.launch
     for name in launch.secrets:
         if not environment.get(name):
             yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
     if "PYTHONPATH" in launch.environment:
         yield ("launch.environment holds PYTHONPATH, which the jobs set to their copy of the code. Add folders to it "
                "in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
+
+
+def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
+    """What the cluster would refuse, or a job there break on. nodes: what the cluster has; () where it is not known."""
+    launch, site = config.launch, config.launch.limits
     yield from option_problems(launch, jobs)
     yield from node_problems(jobs, nodes)
     longest = None if site.time is None else minutes(site.time)

@@ -57,7 +57,7 @@ def work(job: Job) -> str:
 
 
 def row(job: Job, options: Options) -> tuple[str, ...]:
-    """A job in the table: on one box its processes, on Slurm what it asks for as well."""
+    """A job in the table: on one box its processes, on hosts how many of them, on Slurm what it asks for as well."""
     slurm, state = options.cluster == "slurm", str(job.state)
     if job.forced:
         state = f"rebuild (now {job.state.kind})"
@@ -66,7 +66,9 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
     if not job.to_run:
         return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
     if not slurm:
-        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and options.machine.gpus)
+        gpus = options.machine.gpus if options.cluster == "local" else job.gpus_per_node
+        hosts = f", {job.nodes} host{'s' * (job.nodes > 1)}" * (options.cluster == "hosts")
+        return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus) + hosts
     asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)
     extra = asked.extra or {}
     where = [asked.partition, extra.get("qos"), extra.get("constraint"),

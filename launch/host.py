@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
+from typing import ClassVar
 
 from drover.launch.processes import Each, Environment
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import UNKNOWN, WITH_NODES, JobInfo, Scheduler
+from drover.pipeline.contract.signed import SECRET
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ def process_end(status: int) -> StepEnd:
     return StepEnd(status, killed, exit_code=status if 0 < status < 128 else None)
 
 
+def meeting(spec: JobSpec, address: str, port: int) -> dict[str, str]:
+    """Variables that tell ranks where they meet. They sign what they leave in their store with the secret."""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "DROVER_RANKS": str(spec.ranks),
+            "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
+
+
 @dataclass
 class Host(ABC):
     """A job's place: how its processes are started there, and what is known of it.
@@ -61,6 +70,16 @@ class Host(ABC):
     index: int | None
     scheduler: Scheduler
     asked: list[int] = field(default_factory=list)
+    in_place: ClassVar[bool] = False
+    """Whether a job that is to be queued again begins again here, since the place itself waits for nodes."""
+
+    def ready(self, spec: JobSpec, each: Each) -> JobSpec:
+        """Called before each start: wait until there are nodes for it, if need be; the stage as it runs on them."""
+        return spec
+
+    def does_without(self, nodes: Collection[str]) -> bool:
+        """Whether the next start leaves these nodes out."""
+        return False
 
     @abstractmethod
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,

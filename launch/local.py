@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,7 +21,7 @@ from drover.launch.processes import Each, Environment, Processes, stop_requests,
 from drover.launch.slurm.job.runner import Runner
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import NoScheduler
-from drover.launch.slurm.start_logs import ONE_PROCESS
+from drover.launch.slurm.start_logs import ONE_PROCESS, rank_log
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.preparation import report_done
@@ -78,12 +78,22 @@ def find_machine(device: str = "auto") -> Machine:
     return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
 
 
-def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
+def this_box(run: Run, spec: JobSpec, asked: list[int]) -> Host:
+    """This box, for one stage."""
+    return LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+                     (platform.node(),), None, NoScheduler(), asked, run.folder / WORDS)
+
+
+Place = Callable[[Run, JobSpec, list[int]], Host]
+"""Where a stage of a run runs. The list holds the requests to stop, as they come."""
+
+
+def run_jobs(config: Config, jobs: list[Job], options: Options, place: Place = this_box) -> int:
     """Do the jobs; 0 if at the end all of them are done, else the status of the one that is not."""
     began, run, chain = time.monotonic(), Run(config), f"local-{now()}"
     with stop_requests() as asked:
         for job in jobs:
-            if status := _run_job(run, job, options, chain, asked):
+            if status := _run_job(run, job, options, chain, asked, place):
                 return status
     report = run.folder / "report.html"
     what = f"report: {report}" if jobs[-1].stage == "report" and report.is_file() else f"run folder: {run.folder}"
@@ -91,7 +101,7 @@ def run_jobs(config: Config, jobs: list[Job], options: Options) -> int:
     return 0
 
 
-def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int]) -> int:
+def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int], place: Place) -> int:
     again = f"the same command{' without --force' if job.forced else ''} continues"
     if asked:
         tell(sys.stderr, f"\nstopped before {job.stage}; {again}")
@@ -103,9 +113,8 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int])
         return 0
     refuse_stale(run, job, options)
     (run.folder / WORDS).parent.mkdir(parents=True, exist_ok=True)
-    here = LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                     (platform.node(),), None, NoScheduler(), asked, run.folder / WORDS)
-    runner = Runner(_spec(run, job, chain), here)
+    spec = _spec(run, job, chain, local=options.cluster == "local")
+    runner = Runner(spec, place(run, spec, asked))
     status, decision = runner.run(), runner.decision
     if decision and decision.status == "done":
         return 0
@@ -116,21 +125,22 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int])
         return status
     folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
+    output = folder / ONE_PROCESS if options.cluster == "local" else rank_log(folder, end.rank, spec.tasks_per_node)
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
-                     f"{folder / ONE_PROCESS}. Once the cause is mended, {again}.")
+                     f"{output}. Once the cause is mended, {again}.")
     return end.status or 1
 
 
-def _spec(run: Run, job: Job, chain: str) -> JobSpec:
-    """What the user's environment says goes before what was planned. A stage that is forced begins afresh once: what is
-    started again after a crash goes on."""
+def _spec(run: Run, job: Job, chain: str, *, local: bool) -> JobSpec:
+    """On this box, what the user's environment says goes before what was planned. A stage that is forced begins afresh
+    once: what is started again after a crash goes on."""
     path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
     # Children import this checkout and nothing from the folder they run in, and hide no output.
-    environment = {**job.environment, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1",
-                   "DROVER_LAUNCHED": "1"}
-    # Somebody watches: a stage that can lose nothing is for him to start again.
-    restarts = run.config.launch.max_restarts if STAGES[job.stage].checkpoints else 0
+    environment = {**job.environment, **(os.environ if local else {}), "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
+                   "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1"}
+    # On this box somebody watches: a stage that can lose nothing is for him to start again.
+    restarts = 0 if local and not STAGES[job.stage].checkpoints else run.config.launch.max_restarts
     command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
-    return replace(job, run=str(run.folder), chain=chain, command=command, environment=environment, requeue=False,
-                   max_restarts=restarts)
+    return replace(job, run=str(run.folder), chain=chain, command=command, environment=environment,
+                   requeue=not local, max_restarts=restarts)

@@ -44,7 +44,7 @@ class Options:
     exclude: nodes that failed, which jobs on Slurm leave out besides those that the configuration names.
     """
 
-    cluster: Literal["local", "slurm"]
+    cluster: Literal["local", "slurm", "hosts"]
     config_path: str
     overrides: tuple[str, ...] = ()
     force: bool = False
@@ -141,9 +141,9 @@ def evaluation(config: Config, options: Options, step: int) -> Job:
 
 
 def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:
-    """The job; on Slurm arrays and the job that ends them, or links that follow each other."""
+    """The job; on Slurm, arrays and the job that ends them, or links that follow each other."""
     launch, stage = run.config.launch, job.stage
-    if options.cluster == "local" or not job.to_run:
+    if options.cluster != "slurm" or not job.to_run:
         return [job]
     phases, arrays, after = STAGES[stage].phases_of(run.config), list[Job](), job.dependencies
     parts = getattr(launch.of(stage), "array", None) or min(launch.train.nodes, MOST_PARTS)
@@ -166,14 +166,14 @@ def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:
 def _job(config: Config, stage: str, options: Options) -> Job:
     """The whole work on a stage, as one job that is still to do."""
     launch, spec, asked = config.launch, STAGES[stage], asked_of(config.launch, stage)
-    slurm = options.cluster == "slurm"
+    away = options.cluster != "local"
     if exclude := ",".join(filter(None, (launch.exclude, *options.exclude))):
         asked = asked.model_copy(update={"extra": {**(asked.extra or {}), "exclude": exclude}})
     force = () if not options.force else ("--force-id", options.chain) if options.chain else ("--force",)
     given = (options.frozen,) if options.frozen else (options.config_path, *options.overrides)
     nodes, tasks, threads, gpus = 1, 1, asked.cpus or 1, 0
-    environment = {**launch.environment} if slurm else {}
-    if spec.ranks and slurm:
+    environment = {**launch.environment} if away else {}
+    if spec.ranks and away:
         nodes, gpus = getattr(asked, "nodes", 1), getattr(asked, "gpus_per_node", launch.gpus_per_node)
         tasks = gpus or launch.processes or 1
     elif spec.ranks:
@@ -185,26 +185,26 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     wrap, srun_args = in_container(launch.container, [config.folder.absolute(), Path.cwd()], gpus,
                                    ["PYTHONPATH", *environment])
-    contained = slurm and bool(wrap or srun_args or launch.wrap)
+    contained = away and bool(wrap or srun_args or launch.wrap)
     if contained:  # else the job's script says where its node has the code
         environment["PYTHONPATH"] = code_path(options.code)
-    workers = launch.processes or (threads if slurm else options.machine.cores)
-    trains = slurm and stage == "train"
+    workers = launch.processes or (threads if away else options.machine.cores)
+    trains = away and stage == "train"
     return Job(
         key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain,
         name=f"{config.name}-{stage}", stage=stage, environment=environment,
         asked=asked, minutes=minutes(asked.time or 0),
-        command=((slurm and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
+        command=((away and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
                  *["--accept-drift"] * options.accept_drift, *given[1:]),
         ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
         tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
-        wrap=(*wrap, *launch.wrap) if slurm else (), srun_args=(*srun_args, *launch.srun_args) if slurm else (),
+        wrap=(*wrap, *launch.wrap) if away else (), srun_args=(*srun_args, *launch.srun_args) if away else (),
         contained=contained,
         health_check=tuple(launch.health_check),
         requeue=launch.requeue, signal_s=launch.signal_s, max_restarts=launch.max_restarts,
         trusted_group=launch.trusted_group, check_owners=launch.check_owners, code=options.code,
         code_sha256=options.code_sha256, preflight=trains and launch.preflight,
-        every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains else 0)
+        every_checkpoints=launch.evaluate.every_checkpoints or 0 if trains and options.cluster == "slurm" else 0)
 
 
 def in_container(container: Container, folders: list[Path], gpus: int, variables: Iterable[str] = ()

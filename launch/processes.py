@@ -17,16 +17,17 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.errors import UserError
 
 Environment = Mapping[str, str]
+Started = TypeVar("Started", bound="subprocess.Popen[bytes]")
 Say = Callable[[str], None]
 Each = Callable[[], bool]
 """Called all along while something runs; ends it by answering False."""
@@ -148,42 +149,32 @@ def _last_drawing(line: bytes) -> bytes:
     return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
 
 
-class Processes:
-    """Processes of one command.
+def started(command: Sequence[str], environment: Environment, out: int | None, errors: int | IO[bytes],
+            given: int = subprocess.DEVNULL, kind: type[Started] = subprocess.Popen) -> Started:  # type: ignore[assignment]
+    """Start a process that ends with this one. given: its input.
+
+    In a session of its own: a terminal's Ctrl-C does not reach it, but comes from here, once. No thread may run while
+    this is called, so that the code between fork and exec is safe.
+    """
+    return kind(command, env=environment, stdin=given, stdout=out, stderr=errors, start_new_session=True,
+                            preexec_fn=partial(_prepare, os.getpid()))
+
+
+class Group:
+    """Processes that end together.
 
     Args:
-        stage: what it is called while it is stopped.
+        running: those that were started, by rank.
+        stage: what they are called while they are stopped; empty: nothing is said of it.
         asked: requests to stop, as they come. The first asks the processes to save and end, the second kills them.
-        ranks: processes under torch.distributed, which meet here; 0: one process without.
-        log: file for the output.
-        shown: whether it is shown as well; where this process has a terminal, those of the command are given one.
 
     Attributes:
         failed: ranks that ended badly, with their exit statuses, the first that failed first.
         killed: whether they had to be killed, since they did not end when they were told to.
     """
 
-    def __init__(self, command: Sequence[str], environment: Environment, stage: str = "",
-                 asked: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull), *,
-                 shown: bool = False) -> None:
-        self.stage, self.asked = stage, asked
-        if ranks:
-            environment = {**environment, "MASTER_ADDR": "127.0.0.1", "DROVER_RANKS": str(ranks),
-                           "MASTER_PORT": str(free_port()), SECRET: secrets.token_hex(32),
-                           "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
-        self._log = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by run()
-        pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()] if shown else []
-        out, errors = [write for _, write in pipes] or [self._log.fileno()] * 2
-        # No thread of the launcher runs now, so code between fork and exec is safe. Sessions of their own keep the
-        # terminal's Ctrl-C from the processes: it comes from here, once.
-        self._running = dict(enumerate(subprocess.Popen(
-            command, env={**environment, **more}, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
-            start_new_session=True, preexec_fn=partial(_prepare, os.getpid())) for more in own))
-        self._threads = [threading.Thread(target=pass_on, args=(*pipe, stream, self._log), daemon=True)
-                         for stream, pipe in zip((sys.stdout, sys.stderr), pipes, strict=False)]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", asked: Sequence[int] = ()) -> None:
+        self.stage, self.asked, self._running = stage, asked, dict(enumerate(running))
         self.failed: list[tuple[int, int]] = []
         self.killed = False
         self._until = math.inf
@@ -202,29 +193,62 @@ class Processes:
                 del self._running[rank]
                 if status := ended[rank]:
                     self.failed.append((rank, status if status > 0 else 128 - status))
-                    self._end_within(BROKEN_S)
+                    self.end_within(BROKEN_S)
             if len(self.asked) > heard:
                 heard = len(self.asked)
-                tell(sys.stderr, f"\nkilling {self.stage}" if heard > 1 else
-                     f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
-                self._end_within(0 if heard > 1 else SHUTDOWN_S)
+                if self.stage:
+                    tell(sys.stderr, f"\nkilling {self.stage}" if heard > 1 else
+                         f"\nstopping {self.stage}: it saves what it can (once more to kill it)")
+                self.end_within(0 if heard > 1 else SHUTDOWN_S)
             if not each():
-                self._end_within(KILL_S)
+                self.end_within(KILL_S)
             if time.monotonic() > self._until:
                 self.killed = True
                 for process in self._running.values():
                     kill_group(process.pid)
-        for thread in self._threads:
-            thread.join(1)  # what they left in the pipes; a lingering grandchild cannot hold us
-        self._log.close()
         return self.failed[0][1] if self.failed else 0
 
-    def _end_within(self, seconds: float) -> None:
+    def end_within(self, seconds: float) -> None:
         """Ask the processes to end, once within that time."""
         if time.monotonic() + seconds < self._until:
             self._until = time.monotonic() + seconds
             for process in self._running.values():  # not Ctrl-C's own signal, which Python answers with a traceback
                 process.terminate()
+
+
+class Processes(Group):
+    """Processes of one command.
+
+    Args:
+        ranks: processes under torch.distributed, which meet here; 0: one process without.
+        log: file for the output.
+        shown: whether it is shown as well; where this process has a terminal, those of the command are given one.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Environment, stage: str = "",
+                 asked: Sequence[int] = (), ranks: int = 0, log: Path = Path(os.devnull), *,
+                 shown: bool = False) -> None:
+        if ranks:
+            environment = {**environment, "MASTER_ADDR": "127.0.0.1", "DROVER_RANKS": str(ranks),
+                           "MASTER_PORT": str(free_port()), SECRET: secrets.token_hex(32),
+                           "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
+        self._log = open(log, "ab", buffering=0)  # noqa: SIM115 - closed by run()
+        pipes = [_terminal_pair() if sys.stdout.isatty() else os.pipe(), os.pipe()] if shown else []
+        out, errors = [write for _, write in pipes] or [self._log.fileno()] * 2
+        super().__init__([started(command, {**environment, **more}, out, errors) for more in own], stage, asked)
+        self._threads = [threading.Thread(target=pass_on, args=(*pipe, stream, self._log), daemon=True)
+                         for stream, pipe in zip((sys.stdout, sys.stderr), pipes, strict=False)]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, each: Each = lambda: True) -> int:
+        """As of a group; all output has been passed on."""
+        status = super().run(each)
+        for thread in self._threads:
+            thread.join(1)  # what they left in the pipes; a lingering grandchild cannot hold us
+        self._log.close()
+        return status
 
 
 def _prepare(parent: int) -> None:

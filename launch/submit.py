@@ -1,9 +1,10 @@
-"""Start stages of a run, on this machine or through Slurm; stop them, cancel them, show their logs.
+"""Start stages of a run, on this machine, on hosts over ssh, or through Slurm; stop them, cancel them, show their logs.
 
     python launch/submit.py --stage all --config configs/demo.yaml --cluster local
     python launch/submit.py --stage train --config configs/demo.yaml --cluster local train.steps=50
     python launch/submit.py --stage train,convert --config configs/demo.yaml name=trial reuse=runs/demo train.lr=1e-3
     python launch/submit.py --stage all --nodes 4 --gpus-per-node 8 --cluster ours --config configs/llama3_8b.yaml
+    python launch/submit.py --stage all --hosts a,b,c --cluster hosts --config configs/demo.yaml
     python launch/submit.py --stage train --nodes 4 --config configs/demo.yaml --dry-run
     python launch/submit.py --why train --config configs/demo.yaml train.lr=1e-3
     python launch/submit.py --explain train.lr
@@ -31,15 +32,18 @@ import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from drover.pipeline.core.command_line import FoundRun, Parser, Program, add_json, add_run
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
 
 USUAL = Path("configs") / "demo.yaml"
+CLUSTERS = ("auto", "slurm", "local", "hosts")
+"""Values of --cluster that are no profiles."""
 
 
 def add_options(parser: Parser) -> None:
@@ -65,11 +69,14 @@ def _add_config(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value",
                         help="overrides a setting of the file")
     where = parser.add_argument_group("where")
-    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|PROFILE",
-                       help="auto (default): Slurm if sbatch is on PATH, else this machine; PROFILE: Slurm with the "
-                            "settings of configs/clusters/PROFILE.yaml, or of a file")
-    where.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes for train (launch.train.nodes)")
-    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per Slurm node (launch.gpus_per_node)")
+    where.add_argument("--cluster", default="auto", metavar="auto|slurm|local|hosts|PROFILE",
+                       help="auto (default): Slurm if sbatch is on PATH, else this machine; hosts: the machines of "
+                            "--hosts, over ssh; PROFILE: Slurm or hosts with the settings of "
+                            "configs/clusters/PROFILE.yaml, or of a file")
+    where.add_argument("--hosts", metavar="A,B,...", help="machines without Slurm that share a folder (launch.hosts)")
+    where.add_argument("--nodes", type=int, metavar="N", help="nodes or hosts for train (launch.train.nodes; default "
+                                                              "of --hosts: all)")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node (launch.gpus_per_node)")
 
 
 def _usual_config() -> str:
@@ -111,18 +118,18 @@ def _launch(options: argparse.Namespace) -> int:
     from drover.pipeline.contract.run import Run
     from drover.pipeline.contract.state import STOP
 
-    cluster, where = _cluster(options)
-    here, showing, machine = cluster == "local", options.dry_run, find_machine(config.launch.device)
-    request = Options("local" if here else "slurm", options.config, tuple(_overrides(options)), options.force,
+    cluster, where = _cluster(options, config.launch.hosts)
+    here, showing, machine = cluster != "slurm", options.dry_run, find_machine(config.launch.device)
+    request = Options(cluster, options.config, tuple(_overrides(options)), options.force,
                       options.accept_drift, machine)
     refuse_unusable_places(config, options.config)
     run = Run(config)
     if here and options.rehearse:
-        raise UserError("--rehearse is for jobs on Slurm, but this runs here. Leave it out, or look at a layout with "
+        raise UserError("--rehearse is for jobs on Slurm, but this is none. Leave it out, or look at a layout with "
                         "drover rehearse (--cpu for ranks without GPUs).")
-    if here:
+    if cluster == "local":
         where += f"; {machine.cores} cores, {machine.gpus or 'no'} GPU{'' if machine.gpus == 1 else 's'}"
-    else:
+    if not here:
         from drover.launch.slurm.submit.request import for_slurm, submit_chain
         from drover.launch.slurm.submit.sbatch import scripts
         request = for_slurm(run, request, dry_run=showing)
@@ -150,19 +157,26 @@ def _launch(options: argparse.Namespace) -> int:
             for job, text in scripts(config, running)]
         print(*shown or ["nothing to do: all asked stages are done"], sep="\n")
         return 0
-    refuse_unusable_stores(config, jobs, environment, here=here)
+    refuse_unusable_stores(config, jobs, environment, here=cluster == "local")
     if not here:
         return submit_chain(run, jobs, request, rehearse=options.rehearse)
     if running:
         make_folder(run.folder)
     (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
-    return run_jobs(config, jobs, request)
+    if cluster == "local" or not running:
+        return run_jobs(config, jobs, request)
+    from drover.launch.hosts import run_on_hosts
+    return run_on_hosts(config, jobs, request)
 
 
-def _cluster(options: argparse.Namespace) -> tuple[str, str]:
-    """Where to run, and why there."""
+def _cluster(options: argparse.Namespace, hosts: Sequence[str]) -> tuple[Literal["local", "slurm", "hosts"], str]:
+    """Where to run, and why there. hosts: launch.hosts."""
     asked, explicit = options.cluster, options.nodes is not None or options.gpus_per_node is not None
-    if asked not in ("auto", "slurm", "local"):
+    if options.hosts and asked in ("slurm", "local"):
+        raise UserError(f"--hosts names machines without Slurm, but --cluster {asked} is given. Leave one of them out.")
+    if asked == "hosts" or (hosts and asked not in ("slurm", "local")):
+        return "hosts", first(hosts, 8)
+    if asked not in CLUSTERS:
         return "slurm", f"profile {asked}"
     if asked == "slurm":
         return "slurm", "as asked"
@@ -179,9 +193,9 @@ def _cluster(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    profile = None if options.cluster in ("auto", "slurm", "local") else options.cluster
-    given = {"launch.cluster": profile, "launch.train.nodes": options.nodes,
-             "launch.gpus_per_node": options.gpus_per_node}
+    profile = None if options.cluster in CLUSTERS else options.cluster
+    given = {"launch.cluster": profile, "launch.hosts": options.hosts and json.dumps(options.hosts.split(",")),
+             "launch.train.nodes": options.nodes, "launch.gpus_per_node": options.gpus_per_node}
     return [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
@@ -252,7 +266,7 @@ def _plan_options(parser: Parser) -> None:
     parser.set_defaults(dry_run=True)
 
 
-RUN = """Run the stages, on this machine or through Slurm. Stages that are done are skipped.
+RUN = """Run the stages, on this machine, on hosts over ssh, or through Slurm. Stages that are done are skipped.
 
     drover run --config configs/demo.yaml
     drover run --config configs/demo.yaml train.steps=50
@@ -267,7 +281,7 @@ show_plan = Program("drover plan", "Show what `drover run` would do with these o
 show_logs = Program("drover logs", "Show the output of a stage's newest start.", _log_options, _logs, mixed=True)
 stop = Program("drover stop", "Let training save a checkpoint and end. The command that started it continues it.",
                add_run, _stop)
-cancel = Program("drover cancel", "Cancel a run's jobs in Slurm.", add_run, _cancel)
+cancel = Program("drover cancel", "Cancel a run's jobs in Slurm, or end its launcher on hosts.", add_run, _cancel)
 why = Program("drover why", "Show why a stage is up to date or out of date.",
               partial(_asking, name="why", metavar="STAGE"), _why, mixed=True)
 explain = Program("drover explain", "Show what a setting or section means, its type, default and value.",

@@ -67,6 +67,7 @@ class RunFiles:
         evaluations: jobs of evaluations that are not done.
         stop: the reason in the stop file, if there is one.
         train_nodes: how many its configuration asks for.
+        cluster: where it runs if not on Slurm: `local`, or `hosts` if its configuration names some.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class RunFiles:
     evaluations: list[str]
     stop: str | None
     train_nodes: int
+    cluster: str = "local"
 
     def jobs(self, stage: str) -> list[ChainJob]:
         """The jobs of a stage in the newest submission, without evaluations of checkpoints."""
@@ -99,7 +101,8 @@ def read_run(folder: Path) -> RunFiles:
     told, evaluations = _quietly(lambda: _evaluations(folder, run, jobs), (list[str](), list[str]()))
     return RunFiles(
         folder, chain, stages, told + _quietly(lambda: _failed_nodes(folder, nodes), list[str]()), evaluations,
-        _quietly(lambda: (folder / STOP).read_text(encoding="utf-8").strip(), None), nodes)
+        _quietly(lambda: (folder / STOP).read_text(encoding="utf-8").strip(), None), nodes,
+        "hosts" if run and run.config.launch.hosts else "local")
 
 
 def when(text: str) -> float:

@@ -98,7 +98,7 @@ def go_on(run: RunFiles) -> str:
         program, *words = run.chain.command
         began = ["drover"] if Path(program).name == "drover" else ["python", program]
         return shlex.join([*began, *(word for word in words if word != "--force")])
-    return f"drover run --config {shlex.quote(str(run.folder / 'config.yaml'))} --cluster local"
+    return f"drover run --config {shlex.quote(str(run.folder / 'config.yaml'))} --cluster {run.cluster}"
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:

@@ -14,8 +14,9 @@ from drover.launch.slurm.chain import in_queue
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import output, rank_log
 from drover.launch.status import look
+from drover.pipeline.contract.locks import LOCKS, lock
 from drover.pipeline.contract.stages import STAGES
-from drover.pipeline.contract.state import STOP, read_attempts
+from drover.pipeline.contract.state import CANCEL, LAUNCHER, STOP, read_attempts
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
 
@@ -29,8 +30,13 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     submit them again; so what is recorded is read again for them.
     """
     scheduler, files, cancelled = scheduler or Scheduler(), read_run(run_folder), 0
+    if _launcher_works(run_folder):
+        write_text(run_folder / CANCEL, "drover cancel\n")
+        print("asked the launcher of the hosts to end: the stage saves what it can, and nothing after it starts\n"
+              f"to go on: {go_on(files)}")
+        return 0
     if files.chain is None:
-        print(f"nothing of {run_folder} was submitted to Slurm, so there is nothing to cancel")
+        print(f"nothing of {run_folder} was submitted to Slurm or runs on hosts, so there is nothing to cancel")
         return 0
     for evaluations in (False, True):
         queued, mine = in_queue(run_folder, scheduler)
@@ -48,6 +54,19 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     print(f"what is finished is kept; to go on: {go_on(files)}" if cancelled else
           f"nothing of {run_folder} is in the queue any more")
     return 0
+
+
+def _launcher_works(run_folder: Path) -> bool:
+    """Whether a launcher runs stages on hosts without Slurm."""
+    if not (run_folder / LOCKS / LAUNCHER).exists():
+        return False
+    try:
+        held = lock(run_folder, LAUNCHER)
+    except UserError:
+        return True
+    if held is not None:
+        held.close()
+    return False
 
 
 def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:

@@ -1,8 +1,8 @@
-"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node of a job of Slurm; on one box,
-one file.
+"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node; on one box, one file.
 
-Slurm puts the rank before each line of a node's file (`srun --label`). It cuts what is longer than PIECE bytes into
-lines of that length, each with the label; no other rank's line can fall into a piece.
+The rank stands before each line of a node's file. Slurm writes it so (`srun --label`), and without Slurm
+`drover.launch.on_host` does. Slurm cuts what is longer than PIECE bytes into lines of that length,
+each with the label; no other rank's line can fall into a piece.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -46,6 +47,24 @@ def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         if label.strip().isdigit():
             yield int(label), text if len(text) <= PIECE else text[:-1]
     file.seek(-len(line), os.SEEK_CUR)  # Slurm is still writing this one
+
+
+@dataclass
+class Labelled:
+    """A node's log for the lines of one rank, as `labelled` reads them."""
+
+    file: IO[bytes]
+    rank: int
+
+    def write(self, line: bytes) -> None:
+        """Add a whole line, newline included."""
+        text, label = line.removesuffix(b"\n"), b"%d: " % self.rank
+        self.file.write(b"".join(label + text[at:at + PIECE] + b"\n" for at in range(0, len(text) + 1, PIECE)))
+
+    def writelines(self, lines: Iterable[bytes]) -> None:
+        """Add whole lines."""
+        for line in lines:
+            self.write(line)
 
 
 def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list[str]:

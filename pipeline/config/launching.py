@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from drover.pipeline.config.section import Section
 
@@ -121,8 +121,11 @@ class SiteLimits(Section):
     """Memory of one GPU in GB: weights, gradients and moments of a rank must fit (`check_fit`)."""
 
 
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@%-]*$")]
+
+
 class LaunchConfig(Resources):
-    """Processes on one box, and what is asked of Slurm, for all stages and for each."""
+    """Processes on one box or on hosts, and what is asked of Slurm, for all stages and for each."""
 
     processes: PositiveInt | None = None
     """Processes on one box: ranks of train and evaluate (never more than GPUs, where there are any), workers of
@@ -133,8 +136,16 @@ class LaunchConfig(Resources):
     cluster: str | None = None
     """Profile of a Slurm cluster: `lab` for configs/clusters/lab.yaml, or a file. It is laid under this section, and
     what is saved of a run holds its settings in place of its name."""
+    hosts: list[HostName] = []
+    """Machines without Slurm on which `--cluster hosts` runs the stages over ssh: names, addresses or `user@name`. They
+    share a folder. `train.nodes` is then their number, unless it is set. Hosts beyond it replace others that fail."""
+    min_hosts: PositiveInt | None = None
+    """Training starts, and goes on after a loss, on as few hosts as this. null: it waits until `train.nodes` of them
+    answer."""
+    ssh: list[str] = Field(["ssh"], min_length=1)
+    """The ssh command and its options: `[ssh, -p, "2222"]`."""
     gpus_per_node: NonNegativeInt = 0
-    """GPUs (and ranks) per Slurm node; 0: CPU ranks, `processes` of them per node."""
+    """GPUs (and ranks) per Slurm node or host; 0: CPU ranks, `processes` of them per node."""
     gpu_type: str | None = None
     """Type of the GPUs that stages with ranks ask for, as the site names it: `h100`; null: any."""
     account: str | None = None
@@ -211,6 +222,15 @@ class LaunchConfig(Resources):
     """Jobs of evaluate."""
     report: Resources = Field({}, validate_default=True)
     """The job of report."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_all_hosts(cls, given: Any) -> Any:
+        """Training takes all hosts unless a number is given."""
+        hosts, train = (given.get(name) for name in ("hosts", "train")) if isinstance(given, dict) else (None, None)
+        if isinstance(hosts, list) and hosts and isinstance(train or {}, dict) and "nodes" not in (train or {}):
+            return {**given, "train": {**(train or {}), "nodes": len(hosts)}}
+        return given
 
     def of(self, stage: str) -> Resources:
         """What the jobs of a stage ask for; nothing of its own for one that a plugin adds."""

@@ -22,6 +22,10 @@ from drover.pipeline.core.files import append_line, read_lines, read_record, wri
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
 """In a run folder: while this file is there, training saves and leaves. Its text is the reason."""
+CANCEL = Path("launch") / "cancel"
+"""In a run folder: asks the launcher of a run on hosts without Slurm to end."""
+LAUNCHER = "launcher"
+"""The lock that such a launcher holds."""
 ATTEMPTS = Path("launch") / "attempts"
 """In a run folder: what the launcher did, a file per job, one JSON object a line (`log_attempt`). Not one file for all:
 on network file systems lines that several nodes append at once overwrite each other."""

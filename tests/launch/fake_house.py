@@ -44,6 +44,7 @@ def work(work):
         stopped = []
         if "RANK" in os.environ:
             signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGTERM}})  # which a launcher elsewhere has blocked
         (pids / f"{{NAME}}-{{RANK}}.ready").touch()
         end = time.monotonic() + 3600
         while time.monotonic() < end and not stopped:

@@ -2,8 +2,8 @@
 
     python -m drover.launch.slurm.job.rank STAGE COMMAND...
 
-`srun` starts it once per rank, and it is gone a moment later: no signal has to pass through it, and the exit status is
-the stage's own. It imports nothing heavy.
+`srun` starts it once per rank, without Slurm `drover.launch.on_host`, and it is gone a moment later: no signal has to
+pass through it, and the exit status is the stage's own. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -31,24 +31,28 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 """What torch.distributed reads, and which variable of a task of a step has it."""
 
 
-def rank_environment(slurm: Environment, stage: str = "") -> dict[str, str]:
-    """What torch.distributed reads, from what Slurm sets in each task of a step; the rest comes from the runner.
-    Nothing for a stage without ranks.
+def rank_environment(given: Environment, stage: str = "") -> dict[str, str]:
+    """What torch.distributed reads, from what Slurm sets in each task of a step; the rest comes from the runner. On
+    hosts without Slurm all of it is there already. Nothing for a stage without ranks.
 
     Raises:
         UserError: the step has not the ranks, or the node not the GPUs, that were planned.
     """
-    if not (planned := int(slurm.get("DROVER_RANKS") or 0)):
+    if not (planned := int(given.get("DROVER_RANKS") or 0)):
         return {}
-    world, node = int(slurm["SLURM_NTASKS"]), slurm.get("SLURMD_NODENAME", "this node")
-    nodes = int(slurm.get("SLURM_STEP_NUM_NODES") or slurm.get("SLURM_JOB_NUM_NODES") or 1)
-    if world != planned:
-        raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
-    gpus = int(slurm.get("DROVER_GPUS") or 0)
-    if gpus and stage != PREFLIGHT and (found := visible_gpus(slurm)) < gpus:
-        raise UserError(f"{node} shows {found} GPUs to this job, but {gpus} per node were asked for. Look at "
-                        f"`scontrol show node {node}`, leave the node out (launch.exclude={node}), or ask for fewer.")
-    return {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: slurm[theirs] for name, theirs in NAMES.items()}}
+    node, found = given.get("SLURMD_NODENAME", "this node"), dict[str, str]()
+    if "SLURM_PROCID" in given:
+        world = int(given["SLURM_NTASKS"])
+        nodes = int(given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_JOB_NUM_NODES") or 1)
+        if world != planned:
+            raise UserError(f"Slurm started {world} ranks, but {planned} were planned. Submit the run again.")
+        found = {"LOCAL_WORLD_SIZE": str(world // nodes), **{name: given[theirs] for name, theirs in NAMES.items()}}
+    gpus = int(given.get("DROVER_GPUS") or 0)
+    if gpus and stage != PREFLIGHT and (seen := visible_gpus(given)) < gpus:
+        raise UserError(f"{node} shows {seen} GPUs to this job, but {gpus} per node were asked for. Look at the node "
+                        f"(`nvidia-smi`; with Slurm `scontrol show node {node}`), leave it out (launch.exclude={node}, "
+                        f"or without Slurm --hosts), or ask for fewer.")
+    return found
 
 
 def defaults(environment: Environment) -> dict[str, str]:
@@ -60,7 +64,7 @@ def defaults(environment: Environment) -> dict[str, str]:
     """
     caches, node = node_folder(), environment.get("SLURMD_NODENAME", platform.node())
     # Of its own for every rank: compilers of several ranks wrote into one another's files on shared homes.
-    folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{environment['SLURM_LOCALID']}"),
+    folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{environment['LOCAL_RANK']}"),
                "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN", **folders}
     found = {name: value for name, value in wanted.items() if name not in environment}
@@ -80,13 +84,14 @@ def main(stage: str, *command: str) -> int:
     try:
         environment = {**os.environ, **rank_environment(os.environ, stage)}
         if "RANK" in environment:
-            environment |= defaults(os.environ)
+            environment |= defaults(environment)
         # What would end the stage before its handlers stand. The mask survives exec; the stage unblocks.
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKING + (ENDING if stage in SAVES else ()))
         os.dup2(sys.stdout.fileno(), sys.stderr.fileno())  # through one pipe, so in order
         os.execvpe(command[0], command, environment)
     except UserError as error:
-        print(f"rank {os.environ.get('SLURM_PROCID', '?')}: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("SLURM_PROCID") or os.environ.get("RANK", "?")
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}.", file=sys.stderr, flush=True)
     return UserError.exit_status

@@ -102,10 +102,14 @@ class Runner:
         try:
             if decision := self._account_for_the_last():
                 return self._end(decision)
-            self._log("job", nodes=list(here.nodes), host=platform.node())
-            if decision := self._preflight():
-                return self._end(decision)
-            return self._starts()
+            while True:
+                self.spec = here.ready(self.spec, self.tick)
+                self._log("job", nodes=list(here.nodes), host=platform.node())
+                decision = self._preflight()
+                status = self._end(decision) if decision else self._starts()
+                if not here.in_place or self.stopping or self.decision is None or self.decision.action != "requeue":
+                    return status
+                self.number += 1
         finally:
             if self.lock is not None:
                 self.lock.release()
@@ -160,9 +164,10 @@ class Runner:
         spec, here = self.spec, self.here
         if not spec.preflight or not spec.ranks or self.stopping:
             return None
-        began, folder = time.monotonic(), self.run_folder / "launch" / "preflight" / f"{here.name}.{here.restart}"
+        began, folders = time.monotonic(), self.run_folder / "launch" / "preflight"
+        folder = folders / f"{here.name}.{here.restart}.{self.number}"
         folder.mkdir(parents=True, exist_ok=True)
-        prune(folder.parent, here.name, self.say)
+        prune(folders, here.name, self.say)
         found = run_preflight(spec, here, folder, self._environment(), self.tick)
         for line in found.told:
             self.say(f"preflight: {line}")
@@ -173,14 +178,16 @@ class Runner:
             return Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
         counts = self._strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()})
         self._keep_off(list(counts))
+        left_out = max(counts.values(), default=0) >= STRIKES and not here.does_without(counts)
         return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in found.bad.items()), spec,
-                                 left_out=max(counts.values(), default=0) >= STRIKES)
+                                 left_out=left_out)
 
     # ---- starts
 
     def _starts(self) -> int:
-        spec, here = self.spec, self.here
+        here = self.here
         while not self.stopping:
+            spec = self.spec
             if spec.code_sha256 and (changed := usable_code(vars(spec))[1]):
                 return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
             outcome = self._start()
@@ -200,6 +207,7 @@ class Runner:
             self.say(f"{decision.status}: {decision.reason}; starting again")
             self.number += 1
             here.pause(min(LONGEST_PAUSE_S, PAUSE_S * max(0, outcome.fruitless - 1)), self.tick)
+            self.spec = here.ready(spec, self.tick)
         self.say("told to end: nothing more is started")
         return TERMINATED
 
@@ -311,6 +319,10 @@ class Runner:
         if decision.action == "requeue":
             if self.stopping:
                 return TERMINATED
+            if self.here.in_place:
+                self._tell_last_words()
+                self.say(f"{decision.status}: {decision.reason}; starting again")
+                return 0
             self.say(f"{decision.status}: {decision.reason}; queueing this job again")
             refusal = self.scheduler.requeue(self.here.name, patience_s=CONTROLLER_S)
             if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer

@@ -9,16 +9,14 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from secrets import token_hex
 
-from drover.launch.host import Host, StepEnd, process_end
+from drover.launch.host import Host, StepEnd, meeting, process_end
 from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Processes, Say, free_port
 from drover.launch.slurm import trust
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import address
 from drover.launch.slurm.scheduler import Scheduler
-from drover.pipeline.contract.signed import SECRET
 from drover.pipeline.core.errors import UserError
 
 STEP_TRIES = 4
@@ -75,9 +73,8 @@ class SlurmHost(Host):
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", flush=True)
 
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
-        """On the first node. Ranks sign what they leave in their store with the secret."""
-        return {"MASTER_ADDR": address(self.nodes[0], self.scheduler), "MASTER_PORT": str(free_port()),
-                "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
+        """On the first node."""
+        return meeting(spec, address(self.nodes[0], self.scheduler), free_port())
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[str]:

@@ -1,0 +1,127 @@
+"""What runs on a host without Slurm: it tries the shared folder, or starts the host's ranks.
+
+    ssh HOST 'cd FOLDER && exec python -m drover.launch.on_host'
+
+`drover.launch.hosts` calls it. The task is the first line of the input, in JSON, so that no secret stands on a command
+line. After it the launcher sends an empty line now and then, and `end` to ask the ranks to save and end. Once the input
+is closed, or silent for SILENT_S, the ranks are killed: the launcher is gone, or starts them elsewhere. Answers are
+lines of JSON on stderr. The output of rank 0 goes to stdout as well as to the log of its node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drover.launch.processes import Environment, Group, free_port, pass_on, started
+from drover.launch.slurm.start_logs import Labelled
+
+MARK = "drover-host "
+"""How a line of an answer begins."""
+SILENT_S = 30.0
+"""After so long without a word the launcher counts as gone. ssh gives a host up later than that (`hosts.SSH`), so no
+rank of a lost host runs beside those that are started in its place."""
+SEEN_S = 10.0
+"""How long a new file of the run folder may take to be seen from another machine."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The ranks that a host starts. first: the lowest of them. count: how many; 0: one process without ranks."""
+
+    stage: str
+    command: tuple[str, ...]
+    environment: Environment
+    log: str
+    first: int
+    count: int
+
+
+def try_folder(token: Path, number: int) -> dict[str, Any]:
+    """Look for the launcher's file `token`, and leave one beside it that names this host by its number.
+
+    Returns:
+        Whether the file was seen, free ports for two starts, and the address at which the launcher reached this host.
+    """
+    until = time.monotonic() + SEEN_S
+    while not token.exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    if seen := token.exists():
+        token.with_suffix(f".{number}").touch()
+    return {"seen": seen, "ports": [free_port(), free_port()],
+            "address": "".join(os.environ.get("SSH_CONNECTION", "").split()[2:3])}
+
+
+def do(work: Work, given: int) -> int:
+    """Start the ranks and wait for their end; the exit status of the first that failed. given: the input."""
+    environment, asked, told = {**os.environ, **work.environment}, list[int](), 0
+    own = [{"RANK": str(work.first + local), "LOCAL_RANK": str(local)} for local in range(work.count)] or [{}]
+    program = [sys.executable, "-m", "drover.launch.slurm.job.rank", work.stage, *work.command]
+    with open(work.log, "wb", buffering=0) as log, open(os.devnull, "w") as nowhere:
+        pipes = [os.pipe() for _ in own]
+        ranks = Group([started(program, {**environment, **more}, write, write)
+                       for more, (_, write) in zip(own, pipes, strict=True)], asked=asked)
+        readers = [threading.Thread(daemon=True, target=pass_on, args=(
+            *pipe, nowhere if work.first + local else sys.stdout, Labelled(log, work.first + local)))
+            for local, pipe in enumerate(pipes)]
+        for thread in (*readers, threading.Thread(daemon=True, target=_listen, args=(given, asked))):
+            thread.start()
+
+        def tell_failures() -> bool:
+            nonlocal told
+            for local, status in ranks.failed[told:]:
+                _answer({"rank": work.first + local, "status": status})
+            told = len(ranks.failed)
+            return True
+
+        status = ranks.run(tell_failures)
+        tell_failures()
+        for thread in readers:
+            thread.join(1)
+    return status
+
+
+def answers(said: str) -> Iterator[dict[str, Any]]:
+    """What a host answered, from what its ssh wrote to stderr."""
+    whole = said[:said.rfind("\n") + 1].splitlines()
+    return (json.loads(line.removeprefix(MARK)) for line in whole if line.startswith(MARK))
+
+
+def _listen(given: int, asked: list[int]) -> None:
+    """Hear the launcher out: one request to end, then the end of the link, which kills."""
+    while select.select([given], [], [], SILENT_S)[0] and (said := os.read(given, 4096)):
+        if said.strip() and not asked:
+            asked.append(signal.SIGTERM)
+    asked += [signal.SIGTERM, signal.SIGTERM]
+
+
+def _answer(found: dict[str, Any]) -> None:
+    print(f"{MARK}{json.dumps(found)}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Do the task that is given."""
+    with open(0, "rb", buffering=0, closefd=False) as given:
+        task = json.loads(given.readline())
+    if "token" in task:
+        _answer(try_folder(Path(task["token"]), task["number"]))
+        return 0
+    return do(Work(**task), 0)
+
+
+def line_of(work: Work) -> bytes:
+    """A task as it is given."""
+    return json.dumps(asdict(work)).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
