@@ -101,6 +101,8 @@ def test_what_a_begun_run_cannot_become_is_refused(begun):
             (["train.optimizer=muon"], ['train.optimizer: absent -> "muon"']),
             (["train.optimizer=muon", "--accept-drift"], ["does not hold momentum.layers.0.attention.wq.weight, nor "]),
             (["train.packing=best_fit"], ["train.packing"]),
+            (["train.log_to=[{kind: 'no_such_module:Sink'}]"],
+             ["train.log_to.0.kind names no_such_module:Sink, which cannot be imported"]),
             (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-drift"])):
         said = run_train(begun, *settings, expect=2).stderr
         assert all(text in said for text in told) and "Traceback" not in said, said
