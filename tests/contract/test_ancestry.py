@@ -44,7 +44,7 @@ def refused(capsys, place, stages, *overrides, **options):
     asked = [f"--{name.replace('_', '-')}" for name in options]
     assert stage_main(parse_stages(stages)[0], never, ["--config", str(place / "c.yaml"), *asked, *overrides]) == 2
     said = capsys.readouterr().err
-    assert str(found.value).split("Ways on")[0] in said
+    assert str(found.value).split("Ways to continue")[0] in said
     return str(found.value)
 
 
@@ -146,7 +146,7 @@ def test_a_job_goes_on_with_what_its_submission_began(made, monkeypatch, capsys)
     (made / "corpus.txt").write_text("other text\n")
     assert call(made, "encode", count_bytes_again) == 0
     said = capsys.readouterr().out
-    assert "goes on as it was submitted" in said and "t/corpus.txt has other content" in said
+    assert "continues as it was submitted" in said and "t/corpus.txt has other content" in said
     (made / "runs/a/encode/manifest.json").unlink()
     monkeypatch.setenv("DROVER_CHAIN", "c2")
     assert call(made, "encode", never) == 2

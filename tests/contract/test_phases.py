@@ -82,7 +82,7 @@ def test_phases_in_parts_each_once_the_one_before_is_done_make_what_one_run_make
     ours = contents(folder(count))
     count.made.clear()
     for number, (phase, left) in enumerate(zip(PHASES, (
-            "13 of 40 units are not done (n-00001, n-00004, n-00007 and 10 more)", "of the phase sort, 1 of 4 units",
+            "13 of 40 units are not done (n-00001, n-00004, n-00007 and 10 more)", "in the phase sort, 1 of 4 units",
             None), strict=True)):
         run = Run(load_config(count.place / "c.yaml", ["name=b"]))
         assert [done_parts(run, "count", 3, other) for other in PHASES] == [{0, 1, 2}] * number + [set()] * (3 - number)
@@ -118,7 +118,7 @@ def test_a_refusal_that_is_none_of_the_input_gives_no_leave_to_remove_units(coun
             capsys.readouterr()
             assert count(OTHER, *arguments) == 2
             told = capsys.readouterr().err
-            assert "was begun with other" in told and "shard.heldout_share: 0.01 -> 0.5" in told
+            assert "was started with other" in told and "shard.heldout_share: 0.01 -> 0.5" in told
     assert count("--part", "0/2") == 0
     assert count("--part", "0/2", "--phase", "sort") == 2  # it cannot begin
     others_are_refused()
@@ -200,8 +200,8 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (["--part", "0/2", "--phase", "write"], "has no phase write to share out. Give --phase one of read, sort, sum"),
-    (["--phase", "read"], "Give --part I/N with it")])
+    (["--part", "0/2", "--phase", "write"], "has no phase write to divide into parts. Give --phase one of read, sort"),
+    (["--phase", "read"], "Give --part I/N, too")])
 def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
     assert count(*arguments) == 2
     assert told in capsys.readouterr().err and not folder(count).exists()

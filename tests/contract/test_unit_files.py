@@ -23,7 +23,7 @@ from tests.stages.test_shard import files_source, write_config
 
 LARGE = BLOCK_BYTES + 100
 """Bytes of the file that two units read."""
-CHANGED = "some of its input files are new, gone or changed since it was begun"
+CHANGED = "some of its input files are new, missing or changed since it was started"
 
 
 class Upper:
@@ -166,5 +166,5 @@ def entry(name="s/a", **more):
 @pytest.mark.parametrize("other", [{"bytes": 21}, {"mtime_ns": 6}, {"digests": ["ab"]}])
 def test_units_that_saw_other_files_are_not_brought_together(other):
     assert [record["name"] for record in gathered([entry("s/b"), entry(), entry()])] == ["s/a", "s/b"]
-    with pytest.raises(UserError, match=r"1 input files changed while they were read, .*\(s/a\)"):
+    with pytest.raises(UserError, match=r"1 input files changed between two units that read them \(s/a\)"):
         gathered([entry(), entry("s/b"), entry(**other)])

@@ -73,7 +73,7 @@ def refused(capsys, config, stage, path, *arguments):
     assert do(config, stage, *arguments) == 2
     said = capsys.readouterr().err
     assert said.count("stops here") == 1 and "Traceback" not in said
-    assert str(path) in said and " -> " in said and "goes on" in said
+    assert str(path) in said and " -> " in said and "continues" in said
     state = read_state(load_config(config, [text for text in arguments if "=" in text]).folder / stage)
     assert state.status == "failed" and str(path) in state.reason
 

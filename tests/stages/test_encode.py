@@ -80,7 +80,7 @@ def test_too_narrow_a_type_is_refused_with_the_numbers():
 
 
 @pytest.mark.parametrize(("position", "value", "problem"), [
-    (0, 7, "does not begin with BOS"), (-1, 7, "does not end with EOS"), (5, "bos", "some stand inside of documents"),
+    (0, 7, "does not begin with BOS"), (-1, 7, "does not end with EOS"), (5, "bos", "some are inside of documents"),
     (3, 60000, "the id 60000 is outside the vocabulary of 768"), (4, 600, "does not decode to its text")])
 def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value, problem):
     run = run_folder(copy)

@@ -162,7 +162,7 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
     for name in ("empty", "same"):
         (tmp_path / f"{name}.txt").write_text(f"{name} no more")
     assert run(config, "shard.heldout_share=1e-9") == 2
-    assert "none of the 3 documents fell into the held-out split" in capsys.readouterr().err
+    assert "none of the 3 documents is in the validation split" in capsys.readouterr().err
     assert run(config, "shard.heldout_share=0.5", "shard.heldout_rule=tail") == 0, "other settings need no --force"
     assert "finished units that are removed" in capsys.readouterr().out
 

@@ -92,7 +92,7 @@ def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeyp
 def test_a_rank_of_other_code_is_told_so(monkeypatch):
     first, *others = channels(monkeypatch, 2)
     first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "drift": None})
-    with pytest.raises(UserError, match="Rank 1 does not understand what rank 0 told it, so it runs other code"):
+    with pytest.raises(UserError, match="Rank 1 cannot read the message of rank 0, so it runs other code"):
         others[0].listen("train", list)
 
 
@@ -110,7 +110,7 @@ def test_who_has_not_the_secret_of_the_start_tells_no_rank_anything(monkeypatch)
     first, second = channels(monkeypatch, 2)
     first._send({"end": 0})
     monkeypatch.setenv(SECRET, "which rank 0 did not have")
-    with pytest.raises(MessageError, match=f"The message told .* has another {SECRET}"):
+    with pytest.raises(MessageError, match=f"The message work .* has another {SECRET}"):
         second.listen("train", list)
 
 

@@ -96,7 +96,7 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
 def test_what_a_begun_run_cannot_become_is_refused(begun):
     for settings, told in (
             (["model.layers=3", "--accept-drift"],
-             ["model.layers: 2 -> 3", "cannot go on as another"]),
+             ["model.layers: 2 -> 3", "cannot continue as another network"]),
             (["train.steps=6", "--accept-drift"], ["at step 8 already, beyond train.steps 6"]),
             (["train.optimizer=muon"], ['train.optimizer: absent -> "muon"']),
             (["train.optimizer=muon", "--accept-drift"], ["does not hold momentum.layers.0.attention.wq.weight, nor "]),
