@@ -95,7 +95,7 @@ def test_reuse_takes_finished_stages_by_reference_also_through_a_run_that_reuses
     assert call(place, "shard", never, "name=c", through) == call(place, "tokenizer", never, "name=c", through) == 0
     for *arguments, said in (("name=b", reuse, "shard.heldout_share=0.5", "shard.heldout_share: 0.01 -> 0.5"),
                              ("name=b", f"reuse={place}/runs/nothing", "holds no run"),
-                             (reuse, "this very run"), (through, "this very run")):
+                             (reuse, "this same run"), (through, "this same run")):
         assert said in refusal("tokenizer", *arguments)
 
 

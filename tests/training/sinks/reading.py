@@ -4,11 +4,8 @@ import importlib.util
 import json
 import os
 import struct
-from pathlib import Path
 
 import pytest
-
-from tests.conftest import REPOSITORY
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None,
                                  reason="the package wandb is not installed: pip install -e '.[wandb]'")
@@ -16,12 +13,6 @@ needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None,
                                   reason="the package mlflow is not installed: pip install -e '.[mlflow]'")
 BLOCK = 32768
 """W&B's file is a LevelDB log: records, in pieces, in blocks of so many bytes."""
-
-
-def python_path(*more):
-    """PYTHONPATH of a child that finds Drover, these folders, and the packages where this process has them."""
-    specs = (importlib.util.find_spec(name) for name in ("wandb", "mlflow"))
-    return ":".join(map(str, [REPOSITORY, *more, *(Path(spec.origin).parents[1] for spec in specs if spec)]))
 
 
 def board_points(folder, tag):
