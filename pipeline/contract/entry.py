@@ -14,7 +14,7 @@ from typing import NoReturn
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
-from drover.pipeline.contract.locks import NETWORK_S, StageLock, lock
+from drover.pipeline.contract.locks import StageLock, await_file_system, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
@@ -199,13 +199,12 @@ class StageAttempt:
             raise
 
     def _await_manifest(self, need: str) -> None:
-        """Wait for the manifest of a stage that this one needs, in a chain of jobs, where that stage has succeeded. The
-        client of a network file system may remember for a while that there was no manifest."""
-        until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
-        while self.run.manifest(need) is None and time.monotonic() < until:
-            time.sleep(1.0)
+        """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded."""
+        def there() -> bool:
             with suppress(OSError):
                 list(self.run.stage_folder(need).iterdir())  # makes the client look again
+            return self.run.manifest(need) is not None
+        await_file_system(there)
 
     def _refuse_stale_inputs(self) -> None:
         """UserError if a stage that this one needs, directly or not, does not match the current settings and files.

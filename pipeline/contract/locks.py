@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -100,6 +101,14 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
             return None
         raise
     return _take(file, folder, what or name, shared=shared)
+
+
+def await_file_system(ready: Callable[[], bool]) -> None:
+    """In a chain of jobs, wait until `ready()`, at most NETWORK_S. It is for files that another node has written: the
+    client of a network file system may remember for a while that a file was missing."""
+    until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+    while not ready() and time.monotonic() < until:
+        time.sleep(1.0)
 
 
 def _open(folder: Path, name: str) -> IO[str]:

@@ -25,10 +25,10 @@ from drover.pipeline.contract.external_inputs import (
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
-from drover.pipeline.contract.tasks import finished_units, identity_key, marked_parts
+from drover.pipeline.contract.tasks import finished_units, marked_parts
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import sha256_file, sha256_json
 
 KEEPS = "will be made with the current settings; results that still fit are kept"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
@@ -337,7 +337,7 @@ def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:
     if not marked_parts(folder, parts, phase):
         return set()  # without hashing any file
     try:
-        key = identity_key(run.fingerprint(stage))
+        key = sha256_json(run.fingerprint(stage))
     except UserError:
         return set()  # an earlier stage or an input file is missing: the stage itself will report it
     return marked_parts(folder, parts, phase, key)

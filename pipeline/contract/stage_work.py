@@ -19,7 +19,7 @@ from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
 from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
-from drover.pipeline.contract.locks import NETWORK_S
+from drover.pipeline.contract.locks import await_file_system
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
@@ -34,7 +34,6 @@ from drover.pipeline.contract.tasks import (
     Record,
     ShareDone,
     Unit,
-    identity_key,
     unit_keys,
     with_outputs,
 )
@@ -42,7 +41,7 @@ from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.console import ProgressBar, duration, first, say
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed
+from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed, sha256_json
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -196,11 +195,8 @@ class Work:
 
     def _taken(self, part: Part, ledger: Ledger, phase: str, keys: dict[str, str]) -> list[Record]:
         """The records of an earlier phase, whose units other parts have done."""
-        until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+        await_file_system(lambda: len(ledger.found(keys)) == len(keys))
         records = ledger.found(keys)
-        while len(records) < len(keys) and time.monotonic() < until:
-            time.sleep(1.0)
-            records = ledger.found(keys)
         if missing := [name for name in keys if name not in records]:
             raise UserError(
                 f"{self.name} cannot start its phase {part.phase}: in the phase {phase}, {len(missing):,} of "
@@ -209,7 +205,7 @@ class Work:
         return [records[name] for name in keys]
 
     def _leave(self, part: Part, units: int, found: int) -> NoReturn:
-        part.mark(self.folder, identity_key(self.fingerprint), {
+        part.mark(self.folder, sha256_json(self.fingerprint), {
             "units": units, "found": found, "wall_s": round(time.monotonic() - self.began, 3), "at": _now(),
             "host": platform.node(), "job": os.environ.get("SLURM_JOB_ID", "")})
         self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")

@@ -89,7 +89,7 @@ class Part:
         return f"{self.phase}.{self.tag}.state.json"
 
     def mark(self, folder: Path, key: str, facts: Record) -> None:
-        """Record in a stage's folder that this share is done, under the identity with this `key`."""
+        """Record in a stage's folder that this share is done. key: a hash of the stage's fingerprint."""
         Ledger(folder / PARTS).add(f"{self.phase}.{self.tag}", key, facts)
 
     def is_marked(self, folder: Path) -> bool:
@@ -99,11 +99,6 @@ class Part:
 
 class ShareDone(Exception):  # noqa: N818 - not an error: it leaves the stage's body before the work for all units
     """A part of a stage has done its share of the units."""
-
-
-def identity_key(fingerprint: dict[str, Any]) -> str:
-    """The key of a share: a hash of the settings and inputs of its units."""
-    return sha256_json(fingerprint)
 
 
 def marked_parts(folder: Path, count: int, phase: str, key: str | None = None) -> set[int]:
