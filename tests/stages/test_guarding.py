@@ -48,10 +48,8 @@ def test_training_whose_every_update_was_skipped_is_not_done(fresh):
     settings = ("train.steps=3", "train.warmup_steps=1")
     assert "All 3 updates were skipped, so nothing was learned" in run_with_faults(
         fresh, faults, *settings, ranks=1, expect=2).stderr
-    assert read_manifest(train_folder(fresh)) is None
     assert "All 3 updates were skipped" in run_train(fresh, *settings, expect=2).stderr
-    run_train(fresh, *settings, "--force")
-    assert read_manifest(train_folder(fresh)).counts["skipped"] == 0
+    assert read_manifest(train_folder(fresh)) is None
 
 
 @pytest.mark.slow
