@@ -1,4 +1,4 @@
-"""Stage 5: the trained weights as a Hugging Face folder that transformers loads, proven before it counts."""
+"""Stage 5, convert: export the trained weights as a Hugging Face folder that transformers loads, and verify it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from drover.pipeline.contract.state import write_state
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from drover.pipeline.formats.huggingface import Read
 
 CHECKED_TOKENS = 512
-"""Held-out tokens on which what transformers computes of the export, and the training model, are each compared with a
-float64 forward pass of the checkpoint: logits, likeliest tokens, token losses."""
+"""How many validation tokens are compared. A float64 forward pass of the checkpoint is the reference for transformers
+with the export, and for the training model: logits, argmax tokens, token losses."""
 
 
 def convert(work: Work) -> None:
-    """Make the folder where that is not done yet, and copy it to where `convert.copy_to` says."""
+    """Make the folder unless that is done, and upload it to `convert.copy_to`."""
     from drover.pipeline.storage.export import copy_export
 
     if work.run.manifest(work.name) is None:
@@ -38,9 +38,9 @@ def convert(work: Work) -> None:
 
 
 def _convert(work: Work) -> None:
-    """Write `hf/` beside its final place, load it back with transformers, compare, then rename it.
+    """Write `hf.tmp/`, load it with transformers, compare, then rename it to `hf/`.
 
-    Weights go from the checkpoint's pieces to the export one tensor at a time, whatever engine trained them.
+    Weights go from the checkpoint's pieces to the export one tensor at a time, with every training engine.
     """
     import torch
 
@@ -98,23 +98,22 @@ def _convert(work: Work) -> None:
 
 
 def _files_of(checkpoint: Path) -> list[Expected]:
-    """The files of a checkpoint that is averaged, by its own marker; UserError where it is not whole."""
+    """The files of a checkpoint to be averaged, from its own marker; UserError if it is not complete."""
     from drover.pipeline.contract.input_check import Expected
     from drover.pipeline.records.checkpoints import complete_checkpoints, step_of, whole_marker
 
     if (marker := whole_marker(checkpoint)) is None:
         there = ", ".join(str(step_of(path)) for path in complete_checkpoints(checkpoint.parent.parent))
-        raise UserError(f"convert.average names step {step_of(checkpoint)}, of which there is no whole checkpoint in "
-                        f"{checkpoint.parent} (there are those of {there or 'none'}). Training saves after the steps "
-                        f"that convert.average names if it knows them by then: name steps that are there, or train "
-                        f"again.")
+        raise UserError(f"convert.average names step {step_of(checkpoint)}, but {checkpoint.parent} has no complete "
+                        f"checkpoint of it (there are those of {there or 'none'}). Training saves after the steps of "
+                        f"convert.average only if the setting is there before. Name steps that exist, or train again.")
     return [Expected(checkpoint / record["path"], record["sha256"], "is not what training saved",
-                     "Put the right file back, or leave its step out of convert.average") for record in marker["files"]]
+                     "Restore the right file, or leave its step out of convert.average") for record in marker["files"]]
 
 
 def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[str, Any]:
-    """Read the folder back: config and tensors must be the checkpoint's, what transformers computes of it as near
-    to exact arithmetic as single precision is, and ids those of the vocabulary."""
+    """Verify the folder. Config and tensors must equal the checkpoint's, token ids those of the vocabulary, and
+    transformers must compute logits as close to exact arithmetic as single precision allows."""
     from drover.pipeline.formats.comparison import compare_folder, compare_logits
     from drover.pipeline.parallel.host_memory import return_freed_memory
 
@@ -128,7 +127,7 @@ def _prove(work: Work, folder: Path, config: ModelConfig, read: Read) -> dict[st
 
 
 def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any]:
-    """The exported tokenizer must give the ids that training used."""
+    """UserError unless the exported tokenizer gives the ids that training used."""
     from transformers import AutoTokenizer
 
     exported, tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), _tokenizer(work)
@@ -136,14 +135,15 @@ def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any
         text, add_special_tokens=False, split_special_tokens=True, verbose=False) != tokenizer.encode(text)]
     if wrong:
         raise UserError(f"The exported tokenizer in {folder} gives other ids than training used on {len(wrong)} of "
-                        f"{len(texts)} held-out documents, first: {wrong[0][:80]!r}. Nothing was committed.")
+                        f"{len(texts)} validation documents, first: {wrong[0][:80]!r}. Nothing was committed. Please "
+                        f"report it.")
     work.say(f"token ids are equal on {len(texts)} held-out documents")
     return {"documents_compared": len(texts)}
 
 
 def _heldout(work: Work) -> tuple[Any, list[str]]:
-    """Real text to compare on: a window of held-out tokens (1, length), and the documents they come from; where nothing
-    is held out, of training text."""
+    """Text for the comparison: a window of validation tokens (1, length), and the texts of their documents. Without a
+    validation split, training text."""
     import torch
 
     from drover.pipeline.data.shard_table import ShardTable, open_shards

@@ -1,11 +1,11 @@
-"""Stage 3, encode: each text shard becomes a token shard of the same name, BOS before and EOS after every document."""
+"""Stage 3, encode: tokenize each text shard into a token shard of the same name. Documents are between BOS and EOS."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from collections.abc import Iterable, Sequence
@@ -32,18 +32,19 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.stage_work import Work
 
 PROVED_TEXTS = 16
-"""Documents per shard whose tokens are made again by the reference, and decoded and compared with the text: the first,
-the last, some between."""
+"""How many documents per shard are verified: the first, the last and some between. The reference encoder encodes them
+again, and their ids are decoded and compared with the text."""
 PROVED_BYTES = 200_000
 PROVED_SHARE = 64
-"""Of very long documents fewer are proved: the shortest, up to so many bytes or this part of the shard's text."""
+"""Fewer documents are verified if they are very long: the shortest, up to PROVED_BYTES or 1 / PROVED_SHARE of the
+shard's text."""
 COUNTED = {"docs", "text_bytes", "tokens"}
 BATCH_BYTES = 2_000_000
-"""Text that is encoded at once."""
+"""Bytes of text that are encoded at once."""
 
 
 def encode(work: Work) -> None:
-    """The stage: one unit per text shard, then the counts of both sides compared."""
+    """Do one unit per text shard, then compare the counts of text and token shards."""
     shards, manifest = work.input("shard")
     tokenizer, made = work.input("tokenizer")
     work.check(work.committed("tokenizer"))
@@ -56,7 +57,7 @@ def encode(work: Work) -> None:
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
     units = [Unit(_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
-    # Which encoder works is no part of a unit's identity: shards that another one has made are the same.
+    # The encoder is not part of a unit's identity: all encoders make the same shards.
     done = work.do_units("encode", units, partial(encode_shard, fast=fast is not None), "shards")
     outputs = [record["outputs"][0] for record in done]
     counts = counted(outputs)
@@ -77,8 +78,8 @@ def encode(work: Work) -> None:
 
 
 def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the manifest says of the encoders: which, and how many shards each has made. Those in which the reference
-    had to step in are also said."""
+    """The manifest's record of the encoder, and of how many shards each encoder has made. Prints a warning about shards
+    in which the reference replaced the fast encoder."""
     fallbacks = [record for record in done if record["fallback"]]
     by_fast = sum(record["encoder"] == "fast" for record in done)
     for record in fallbacks[:5]:
@@ -86,14 +87,15 @@ def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> d
                  f"that shard")
     if fallbacks:
         work.say(f"WARNING: {len(fallbacks)} of {len(done)} shards were encoded by the reference, since {NAME} gave "
-                 f"other ids for documents that were compared. Those shards are right; of the others the compared "
-                 f"documents are. Set encode.encoder to reference and run with --force to be sure, and report it")
+                 f"other ids for verified documents. These shards are right. In the other shards only the verified "
+                 f"documents are known to be right. To be sure, set encode.encoder to reference and run with --force. "
+                 f"Please report it")
     return {"encoder": NAME if fast else "reference", "version": fast, "fast_shards": by_fast,
             "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
-    """The type that tokens are stored in; UserError if the configured one cannot hold every id."""
+    """The integer type of stored tokens; UserError if the configured one cannot hold every id."""
     smallest = token_dtype(vocab_size)
     if settings.dtype == "uint16" and smallest != "uint16":
         raise UserError(f"encode.dtype uint16 holds ids up to 65535, but the vocabulary has {vocab_size}. "
@@ -102,10 +104,10 @@ def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
 
 
 def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> dict[str, Any]:
-    """Unit of work: encode one text shard, read the result back, prove it.
+    """Unit of work: encode one text shard, read the result back and verify it.
 
-    With `fast` by the fast encoder; where that does not give the reference's ids for the proved documents, all is done
-    again by the reference, and `fallback` in the record says why.
+    With `fast`, the fast encoder does it. If it gives other ids than the reference for the verified documents, the
+    reference encodes the whole shard again, and `fallback` in the record has the reason.
     """
     source, path = payload["record"], folder / f"{_name(payload['record'])}.arrow"
     shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
@@ -121,7 +123,7 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
         found = _encoded(shards, source, reference, reference, payload["dtype"])
         if by_itself := other_ids(found, reference):
             raise UserError(f"{shards / source['path']}: the tokenizer's own batches give {by_itself}. Please report "
-                            f"it; encode.encoder does not matter here.")
+                            f"it; it does not depend on encode.encoder.")
     content = write_shard(path, found.tokens, found.offsets, found.text_bytes, found.keys, metadata={
         "tokenizer_sha256": reference.sha256, "vocab_size": str(reference.size), "bos_id": str(reference.bos_id),
         "eos_id": str(reference.eos_id)})
@@ -134,8 +136,11 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
 
 @dataclass
 class Encoded:
-    """A shard's documents as ids: tokens with BOS and EOS, where each document begins and the last ends, and the
-    documents to be proved, by number: text and ids without BOS and EOS."""
+    """A shard's documents as ids.
+
+    tokens: with BOS and EOS. offsets: where each document begins, and where the last one ends.
+    proved: the documents to verify, by number: text, and ids without BOS and EOS.
+    """
 
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
@@ -145,8 +150,7 @@ class Encoded:
 
 
 def other_ids(found: Encoded, reference: Tokenizer) -> str:
-    """What is told of the first proved document whose ids are not those that the reference gives for it; "" if all
-    are."""
+    """A message about the first verified document whose ids differ from the reference's; "" if there is none."""
     for number, (text, ids) in found.proved.items():
         if not np.array_equal(ids, np.array(reference.encode(text), np.uint32)):
             return f"other ids for the document {number} ({found.keys[number]})"
@@ -155,7 +159,7 @@ def other_ids(found: Encoded, reference: Tokenizer) -> str:
 
 def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer,
           texts: dict[int, str]) -> None:
-    """Read a written shard as training will, and as Arrow does; UserError if it is not what was meant.
+    """Read a written shard as training will, and with Arrow; UserError if it is not the right encoding of the text.
 
     Args:
         record: its output record.
@@ -176,19 +180,19 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
         problems.append("a document does not begin with BOS or does not end with EOS")
     edges = int(np.count_nonzero((tokens == tokenizer.bos_id) | (tokens == tokenizer.eos_id)))  # may be one token
     if edges != 2 * shard.documents:
-        problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some stand inside of documents")
+        problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some are inside of documents")
     problems += [] if problems else [
         f"document {number} ({shard.document_key(number)}) does not decode to its text"
         for number, text in texts.items()
         if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1]))]
     if problems:
         raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"
-                        f"{listed(problems)}\nIf it happens again, please report it; a failing disk or memory is the "
-                        f"other possible cause.")
+                        f"{listed(problems)}\nRun the stage again. If it happens again, please report it, unless the "
+                        f"disk or memory is failing.")
 
 
 def counted(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Documents, text bytes and (of token shards) tokens: for each split and source, and in all."""
+    """Documents, text bytes and (for token shards) tokens: for each split and source, and in total."""
     counts: dict[str, Any] = {"total": {}, "splits": {}}
     for record in records:
         own = counts["splits"].setdefault(record["split"], {}).setdefault(record["source"], {})

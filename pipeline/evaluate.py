@@ -1,7 +1,8 @@
-"""Stage 6: measure the exported model: held-out bits per byte beside baselines, tasks, continuations of prompts.
+"""Stage 6, evaluate: measure the exported model. Bits per byte of validation text, with baselines; tasks; continuations
+of prompts.
 
-What is loaded is the Hugging Face folder of the stage convert, so that the deliverable is what is measured. Every
-rank holds the whole model, or its shard where that is too large, and takes its share of the work; rank 0 writes.
+The stage loads the Hugging Face folder of the stage convert, so it measures what users get. Every rank holds the whole
+model, or a shard of it if it is too large, and does a share of the work. Rank 0 writes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from drover.pipeline.core.errors import UserError, listed
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
 
 TRAINING_BYTES = 1_000_000_000
-"""Training text that the unigram byte baseline is fitted on, spread evenly over the shards."""
+"""Bytes of training text on which the unigram baseline is fitted, spread evenly over the shards."""
 
 
 def evaluate(work: Work) -> None:
@@ -43,12 +44,12 @@ def evaluate(work: Work) -> None:
 
     ranks = start_ranks(store=work.store, device=work.config.launch.device)
     try:
-        RankAgreement.gather(ranks, work)  # refuses ranks that do not run the same thing
+        RankAgreement.gather(ranks, work)  # refuses ranks with different code or settings
         inputs = work.check(_read_here(work, ranks))
         opened = _load(work, ranks)
         kept = Kept(work.folder / UNITS / "measured", code_hashes(STAGES[work.name]), ranks, work.say)
         of_what = _deciding(work, "shard encode", "heldout_tokens compressed_mb")
-        # Begun beside all that follows, unless they were computed before.
+        # The baselines are computed in the background, unless earlier results are kept.
         wanted = None if kept.has("baselines", of_what) else ranks.by_leader(lambda: wanted_texts(work), share=False)
         with Baselines(ranks, *work.input("shard"), wanted or {}, TRAINING_BYTES,
                        int(work.config.evaluate.compressed_mb * 1e6)) as compared:
@@ -63,7 +64,7 @@ def evaluate(work: Work) -> None:
                 look_for_items(work, ranks, kept, tasks)
             try:
                 heldout["baselines"] = kept.get("baselines", of_what, compared.result)
-            except UserError:  # on every rank: the text is another than was measured, or damaged, which is said first
+            except UserError:  # on every rank: the text has changed or is damaged; report a damaged input first
                 _prove_inputs(ranks, inputs, kept)
                 raise
         _prove_inputs(ranks, inputs, kept)
@@ -75,15 +76,15 @@ def evaluate(work: Work) -> None:
 
 
 def _deciding(work: Work, stages: str, settings: str = "") -> dict[str, Any]:
-    """What decides a part: digests of the stages that it is made of, and settings of the section evaluate."""
+    """The values that decide a result: digests of the stages that it needs, and settings of the section evaluate."""
     return {**{stage: work.fingerprint["inputs"][stage] for stage in stages.split()},
             **{name: getattr(work.config.evaluate, name) for name in settings.split()}}
 
 
 def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
-    """This rank's share of the files to be hashed: every file once, whoever reads it.
+    """This rank's share of the files to be hashed. Each file is hashed by one rank, even if several ranks read it.
 
-    Of the training text only beginnings are read, and each document there is compared with its own hash.
+    Training text is not hashed: only beginnings of shards are read, and each document is compared with its own hash.
     """
     from drover.pipeline.data.stored.opening import heldout_file
     files = [*work.committed("convert", "tokenizer"), *work.outside(),
@@ -93,7 +94,7 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
 
 
 def _prove_inputs(ranks: Ranks, inputs: InputCheck, kept: Kept) -> None:
-    """UserError, on every rank, if anything that was read is not what was committed; then nothing of it is kept."""
+    """UserError, on every rank, if an input has changed since it was committed. Then no result is kept."""
     inputs.wait()
     if problems := [problem for problem in ranks.gather(inputs.problem) if problem]:
         kept.forget()
@@ -120,8 +121,8 @@ def _load(work: Work, ranks: Ranks) -> OpenedModel:
 
 
 def measure_heldout(work: Work, ranks: Ranks, opened: OpenedModel) -> dict[str, Any]:
-    """By source what its held-out text costs, and of how much that is; see `results.heldout_results`. Every rank reads
-    the documents of its own batches."""
+    """The loss on each source's validation text, and how much text was measured; see `results.heldout_results`. Every
+    rank reads the documents of its own batches."""
     from drover.pipeline.data.chosen_documents import ChosenDocuments
     from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
     from drover.pipeline.evaluation.heldout import chosen_documents, heldout_shards
@@ -149,10 +150,10 @@ def window_length(work: Work, opened: OpenedModel) -> int:
 
 
 def measure_tasks(work: Work, ranks: Ranks, kept: Kept, opened: OpenedModel) -> dict[str, Any]:
-    """Results of the lm-evaluation-harness tasks that are configured, each kept as soon as it is there.
+    """Results of the configured lm-evaluation-harness tasks. Each result is kept as soon as it is measured.
 
     Raises:
-        UserError: tasks failed, each named with its reason; after all the others were measured.
+        UserError: tasks failed; it names each of them with the reason. All other tasks are measured before.
     """
     tasks = chosen_tasks(work.config)
     if not tasks:
@@ -174,8 +175,8 @@ def measure_tasks(work: Work, ranks: Ranks, kept: Kept, opened: OpenedModel) -> 
         except UserError as error:
             failed.append(str(error))
     if failed:
-        raise UserError(f"{listed(failed)}\nWhat else was measured is kept ({', '.join(kept.seconds)}). Mend the task, "
-                        f"or leave it out of evaluate.tasks, and run the stage again; {log} has the whole story.")
+        raise UserError(f"{listed(failed)}\nAll other results are kept ({', '.join(kept.seconds)}). Correct the task, "
+                        f"or leave it out of evaluate.tasks, and run the stage again; {log} has the details.")
     return results
 
 
@@ -194,7 +195,7 @@ def look_for_items(work: Work, ranks: Ranks, kept: Kept, tasks: dict[str, Any]) 
 
 
 def continue_prompts(work: Work, ranks: Ranks, opened: OpenedModel) -> list[dict[str, Any]]:
-    """What the model writes after each prompt; the prompts are shared out over the ranks."""
+    """The model's continuation of each prompt. Each rank continues a share of the prompts."""
     from drover.model.generate import generate
     from drover.pipeline.evaluation.prompts import prompt_ids
 

@@ -1,4 +1,4 @@
-"""Stage 7: everything known of the run on one page, report.html, and the same in Markdown, report.md."""
+"""Stage 7, report: all results and facts of the run on one page, report.html, and the same in Markdown, report.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from drover.pipeline.core.files import output_record, write_text
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def report(work: Work) -> None:
-    """Read the run, write both forms, and copy them to the top of the run folder."""
+    """Read the run, write both pages, and copy them to the run folder itself."""
     from drover.pipeline.reporting.facts import collect
     from drover.pipeline.reporting.render import compose, html, markdown
 

@@ -1,12 +1,13 @@
-"""Stage 1: sources into WebDataset tar shards of documents, split into train and held-out, without exact duplicates.
+"""Stage 1, shard: clean and deduplicate the sources' documents, and write them as WebDataset tar shards for training
+and validation.
 
-Documents are read in units of input files, through the filters, into `staging/`; passes over their digests, sorted
-and matched in partitions (`drover.pipeline.data.planning`), then decide which are kept, in which split and shard;
-shards are written, each as a unit. No pass holds the corpus in memory, and each is cut into units for processes and for
-several nodes. Documents keep the order of sources, file names and records, so the bytes depend on the input alone, not
-on the number of processes or on interruptions. What is held out is decided after the reading, by the digests or by the
-sizes of all documents (`shard.heldout_rule`). Filters come first, so that a text is compared, hashed and split as it is
-trained on.
+The stage reads input files in units, applies the filters, and writes documents into `staging/`. Passes over their
+digests (`drover.pipeline.data.planning`) then sort and match them in partitions. They decide which documents are kept,
+and in which split and shard. Last, each shard is written as a unit. No pass holds the corpus in memory. Each pass has
+units for processes and for several nodes. Documents keep the order of sources, file names and records, so the bytes
+depend on the input only, not on the number of processes or on interruptions. The validation split is chosen after the
+reading, by the digests or by the sizes of all documents (`shard.heldout_rule`). Filters come first, so that documents
+are compared, hashed and split by the text that is trained on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import json
@@ -64,7 +65,7 @@ def shard(work: Work) -> None:
     units = [Unit(name, {**payload, **filters, **_examples(name, config)})
              for name, payload in reading_units(config, files)]
     if work.part is None:
-        work.check(work.outside())  # files of filters, which each unit's process reads for itself
+        work.check(work.outside())  # files of filters, which each worker reads
     read = work.do_units("read", units, stage_unit)
     names = [unit.name for unit in units]
     source_of_unit = [sources.index(unit.payload["source"]["name"]) for unit in units]
@@ -92,12 +93,12 @@ def shard(work: Work) -> None:
 def _warn_of_unpinned(work: Work) -> None:
     for source in work.config.shard.sources:
         if source.kind == "hf" and source.revision is None and not Path(source.dataset).expanduser().is_dir():
-            work.say(f"warning: source {source.name} has no `revision`; should {source.dataset} change on the Hub, "
-                     f"that would not be noticed here")
+            work.say(f"warning: source {source.name} has no `revision`; Drover will not notice if {source.dataset} "
+                     f"changes on the Hub")
 
 
 def _filters(work: Work) -> dict[str, Any]:
-    """What a unit's payload says of filters; nothing where there are none."""
+    """The fields of a unit's payload about filters; empty without filters."""
     config = work.config.shard
     code = {module: (path, sha256_file(path)) for module, path in outside_sources(config.filters).items()}
     for module, (path, digest) in code.items():
@@ -105,20 +106,20 @@ def _filters(work: Work) -> dict[str, Any]:
     items = [item.model_dump(mode="json") for item in config.filters]
     files = {record["name"]: record["sha256"] for record in work.run.files(work.name)
              if record["name"].startswith(f"{FILTER_FILES}/")}
-    # With code, files and libraries, so that units of an attempt that broke off are not mixed with those of others.
+    # With code, files and libraries, so that units of an attempt with other ones are not mixed with these.
     return {"filters": items, "keep_dropped": config.keep_dropped, **({"filter_files": files} if files else {}),
             "libraries": libraries(config.filters),
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
 
 
 def _examples(unit: str, config: ShardConfig) -> dict[str, Any]:
-    """How many of the documents that filters drop a unit is to show; nothing where there are no filters."""
+    """How many dropped documents a unit keeps as examples; empty without filters."""
     return {"examples": config.dropped_examples} if config.filters and keeps_examples(unit) else {}
 
 
 def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int],
            config: ShardConfig) -> dict[str, Any]:
-    """What became of every document, for each source and in all, and each source's data card."""
+    """How many documents were kept and dropped and why, for each source and in total, and each source's data card."""
     of_source: dict[str, dict[str, Any]] = {}
     cards: dict[str, dict[str, Any]] = {}
     for number, source in enumerate(config.sources):
@@ -156,7 +157,7 @@ def _gather_rejections(folder: Path, units: list[str], read: list[dict[str, Any]
 
 
 def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
-    """Stop before anything is written if too much was unreadable or a source or split is empty."""
+    """UserError if too much was unreadable, or if a source or split is empty. No shard is written before."""
     config, problems = work.config.shard, []
     for source, own in counts["sources"].items():
         if own["train"] + own["heldout"] == 0:
@@ -166,35 +167,35 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         fields = counts["cards"][source].get("fields", {})
         if absent := [name for name, own in fields.items() if own["of"] and not own["in"]]:
             problems.append(f"source {source}: none of the {fields[absent[0]]['of']:,} records that could be read has "
-                            f"a field named {', '.join(absent)}. Correct the source's meta_fields, or take it out "
+                            f"a field named {', '.join(absent)}. Correct the source's meta_fields, or remove the name "
                             f"there; the source is then read again.")
     for count, of, what in ((counts["rejected"], counts["documents_in"], "documents cannot be read"),
-                            (lost, files, "files cannot be read to their end, and what follows in them is lost")):
+                            (lost, files, "files cannot be read to their end, and the rest of them is lost")):
         if count > config.max_rejected_share * of:
             problems.append(f"{count:,} of {of:,} {what}, more than shard.max_rejected_share "
-                            f"{config.max_rejected_share:g} allows{_first(work.folder)}. All are named in "
-                            f"{work.folder / REJECTED}. Mend or remove them, or raise shard.max_rejected_share: the "
-                            f"same command then goes on.")
+                            f"{config.max_rejected_share:g} allows{_first(work.folder)}. {work.folder / REJECTED} "
+                            f"names all of them. Repair or remove them, or raise shard.max_rejected_share: the same "
+                            f"command then continues.")
             break
     documents = counts["train"] + counts["heldout"]
     more = "or give more documents; a `separator` makes many of one text file."
     if documents == 1 and config.heldout_rule == "hash":
-        problems.append("the corpus is a single document, which cannot be both trained on and held out. Cut it into "
-                        "documents with the source's `separator`, hold out its end (shard.heldout_rule: tail), or give "
-                        "more files.")
+        problems.append("the corpus is a single document, which cannot be used for both training and validation. Cut "
+                        "it into documents with the source's `separator`, use its end for validation "
+                        "(shard.heldout_rule: tail), or give more files.")
     elif documents and not counts["heldout"]:
-        problems.append(f"none of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
-                        f"is {config.heldout_share:g}. Raise it (to {min(0.5, 5 / documents):.2g}, say), {more}")
+        problems.append(f"none of the {documents:,} documents is in the validation split. shard.heldout_share is "
+                        f"{config.heldout_share:g}. Raise it (for example to {min(0.5, 5 / documents):.2g}), {more}")
     elif documents and not counts["train"]:
-        problems.append(f"all of the {documents:,} documents fell into the held-out split, whose shard.heldout_share "
-                        f"is {config.heldout_share:g}. Lower it, {more}")
+        problems.append(f"all of the {documents:,} documents are in the validation split. shard.heldout_share is "
+                        f"{config.heldout_share:g}. Lower it, {more}")
     if problems:
         raise UnusableInputError(listed(problems) if len(problems) == 1 else
                                  f"the corpus cannot be used:\n{listed(problems)}")
 
 
 def _first(folder: Path, source: str | None = None) -> str:
-    """The first rejections in words, for a message."""
+    """The first rejections as text, for a message."""
     with open(folder / REJECTED, encoding="utf-8") as file:
         rejections = (Rejection(**json.loads(line)) for line in file)
         shown = list(islice((rejection for rejection in rejections if source in (None, rejection.source)), 3))
@@ -202,7 +203,7 @@ def _first(folder: Path, source: str | None = None) -> str:
 
 
 def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
-    """What was read is what stands in the shards, as they were read back, plus what was left out."""
+    """AssertionError unless the documents in the shards (as read back) and the dropped ones are all that were read."""
     for source, own in counts["sources"].items():
         written = {split: sum(record["docs"] for record in outputs
                               if (record["split"], record["source"]) == (split, source)) for split in SPLITS}
@@ -214,15 +215,14 @@ def _reconcile(counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
 
 def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
     for source, own in counts["sources"].items():
-        for split, word in zip(SPLITS, ("train", "held-out"), strict=True):
+        for split, word in zip(SPLITS, ("train", "validation"), strict=True):
             if not own[split]:
                 work.say(f"warning: source {source} has no {word} document ({own['train']} train, "
-                         f"{own['heldout']} held out); shard.heldout_share is {work.config.shard.heldout_share:g}")
+                         f"{own['heldout']} validation); shard.heldout_share is {work.config.shard.heldout_share:g}")
         for field, found in counts["cards"][source].get("fields", {}).items():
             work.say(f"source {source}: meta field {field} in {found['in']:,} of {found['of']:,} documents")
     if counts["rejected"]:
-        work.say(f"warning: {counts['rejected']:,} documents could not be read; they are named in "
-                 f"{work.folder / REJECTED}")
+        work.say(f"warning: {counts['rejected']:,} documents could not be read; {work.folder / REJECTED} names them")
     for name, own in counts.get("filters", {}).items():
         reasons = f" ({_counted(own['reasons'], '; ')})" if own["reasons"] else ""
         work.say(f"filter {name}: {own['documents']:,} documents ({own['bytes'] / 1e6:,.1f} MB) dropped{reasons}, "
@@ -234,8 +234,8 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
              f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
     for name, tasks in counts.get("contamination", {}).items():
         for task, own in tasks.items():
-            short = f" ({own['too_short']:,} are too short to be looked for)" if own["too_short"] else ""
-            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} stand in "
+            short = f" ({own['too_short']:,} are too short for a search)" if own["too_short"] else ""
+            work.say(f"filter {name}: {own['found']:,} of {own['items']:,} items of {task}{short} were found in "
                      f"{own['documents']:,} documents")
 
 
@@ -244,7 +244,7 @@ def _counted(counts: dict[str, int], separator: str = ", ") -> str:
 
 
 def _clear_outputs(folder: Path, outputs: set[str]) -> None:
-    """Remove what looks like an output and is none: an interrupted run saw another state of a Hub dataset."""
+    """Remove files that are no outputs of this run: an interrupted run may have read another state of a Hub dataset."""
     from drover.pipeline.data.planning.passes import DUPLICATES
     from drover.pipeline.data.reading import DROPPED
 

@@ -1,11 +1,11 @@
-"""Stage 2, tokenizer: train one or take a ready one, export it for Hugging Face, prove both, report."""
+"""Stage 2, tokenizer: train a tokenizer or take a ready one, export it for Hugging Face, verify both, and report."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from collections.abc import Iterator
@@ -41,15 +41,16 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.stage_work import Work
 
 BATCH_BYTES = 1_000_000
-"""Text that is read at once for the sample."""
+"""Bytes of text that are read at once for the sample."""
 SEED = 0
-"""Picks the sample of documents where the corpus is larger than `tokenizer.train_mb`."""
+"""Seed of the sample of documents, if the corpus is larger than `tokenizer.train_mb`."""
 LOOK_BYTES = 3_000_000
-"""Training text (beginnings of shards) that is checked beside the held-out text and shows which pieces occur."""
+"""Bytes of training text (beginnings of shards) that are checked in addition to the validation text. They also show
+which pieces occur."""
 
 
 def make_tokenizer(work: Work) -> None:
-    """The stage: one tokenizer, made of the training split or taken, and proved on held-out documents."""
+    """Make one tokenizer from the training split, or take a ready one, and verify it on validation documents."""
     shards, manifest = work.input("shard")
     work.check(work.outside())
     train, heldout = (shard_records(manifest, split) for split in ("train", "heldout"))
@@ -74,8 +75,8 @@ def make_tokenizer(work: Work) -> None:
     speed = whole["text_bytes"] / 1e6 / max(1e-9, sum(check["encode_s"] for check in checks))
     if marks:
         work.say(f"{marks:,} of {manifest.counts['train'] + manifest.counts['heldout']:,} documents have the character "
-                 f"U+2581 (\u2581), sentencepiece's own sign for a space: there it is read back, and written by the "
-                 f"model, as a space. Where it matters, take tokenizer.kind tiktoken, huggingface or byte")
+                 f"U+2581 (\u2581), sentencepiece's own sign for a space: it is decoded as a space. If this matters, "
+                 f"use tokenizer.kind tiktoken, huggingface or byte")
     counts = _told(work, tokenizer, report, made["sample"], speed)
     if work.config.encode.encoder != "reference":
         counts[COUNT] = verdict(work.folder, shards, heldout)
@@ -91,16 +92,16 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
         work.say(f"taking {settings.path}")
         records = []
     else:
-        work.say(f"making a {settings.kind} vocabulary of {size:.1f} MB of training text in {len(records)} shards"
+        work.say(f"making a {settings.kind} vocabulary from {size:.1f} MB of training text in {len(records)} shards"
                  + (f", chosen from {whole:.1f} MB in {len(train)}" if len(records) < len(train) else "")
-                 + (": char needs every character, so all of it is read" if settings.kind == "char" else ""))
+                 + (": char needs every character, so it reads all text" if settings.kind == "char" else ""))
     payload = {"settings": settings.model_dump(mode="json"), "shards": place(shards, work.folder),
                "records": records, "shares": shares, "of_shards": len(train)}
     [made] = work.do_units("make", [Unit("vocabulary", payload)], make, "vocabulary")
     for file in made["code"]:
-        work.say(f"{file} names code ({CODE}), which is left out: nothing of it is run or passed on")
+        work.say(f"{file} names code ({CODE}), which is left out: it is neither run nor exported")
     if made["sample"]["nul_characters"]:
-        work.say(f"{made['sample']['nul_characters']} NUL characters were left out of the text that was trained on")
+        work.say(f"{made['sample']['nul_characters']} NUL characters were left out of the training text")
     return made
 
 
@@ -118,7 +119,7 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     ready = ready_file(settings) if path is not None and settings.path is not None else None
     bounds = None
     if path is not None and ready is not None:
-        # Opened where it lies: a Hugging Face tokenizer is told its BOS and EOS by a file beside it.
+        # Opened at its own place: a file next to a Hugging Face tokenizer names its BOS and EOS.
         bounds = open_tokenizer(settings.kind, ready).bounds
         copy_file(ready, path)
     elif path is not None:
@@ -145,7 +146,7 @@ def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]
         try:
             for batch in read_texts(shards, record, BATCH_BYTES):
                 yield from zip(batch.keys, batch.texts, strict=True)
-        except UserError as error:  # raised below: an error within the trainer's C++ would not come out as it is
+        except UserError as error:  # raised below, because the trainer's C++ would change an error raised here
             problems.append(error)
     try:
         if settings.kind == "char":
@@ -165,8 +166,8 @@ def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]
 
 def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict[str, Any],
           speed: float) -> dict[str, Any]:
-    """The stage's counts, and the lines that say the most important of them. Speeds stand here alone: files that
-    hold times would have another hash after each run."""
+    """Print the most important results, and return the stage's counts. Speeds are only in the counts: a file with a
+    speed would have another hash after each run."""
     total = report["total"]
     work.say(f"{tokenizer.kind}: {tokenizer.size:,} ids, {total['bytes_per_token'] or 0:.3f} bytes per token, "
              f"{total['fallback_share'] or 0:.3%} byte fallback, {speed:.1f} MB/s per process")

@@ -1,9 +1,8 @@
-"""Stage 4: pretrain the decoder on the token shards.
+"""Stage 4, train: pretrain the decoder on the token shards.
 
-The loop is in pipeline/training/loop.py; what it calls lives beside it (engines, guards, checkpoints, metrics), in
-pipeline/data (which samples, in which order) and in pipeline/parallel (the rank grid, how a model is spread). The same
-command continues an interrupted run: weights, moments and the number of samples used come from the newest valid
-checkpoint.
+The loop is pipeline/training/loop.py. The same folder has engines, guards, checkpoints and metrics, pipeline/data the
+order of samples, and pipeline/parallel the rank grid and layouts. The same command continues an interrupted run:
+weights, optimizer state and the number of samples used come from the newest valid checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def train(work: Work) -> None:
-    """Train to the configured number of steps and commit, or save and leave when asked to stop."""
+    """Train to the configured number of steps and commit. After a request to stop, save and return."""
     from drover.pipeline.training.loop import Loop
     from drover.pipeline.training.watchdog import Watchdog
 

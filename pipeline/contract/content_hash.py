@@ -1,7 +1,7 @@
-"""What identifies a file's content: its sha256, or, of a file that several units read a part of each, a hash of its
-blocks' hashes, which they make side by side while they read.
+"""The hash that identifies a file's content. It is the file's sha256. If several units each read a range of the file,
+it is a hash of the hashes of its blocks, which the units compute while they read.
 
-Which of the two a file has is written in the hash itself, so both can be compared with the file as it is later.
+The hash itself says which of the two it is, so the file can be compared with it later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from drover.pipeline.storage.object_files import open_input
 
 BLOCK_BYTES = 1 << 23
-"""Size of a block; fixed, since recorded hashes depend on it."""
+"""Size of a block. It never changes, because recorded hashes depend on it."""
 OF_BLOCKS = "blocks:"
 
 
@@ -23,8 +23,7 @@ def hash_of_blocks(digests: Iterable[str]) -> str:
 
 
 def content_hash(path: Path | str, like: str = "") -> str:
-    """The content hash of a file, or of an object by its URL, in the form that the hash `like` has; its sha256 where
-    there is none to compare with."""
+    """The content hash of a file, or of an object by its URL, in the form of the hash `like`; by default the sha256."""
     with open_input(str(path)) as file:
         if not like.startswith(OF_BLOCKS):
             return hashlib.file_digest(file, "sha256").hexdigest()

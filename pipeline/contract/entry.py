@@ -1,4 +1,4 @@
-"""What every `python -m pipeline.<stage>` does around its stage: arguments, state, refusal, commit, errors."""
+"""Run a stage from its command line: `python -m drover.pipeline.<stage>`. Arguments, state, refusals and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NoReturn
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.outside import absent_packages
 from drover.pipeline.config.places import blocked, make_folder
-from drover.pipeline.contract.locks import NETWORK_S, StageLock, lock
+from drover.pipeline.contract.locks import StageLock, await_file_system, lock
 from drover.pipeline.contract.manifest import MANIFEST, read_manifest
 from drover.pipeline.contract.preparation import forced, is_leader, prepare, report_done, tell_changed_files
 from drover.pipeline.contract.run import Run
@@ -32,14 +32,14 @@ from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_d
 from drover.pipeline.core.orphans import end_with_parent
 
 SILENCE_S = 3.0
-"""How long a rank other than 0 keeps its error to itself."""
+"""How long a rank other than 0 waits before it prints its error."""
 
 
 def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | None = None) -> int:
-    """Run the stage `name` if it is not done; the process's exit status.
+    """Run the stage `name` unless it is done. Returns the process's exit status.
 
-    `body(work)` does the work and calls `work.commit`. Every rank of a stage that has ranks runs this; rank 0 alone
-    writes. A stage that leaves its body without a commit was asked to stop and will be continued.
+    `body(work)` does the work and calls `work.commit`. If a stage has ranks, each of them runs this, and only rank 0
+    writes. If the body returns without a commit, it was stopped, and the same command continues.
     """
     options = parser(name).parse_intermixed_args(arguments)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -47,13 +47,13 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
     try:
         return StageAttempt(name, body, options)()
     except Exception as error:
-        # Only texts are kept: an error holds on to its frames, and so to the lock.
+        # Keep only the message: the traceback would keep the lock file open.
         if (text := _reason(error)) is None:
             raise
         status = error.exit_status if isinstance(error, UserError) else UserError.exit_status
         if not is_leader():
-            # Most often every rank says the same, and rank 0 says it for all: its end takes this rank along while it
-            # waits. What this rank alone knows must be heard, though.
+            # Most often all ranks have the same error. Rank 0 prints it and exits, and this ends the other ranks while
+            # they sleep. An error that only this rank has must be printed, though.
             time.sleep(SILENCE_S)
         complain(f"{name} stops here{'' if is_leader() else ' on rank ' + os.environ['RANK']}: {text}")
         return status
@@ -63,9 +63,9 @@ def stage_main(name: str, body: Callable[[Work], None], arguments: list[str] | N
 
 
 def end_process(status: int) -> NoReturn:
-    """End a rank's process with `status`, at once.
+    """End a rank's process immediately with `status`.
 
-    Not by tearing the interpreter down: while that happens, threads of process groups abort the process now and then
+    The interpreter is not shut down. During a shutdown, threads of process groups sometimes abort the process
     ("terminate called without an active exception"), and a rank that has done all its work would count as failed.
     """
     sys.stdout.flush()
@@ -79,34 +79,34 @@ def parser(name: str) -> Parser:
     result.add_argument("--config", required=True, help="YAML file of the run")
     forcing = result.add_mutually_exclusive_group()
     forcing.add_argument("--force", action="store_true",
-                         help="rebuild the stage (training output is set aside, never deleted)")
+                         help="rebuild the stage (training output is renamed, never deleted)")
     forcing.add_argument("--force-id", metavar="ID",
-                         help="like --force, but only once for this ID: called with it again, the stage goes on")
+                         help="like --force, but once for this ID: a command with the same ID continues")
     result.add_argument("--part", metavar="I/N",
-                        help="do only part I, from 0, of N of the stage's units; others may do the other parts at the "
-                             "same time, and the stage run without --part finishes it")
+                        help="do only part I (from 0) of N parts of the stage's units; other processes may do the "
+                             "other parts at the same time; the stage without --part finishes it")
     result.add_argument("--phase", metavar="NAME",
-                        help="of which phase --part does its share: the one before must be done (default: the first)")
+                        help="phase of which --part does a share; the phase before must be done (default: the first)")
     result.add_argument("--accept-drift", action="store_true",
-                        help="go on although inputs or settings changed; recorded in every later manifest")
-    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+                        help="continue although inputs or settings changed; recorded in every later manifest")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     return result
 
 
 def continues(run: Run, name: str) -> bool:
-    """Whether this job goes on with what the same submission has begun, or measures what it made so far."""
+    """Whether this job continues what the same submission has started, or evaluates what it has made so far."""
     chain = os.environ.get("DROVER_CHAIN")
     return "DROVER_CONTINUES" in os.environ or (chain is not None and sound_start(run.own_folder(name)).chain == chain)
 
 
 class StageAttempt:
-    """One attempt at a stage, by one process: of several ranks, rank 0 decides what there is to do (`lead`) and tells
-    the others, who do it (`follow`).
+    """One attempt at a stage, by one process. If there are several ranks, rank 0 decides what to do (`lead`) and sends
+    this to the others, which do it (`follow`).
 
     Attributes:
-        name, body, options: what is to be done, and the command line.
-        channel: the way to the other ranks; None where there are none.
-        run: as this process reads it. part: the share of a phase that was asked for. workers: processes for units.
+        name, body, options: the stage, its function, and the command line.
+        channel: the connection to the other ranks; None if there are none.
+        run: the run as this process reads it. part: the requested share of a phase. workers: processes for units.
     """
 
     def __init__(self, name: str, body: Callable[[Work], None], options: argparse.Namespace) -> None:
@@ -115,11 +115,11 @@ class StageAttempt:
 
     @property
     def stage(self) -> Stage:
-        """The stage; one that a plugin registers is known once the configuration is loaded."""
+        """The stage. A plugin's stage is known once the configuration is loaded."""
         return STAGES[self.name]
 
     def __call__(self) -> int:
-        """Do what there is to do; the process's exit status."""
+        """Do what there is to do. Returns the process's exit status."""
         if self.channel is None:
             return self.lead()
         if not is_leader():
@@ -135,34 +135,34 @@ class StageAttempt:
         return status
 
     def follow(self, channel: Channel) -> int:
-        """Do what rank 0 says."""
+        """Do what rank 0 sends."""
         try:
             work = channel.listen(self.name, lambda: load_config(
                 self.options.config, self.options.overrides, check=False).plugins)
         except RuntimeError:
-            say(self.name, f"rank 0 ended before it told rank {channel.rank} what to do")
+            say(self.name, f"rank 0 ended before it sent rank {channel.rank} its work")
             return 1
         if isinstance(work, Ended):
             if work.status:
-                time.sleep(SILENCE_S)  # rank 0 is to end first, with its reason
+                time.sleep(SILENCE_S)  # so that rank 0 ends first, with its reason
             return work.status
         self._do(work)
         return 0
 
     def lead(self) -> int:
-        """Look what there is to do, and do it with the others."""
+        """Decide what there is to do, and do it together with the other ranks."""
         self.run = Run(load_config(self.options.config, self.options.overrides))
         self.part = _part(self.name, self.options)
         if (obstacle := blocked(self.run.folder)) is not None:
             raise UserError(obstacle)
-        if not (self.run.own_folder(self.name) / MANIFEST).exists():  # else there is most likely nothing to do
+        if not (self.run.own_folder(self.name) / MANIFEST).exists():  # otherwise there is most likely nothing to do
             for module in self.stage.unit_modules:
                 importlib.import_module(module)
-        # A plugin's may have units too.
+        # A plugin's stage may have units, too.
         with_workers = self.stage.workers or (self.stage.own_module and not self.stage.ranks)
         with closing(Workers(processes(self.run.config) if with_workers else 1)) as self.workers:
             if self._is_done():
-                report_done(self.run, self.name)  # without a lock: others may be reading it
+                report_done(self.run, self.name)  # without a lock: other processes may be reading the stage
                 _note_done(self.run, self.name, locked=False)
                 return 0
             make_folder(self.run.folder)
@@ -177,14 +177,14 @@ class StageAttempt:
                 held.release()
 
     def _is_done(self) -> bool:
-        """Whether the stage is up to date; UserError where what it is made of, or a package, is not there."""
+        """Whether the stage is up to date; UserError if an input or a package is missing."""
         run, name = self.run, self.name
         try:
             for need in self.stage.needs:
                 self._await_manifest(need)
-                run.finished(need)  # refuses before anything is touched
+                run.finished(need)  # refuses before anything is written
             self._refuse_stale_inputs()
-            # A part looks no further without a manifest: one of them, which starts the stage, hashes the files for all.
+            # Without a manifest a part stops here: the part that starts the stage hashes the files for all parts.
             done = (not forced(run, name, self.options) and (self.part is None or run.manifest(name) is not None)
                     and run.state(name).kind == "done")
             if not done and (problems := absent_packages(run.config, name)):
@@ -192,26 +192,25 @@ class StageAttempt:
             return done
         except UserError as error:
             if self.part is None:
-                with suppress(UserError, OSError):  # another process has it: then that one tells how it stands
+                with suppress(UserError, OSError):  # if another process holds the stage, that one writes its state
                     other = lock(run.folder, name) if _is_followed(run, name) else None
                     _note_end(run, name, error)
                     del other
             raise
 
     def _await_manifest(self, need: str) -> None:
-        """In a chain of jobs the stage before has ended well; on a network file system this node may see it a while
-        later, as long as it remembers that there was no manifest."""
-        until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
-        while self.run.manifest(need) is None and time.monotonic() < until:
-            time.sleep(1.0)
+        """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded."""
+        def there() -> bool:
             with suppress(OSError):
                 list(self.run.stage_folder(need).iterdir())  # makes the client look again
+            return self.run.manifest(need) is not None
+        await_file_system(there)
 
     def _refuse_stale_inputs(self) -> None:
-        """UserError if a stage that this one is made of is not what is asked for now.
+        """UserError if a stage that this one needs, directly or not, does not match the current settings and files.
 
-        A job that goes on with what its submission began, when nobody is there to answer, is not stopped by a corpus
-        that has grown since: this is said.
+        A job that continues its submission does not stop because the corpus has grown since: nobody may be there to
+        answer. It prints a warning.
         """
         run, name = self.run, self.name
         try:
@@ -220,21 +219,21 @@ class StageAttempt:
             if not continues(run, name):
                 raise
             run.refuse_stale_inputs(name, files=False)
-            say(name, f"warning: it goes on as it was submitted, although since then: {error}")
+            say(name, f"warning: this job continues as it was submitted, although since then: {error}")
             return
-        if "DROVER_LAUNCHED" not in os.environ:  # the launcher has said it
+        if "DROVER_LAUNCHED" not in os.environ:  # the launcher has printed it
             for text in run.absences(before([name])):
                 say(name, text)
 
     def _locked(self, held: StageLock) -> int:
-        """Do what the state of the stage asks for; the process's exit status."""
+        """Do what the state of the stage requires. Returns the process's exit status."""
         run, name, part = self.run, self.name, self.part
-        # Nobody rebuilds what is read here.
+        # Take shared locks, so that no input is rebuilt while this stage reads it.
         reading = [lock(run.stage_folder(need).parent, need, shared=True) for need in self.stage.needs]
         if part and not forced(run, name, self.options) and run.state(name).kind == "partial":
             tell_changed_files(run, name)
             work: Work | None = Work(run, name, run.fingerprint(name), run.begun_drift(name), part)
-            change_start(run.own_folder(name), failed=False, unusable=False)  # it goes on with what was refused
+            change_start(run.own_folder(name), failed=False, unusable=False)  # the refused input is used after all
         else:
             held.alone()
             work = prepare(run, name, self.options, part)
@@ -245,7 +244,7 @@ class StageAttempt:
         if self.channel is not None:
             self.channel.tell(work)
         work.workers = self.workers
-        if self.stage.workers:  # what is done in units hears what asks it to stop
+        if self.stage.workers:  # a stage with units reacts to requests to stop
             work.stop = StopRequest(work.config.launch.signal_s)
         try:
             with work.stop if self.stage.workers else nullcontext():
@@ -260,15 +259,15 @@ class StageAttempt:
             say(name, f"stopped ({stopped.reason}); the same command continues")
             return INTERRUPTED
         except UserError as error:
-            # When what was refused is corrected it may start afresh without --force: as long as it has no finished
-            # units, or also with some that are no use. A part never says so of what the other parts have made.
+            # Once the user has corrected the input, the stage may start from scratch without --force if it has no
+            # finished units, or if they are of no use. A part never decides this about units of other parts.
             change_start(work.folder, failed=True, unusable=part is None and isinstance(error, UnusableInputError))
             raise
         del reading
         return 0 if read_manifest(work.folder) is not None else INTERRUPTED
 
     def _do(self, work: Work) -> None:
-        """Do the work; where it fails because an input is damaged, that is what is told."""
+        """Do the work. If it fails because an input is damaged, raise the error about the input instead."""
         if self.channel is not None:
             work.asked, work.store = asked(vars(self.options)), self.channel.store
         try:
@@ -290,35 +289,35 @@ def _part(name: str, options: argparse.Namespace) -> Part | None:
     phases = STAGES[name].phases
     if options.part is None:
         if options.phase is not None:
-            raise UserError("--phase says of which phase --part does its share. Give --part I/N with it, or neither.")
+            raise UserError("--phase names the phase of which --part does a share. Give --part I/N, too, or neither.")
         return None
     part = Part.parse(options.part, options.phase or next(iter(phases), ""))
     if not phases:
         in_parts = ", ".join(other for other, stage in STAGES.items() if stage.phases)
         raise UserError(f"The stage {name} cannot be done in parts; {in_parts} can. Run it without --part.")
     if part.phase not in phases:
-        raise UserError(f"The stage {name} has no phase {part.phase} to share out. Give --phase one of "
+        raise UserError(f"The stage {name} has no phase {part.phase} to divide into parts. Give --phase one of "
                         f"{', '.join(phases)}.")
     if options.force:
-        raise UserError("Each part with --force would throw away what the others did. Give all of them, and the call "
-                        "that finishes the stage, the same --force-id instead: only the first then starts it afresh.")
+        raise UserError("With --force each part would remove what the others did. Give all parts, and the call that "
+                        "finishes the stage, the same --force-id instead: then only the first starts from scratch.")
     return part
 
 
 def _reason(error: Exception) -> str | None:
-    """What a user is told of an error that he can mend; None for a defect of ours."""
+    """The message of an error that the user can fix; None for a defect of Drover."""
     if isinstance(error, UserError):
         return str(error)
     if is_full_disk(error):
-        return (f"the disk or quota is full ({error}). Nothing half-written is kept as finished. Free some space and "
+        return (f"the disk or quota is full ({error}). No half-written file counts as finished. Free some space and "
                 f"run the same command again.")
     return None
 
 
 def _note_end(run: Run, name: str, error: BaseException) -> None:
-    """Record why the stage ended; of Ctrl-C, unless the stage itself has said how."""
+    """Record why the stage ended. After Ctrl-C, only if the stage itself has not recorded it."""
     folder = run.own_folder(name)
-    with suppress(OSError):  # the disk may be full; then the last word is that the stage was running
+    with suppress(OSError):  # the disk may be full; then the final status stays "running"
         if not isinstance(error, Exception):
             if (state := read_state(folder)) is not None and state.status == "running":
                 write_state(folder, "preempted", reason="interrupted")
@@ -327,26 +326,26 @@ def _note_end(run: Run, name: str, error: BaseException) -> None:
 
 
 def _is_followed(run: Run, name: str) -> bool:
-    """Whether a failure has a place to be recorded in: what was refused before it began makes none by itself, except
-    for a job, whose launcher waits for the reason. What is reused tells nothing of this run."""
+    """Whether a failure is recorded. A stage that was refused before its start gets no folder for this, except in a
+    job, whose launcher waits for the reason. A reused stage records nothing about this run."""
     with suppress(UserError):
         return (run.own_folder(name).is_dir() or "DROVER_CHAIN" in os.environ) and not run.is_reused(name)
     return False
 
 
 def _note_done(run: Run, name: str, *, locked: bool) -> None:
-    """Set right what a kill or a refusal left of a finished stage: files that were to go, and another last word."""
+    """Complete a finished stage after a kill or a refusal: remove its scratch files and write its final status."""
     folder, manifest = run.own_folder(name), run.manifest(name)
     state = read_state(folder)
     if run.is_reused(name) or manifest is None or not os.access(folder, os.W_OK) or (
             not manifest.left_scratch(folder) and state is not None and state.status == "done"):
         return
-    with suppress(UserError, OSError):  # somebody rebuilds it by now; or it is another user's
+    with suppress(UserError, OSError):  # another process may rebuild it now, or it belongs to another user
         held = None if locked else lock(run.folder, name, shared=True)
         if read_manifest(folder) is not None:
             if removed := manifest.remove_scratch(folder):
                 say(name, f"removed what was left behind when it was committed: {', '.join(removed)}")
-            for killed in folder.glob(f"{STATE}.*.tmp"):  # in the middle of its last word, after the commit
+            for killed in folder.glob(f"{STATE}.*.tmp"):  # of a process killed while it wrote its final status
                 killed.unlink(missing_ok=True)
             write_state(folder, "done", step=manifest.counts.get("steps"))
         del held

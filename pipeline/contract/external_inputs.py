@@ -1,11 +1,11 @@
-"""Files from outside of a run that its stages read: what was read of them, and whether they are still that.
+"""Files from outside of a run that its stages read: their recorded hashes, and whether they have changed since.
 
-A file is hashed where its size or time is not the recorded one, and the hash is remembered. What is not there any more
-has not changed: raw text is deleted once its tokens are made.
+A file is hashed if its size or time differs from the recorded one, and the hash is stored. A missing file counts as
+unchanged: users delete raw text once its tokens are made.
 
-Files that a stage's units read are hashed by them (`unit_files` of `Stage.functions`), so that no file is read twice.
-Until all have, name, size and time of each file stand for its content. Which units are done again after a change is
-decided by their own keys.
+The units of a stage hash the files that they read (`unit_files` of `Stage.functions`), so that no file is read twice.
+Until all units have done so, the name, size and time of each file represent its content. The units' own keys decide
+which of them are done again after a change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from drover.pipeline.storage.store import is_url
 HASHES = ".hashes"
 """In a run folder: a ledger of hashes of files whose size or time is not what a manifest says."""
 LONG_BYTES = 1_000_000_000
-"""So much is not hashed without a word."""
+"""If more bytes than this are to be hashed, a line is printed."""
 HASHING = 4
 """Files hashed at one time."""
 Record = dict[str, Any]
@@ -49,24 +49,25 @@ Stat = os.stat_result | ObjectStat
 class Outside:
     """A stage's outside files as they are now.
 
-    records: of those that are there, with name, path, bytes, mtime_ns and sha256.
-    incomplete: sources of which something that the configuration names is not there.
+    records: those that exist, with name, path, bytes, mtime_ns and sha256.
+    incomplete: sources of which a configured file or glob is missing.
     """
 
     records: list[Record]
     incomplete: frozenset[str] = field(default_factory=frozenset)
 
     def __add__(self, other: Outside) -> Outside:
-        """Both."""
+        """The files of both."""
         return Outside(sorted([*self.records, *other.records], key=lambda record: str(record["name"])),
                        self.incomplete | other.incomplete)
 
     def compared(self, recorded: Iterable[Record], old: Mapping[str, str]) -> dict[str, str]:
-        """sha256 by name, to be compared with `old`, of the time of `recorded`: what is not there is as it was.
+        """sha256 by name, for a comparison with `old`, which was made together with `recorded`. Files of an incomplete
+        source that are missing have their old hash.
 
-        Of a source all of whose globs and files are there still, a file that is gone is left out: that is a change.
+        If all configured globs and files of a source exist, a missing file is left out, and so counts as a change.
         """
-        # Names are relative to the folder that holds all files of a source, which may be another if some are gone.
+        # Names are relative to the folder that holds all files of a source, which may differ if some are missing.
         names = {str(record["path"]): str(record["name"]) for record in recorded}
         files = {name: digest for name, digest in old.items() if name.partition("/")[0] in self.incomplete}
         for record in self.records:
@@ -75,7 +76,7 @@ class Outside:
         return files
 
     def absent(self, recorded: Iterable[Record]) -> list[str]:
-        """Names of the recorded files that are not there any more, where that is no change."""
+        """Names of the recorded files that are missing without counting as a change."""
         there = {record["path"] for record in self.records} | {record["name"] for record in self.records}
         return [record["name"] for record in recorded if _source(record) in self.incomplete
                 and record["path"] not in there and record["name"] not in there]
@@ -86,14 +87,14 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
     """Outside files of a stage now.
 
     Args:
-        find: gives them, as (name, path).
-        known: records, whose hashes are taken where size and time are equal, and otherwise tell in which form a file is
-            to be hashed. One file may have two, in two forms, under two names.
-        remember: hashes are kept for the next time, in the run's folder, and taken from there.
-        strict: all of them have to be there.
+        find: returns them as (name, path).
+        known: records. If size and time are equal, their hashes are taken; otherwise they decide the form of the new
+            hash. One file may have two records, in two forms, under two names.
+        remember: store hashes in the run's folder, and take them from there.
+        strict: all files have to exist.
 
     Raises:
-        UserError: a file cannot be read; with `strict`, one that the configuration names is not there.
+        UserError: a file cannot be read; with `strict`, a configured file is missing.
     """
     incomplete: set[str] = set()
     try:
@@ -129,29 +130,29 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
 
 
 def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
-    """Name, absolute path, bytes and mtime_ns of files, in their order; UserError if one is not there."""
+    """Name, absolute path, bytes and mtime_ns of files, in their order; UserError if one is missing."""
     stats = ordered_map(lambda path: _stat(path, strict=True), [path for _, path in files], batch=512)
     return [{"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": changed_ns(stat)}
             for (name, path), stat in zip(files, stats, strict=True) if stat is not None]
 
 
 def hashed_now(listing: Sequence[Record]) -> list[Record]:
-    """The records with the sha256 of each file, for a stage whose units did not hash what they read."""
+    """The records with the sha256 of each file, for a stage whose units did not hash the files."""
     return [{**record, "sha256": sha256_file(Path(record["path"]))} for record in listing]
 
 
 def listing_digest(listing: Sequence[Record]) -> str:
-    """What stands for the files in the identity of a stage that is begun."""
+    """A digest of names, sizes and times: it represents the files in the identity of a started stage."""
     return sha256_json([_seen(record) for record in listing])
 
 
 def refuse_unread(listing: Sequence[Record], read: Sequence[Record], stage: str) -> None:
-    """UserError if what units read of the files is not what was listed when they began."""
+    """UserError if the files that the units read differ from the listing at their start."""
     known = {str(record["name"]): _seen(record) for record in read}
     other = [str(record["name"]) for record in listing if known.pop(record["name"], None) != _seen(record)]
     if other := [*other, *known]:
         raise UserError(f"{len(other):,} input files were changed while {stage} was reading them "
-                        f"({first_names(other)}), so it is not committed. Run it again: it reads what is there now.")
+                        f"({first_names(other)}), so it is not committed. Run it again: it reads the current files.")
 
 
 def _seen(record: Record) -> list[Any]:
@@ -159,17 +160,17 @@ def _seen(record: Record) -> list[Any]:
 
 
 def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Records for `Work.commit(files=...)` of what all units say they read of each file.
+    """Records for `Work.commit(files=...)`, from what each unit recorded of the files that it read.
 
     Args:
-        inputs: name, path, bytes, mtime_ns; whether the unit read the `whole` file, and then its sha256 as the one of
-            `digests`; otherwise `start` of its range, and `digests` of the blocks that begin in it.
+        inputs: name, path, bytes, mtime_ns. If the unit read the `whole` file, `digests` has its sha256 only. Otherwise
+            `start` is where its range begins, and `digests` are of the blocks that begin in the range.
 
     Returns:
         name, path, bytes, mtime_ns and sha256 (`drover.pipeline.contract.content_hash`) of each file, sorted by name.
 
     Raises:
-        UserError: units saw another size, time or content of one file.
+        UserError: units read different sizes, times or contents of one file.
     """
     of_file: dict[str, list[Mapping[str, Any]]] = {}
     for entry in inputs:
@@ -182,14 +183,14 @@ def gathered(inputs: Sequence[Mapping[str, Any]]) -> list[Record]:
             changed.append(name)
         records.append({**first, "sha256": hashes.pop()})
     if changed:
-        raise UserError(f"{len(changed):,} input files changed while they were read, one unit after another "
-                        f"({first_names(changed)}). Let nobody write to them, and run the stage again: what was read "
-                        f"of them is read anew.")
+        raise UserError(f"{len(changed):,} input files changed between two units that read them "
+                        f"({first_names(changed)}). Make sure that no program writes to them, and run the stage again: "
+                        f"it reads these files again.")
     return records
 
 
 def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The content hashes that the entries of one file amount to: one, if all saw the same."""
+    """The content hashes that the entries of one file result in: one, if all units read the same content."""
     found = {entry["digests"][0] for entry in entries if entry["whole"]}
     if ranges := {entry["start"]: entry["digests"] for entry in entries if not entry["whole"]}:
         digests = [digest for _, own in sorted(ranges.items()) for digest in own]
@@ -200,7 +201,7 @@ def _hashes(entries: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def places(stage: Stage, config: Config) -> dict[str, Any]:
-    """The settings that say where the stage's outside files are, by their full names."""
+    """The settings that name the places of the stage's outside files, by their full names."""
     if not {"files", "unit_files"} & stage.functions.keys():
         return {}
     parts = {part: config.part(part) for part in stage.reads}
@@ -210,13 +211,13 @@ def places(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def changed_places(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
-    """In what two `places` differ."""
+    """The differences of two `places`."""
     return [Difference(f"places.{key}", old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key)]
 
 
 def source_of_place(key: str, config: Config) -> str:
-    """Which files a key of `changed_places` speaks of: the part of their names before the first `/`."""
+    """The source that a key of `changed_places` is about: the part of its files' names before the first `/`."""
     parts = key.split(".")
     if parts[-1] == "init_from":
         return parts[-1]
@@ -229,22 +230,23 @@ def source_of_place(key: str, config: Config) -> str:
 
 
 def _digests(stage: str, files: Mapping[str, Stat], run_folder: Path, remember: bool) -> dict[str, str]:
-    """The hash of each file, by its path; of one whose path has OF_BLOCKS before it, that of its blocks. With
-    `remember`, hashes of the same size and time are taken from the run's ledger, and others are noted there at once."""
+    """The hash of each file, by its path. If OF_BLOCKS precedes the path, it is the hash of the file's blocks. With
+    `remember`, hashes of files with equal size and time are taken from the run's ledger, and new ones are added to it
+    immediately."""
     keys = {path: f"{stat.st_size} {changed_ns(stat)}" for path, stat in files.items()}
     ledger = Ledger(run_folder / HASHES)
     known = dict[str, str]()
     if remember and files:
-        with suppress(OSError):  # the run may be another user's
+        with suppress(OSError):  # the run may belong to another user
             known = ledger.found(keys)
     todo = [path for path in files if path not in known]
     if remember and (size := sum(files[path].st_size for path in todo)) > LONG_BYTES:
-        say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or have another time "
-                   f"than when they were read")
+        say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or were modified since they "
+                   f"were read")
     for path, digest in zip(todo, ordered_map(_hashed, todo, HASHING), strict=True):
         known[path] = digest
         if remember and run_folder.is_dir():
-            with suppress(OSError):  # the run may be another user's
+            with suppress(OSError):  # the run may belong to another user
                 ledger.add(path, keys[path], digest, durable=False)
     return known
 
@@ -252,7 +254,7 @@ def _digests(stage: str, files: Mapping[str, Stat], run_folder: Path, remember: 
 def _same(record: Record | None, stat: Stat) -> bool:
     try:
         return record is not None and (record["bytes"], record["mtime_ns"]) == (stat.st_size, changed_ns(stat))
-    except (KeyError, TypeError):  # torn
+    except (KeyError, TypeError):  # a damaged record
         return False
 
 
@@ -261,7 +263,7 @@ def _source(record: Record) -> str:
 
 
 def _stat(path: InputFile, strict: bool) -> Stat | None:
-    """None for a file that is not there."""
+    """Size and times of a file; None if it is missing."""
     try:
         return path.stat()
     except FileNotFoundError as error:
@@ -273,7 +275,7 @@ def _stat(path: InputFile, strict: bool) -> Stat | None:
 
 
 def _hashed(key: str) -> str:
-    """The hash of the file that a key of `_digests` names, in the form that it asks for."""
+    """The hash of the file that a key of `_digests` names, in the form that the key requires."""
     path = key.removeprefix(OF_BLOCKS)
     try:
         return content_hash(path if is_url(path) else Path(path), key)

@@ -1,4 +1,4 @@
-"""Inputs compared with what was committed of them: by their content, in a thread beside the work that reads them."""
+"""Compare the content of inputs with their recorded hashes, in a background thread."""
 
 from __future__ import annotations
 
@@ -17,79 +17,78 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
 
 CHUNK_BYTES = 1 << 22
-"""Read and hashed at once; all the memory that is taken."""
+"""Bytes that are read and hashed at once. The thread takes no other memory."""
 TRIES = 2
-"""A file is read so often before it is said to be damaged: a disk or network may fail once."""
+"""How often a file is read before it counts as damaged: a disk or network may fail once."""
 LEFT_AFTER_S = 60.0
-"""How long the end of a stage waits for a read that does not come back."""
+"""How long the end of a stage waits for a read that hangs."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A file and what it should hold. origin: what is told of it after its path, and what mends it."""
+    """A file and its expected hash. origin, fix: the sentences of an error that follow the path, and say what to do."""
 
     path: Path
     sha256: str
     origin: str
-    mend: str
+    fix: str
 
 
 def committed(folder: Path, records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:
     """Outputs of `stage`, by their records in its manifest."""
     origin = f"is not what the stage {stage} committed"
-    mend = f"Put the right file back, or delete it and run --stage {stage} again, which makes what is missing"
-    return [Expected(folder / record["path"], record["sha256"], origin, mend) for record in records]
+    fix = f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files"
+    return [Expected(folder / record["path"], record["sha256"], origin, fix) for record in records]
 
 
 def outside(records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:
-    """Files from outside of the run, by the records that were made of them when `stage` began."""
-    return [Expected(Path(record["path"]), record["sha256"], f"has other content than when the stage {stage} began",
-                     f"Put back what was there, or run --stage {stage} --force to take what is there now")
+    """Files from outside of the run, by the records that were made of them when `stage` started."""
+    return [Expected(Path(record["path"]), record["sha256"], f"has changed since the stage {stage} started",
+                     f"Restore the old file, or run --stage {stage} --force to use the new one")
             for record in records]
 
 
 def wrong(file: Expected, found: str) -> str:
-    """What is told of a file with another hash."""
-    return (f"{file.path} {file.origin}: sha256 {file.sha256[:12]} -> {found[:12]}. {file.mend}; then the same command "
-            f"goes on.")
+    """The error message of a file with another hash."""
+    return (f"{file.path} {file.origin}: sha256 {file.sha256[:12]} -> {found[:12]}. {file.fix}; then the same command "
+            f"continues.")
 
 
 def refuse_changed(file: Expected) -> None:
-    """UserError if the file is there and holds something else; whoever reads it tells that it is not there."""
+    """UserError if the file exists with other content. If it is missing, the code that reads it reports this."""
     with suppress(FileNotFoundError):
         if (found := sha256_file(file.path)) != file.sha256:
             raise UserError(wrong(file, found))
 
 
 class Pace:
-    """How fast a thread reads: it rests after each second of work, unless somebody waits for it.
+    """How fast a thread reads: it rests in proportion to its work, unless another thread waits for it.
 
     Args:
-        rest: seconds of rest for each of work.
+        rest: seconds of rest for each second of work.
 
     Attributes:
-        hurry: set while somebody waits. over: set when it is to end.
+        hurry: set while another thread waits. over: set when the thread is to end.
     """
 
     def __init__(self, rest: float = 0.0) -> None:
         self.rest, self.hurry, self.over = rest, threading.Event(), threading.Event()
 
     def __call__(self, worked: float) -> bool:
-        """Rest after so many seconds of work; whether to go on."""
+        """Rest after so many seconds of work. Returns whether to continue."""
         if self.rest:
             self.hurry.wait(worked * self.rest)
         return not self.over.is_set()
 
 
 def lowest_priority() -> None:
-    """Give this thread the lowest; a thread has its own on Linux, not everywhere."""
+    """Give this thread the lowest priority, on systems such as Linux where a thread has one."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def compared(file: Expected, pace: Pace) -> str:
-    """What is told of a file that is not what it should be, after it was read several times; "" if it is, or if `pace`
-    says that it is over."""
+    """The error message of a file that is not as expected, after several reads; "" if it is, or if `pace` is over."""
     for attempt in range(TRIES):
         if not (found := _problem(file, pace)) or pace.over.is_set():
             return ""
@@ -99,12 +98,12 @@ def compared(file: Expected, pace: Pace) -> str:
 
 
 class InputCheck:
-    """Hashes files in a thread of the lowest priority, from the start on, until all are done or one is wrong.
+    """Hashes files in a thread of the lowest priority, until all are done or one is wrong. The thread starts at once.
 
-    The page cache is left as it is: what was read once is the first that the kernel drops.
+    The page cache needs no care: the kernel drops pages that were read once before others.
 
     Attributes:
-        problem: what is told of the first file that is not as it should be.
+        problem: the error message of the first file that is not as expected.
     """
 
     def __init__(self, files: Sequence[Expected]) -> None:
@@ -115,18 +114,18 @@ class InputCheck:
         self._worker.close(0.0)  # no others come: the thread ends with them
 
     def wait(self) -> None:
-        """Until all are done or one is wrong."""
+        """Wait until all files are done or one is wrong."""
         self._pace.hurry.set()
         self._worker.wait()
 
     def refuse(self) -> None:
-        """Wait for the end; UserError if a file is not what it should be."""
+        """Wait for the end; UserError if a file is not as expected."""
         self.wait()
         if self.problem:
             raise UserError(self.problem)
 
     def close(self) -> None:
-        """Leave the rest unread, and a read that a disk keeps from ending to itself."""
+        """End the thread without reading the rest. A read that hangs is abandoned."""
         self._pace.over.set()
         self._pace.hurry.set()
         self._worker.close(LEFT_AFTER_S, drop=True)
@@ -140,14 +139,14 @@ def _problem(file: Expected, pace: Pace) -> str:
     try:
         found = _hash(file.path, pace)
     except OSError as error:
-        return f"{file.path} cannot be read: {error.strerror}. {file.mend}; then the same command goes on."
-    except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
-        return f"{file.path} could not be compared with what was committed: {type(error).__name__}: {error}."
+        return f"{file.path} cannot be read: {error.strerror}. {file.fix}; then the same command continues."
+    except Exception as error:  # noqa: BLE001 - if the thread died silently, the file would count as correct
+        return f"{file.path} could not be compared with its recorded hash: {type(error).__name__}: {error}."
     return "" if found in (file.sha256, None) else wrong(file, str(found))
 
 
 def _hash(path: Path, pace: Pace) -> str | None:
-    """Hex sha256 of a file; None where it is over before."""
+    """Hex sha256 of a file; None if `pace` is over before the end."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         began = time.monotonic()

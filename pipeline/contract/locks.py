@@ -1,6 +1,6 @@
-"""Who may work on a stage: locks in the run folder that end with the process that holds them, however it ends.
+"""Locks of stages. A lock is a file in the run folder, and the system releases it when its process ends.
 
-They lie in `.locks/`, not inside the stages' own folders, which `--force` moves away.
+They are in `.locks/`, not in the stages' own folders, because `--force` moves those away.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -21,21 +22,21 @@ from drover.pipeline.core.files import lock_file
 
 LOCKS = ".locks"
 EARLIER_S = 180.0
-"""How long an earlier start of the same submission may go on to hold a stage: on a node that Slurm has
-given up, or where a file system notices late that its process has ended."""
+"""How long to wait for an earlier start of the same submission that holds a stage: it may be on a node that Slurm has
+given up, or its file system may notice late that its process has ended."""
 NETWORK_S = 75.0
-"""Longer than network file systems remember by default that a file was not there."""
+"""Longer than the default time for which network file systems remember that a file is missing."""
 
 
 class StageLock:
-    """The right to work on one stage: for a whole run of it alone, for parts together with other parts.
+    """The right to work on one stage. A process that does the whole stage has it alone; parts share it.
 
-    Starts follow each other: whoever creates this waits until nobody else is about to start. A part keeps others from
-    starting until `begun`, so that what has to be done once is done by the first and found by the rest.
+    Only one process starts at a time: the constructor waits until no other process is starting. A part keeps others
+    from starting until `begun`, so that the first part does what must be done once, and the others find it done.
     """
 
     def __init__(self, folder: Path, stage: str, part: Part | None) -> None:
-        """Take it; UserError if the stage is in use otherwise than by other parts."""
+        """Take it; UserError if the stage is in use, except by other parts."""
         self.folder, self.stage, self.part = folder, stage, part
         starting = _open(folder, f"{stage}.start")
         try:
@@ -51,17 +52,17 @@ class StageLock:
             self._share = self._claim(part)
 
     def alone(self) -> None:
-        """Have the stage for oneself, until `begun`; UserError if other parts are at work."""
+        """Lock the stage exclusively until `begun`; UserError if other parts are at work."""
         _take(self._own, self.folder, self.stage, shared=False)
 
     def begun(self) -> None:
-        """Let other parts work as well."""
+        """Let other parts start and work, too."""
         if self.part is not None:
             _take(self._own, self.folder, self.stage, shared=True)
             self._end_start()
 
     def release(self) -> None:
-        """Give it up."""
+        """Release all locks."""
         for file in (self._start, self._own, self._share):
             if file is not None:
                 file.close()
@@ -71,7 +72,7 @@ class StageLock:
             self._start.close()
 
     def _claim(self, part: Part) -> IO[str] | None:
-        """This part, once; and nobody may be at work who cut the units into another number of parts."""
+        """Lock this part. UserError if it is in use, or if a part of another number of parts is at work."""
         for path in sorted((self.folder / LOCKS).glob(f"{self.stage}.part-*-of-*")):
             if not path.name.endswith(f"-of-{part.count}"):
                 other = lock(self.folder, path.name, f"{self.stage} (cut into another number of parts)")
@@ -81,13 +82,17 @@ class StageLock:
 
 
 def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO[str] | None:
-    """Hold a stage of the run in `folder` until this process ends, however it ends.
+    """Lock a stage of the run in `folder` until the file is closed or this process ends.
 
-    `shared` is for reading the stage: several may read, but nobody rebuilds it meanwhile. None where the file system
-    has no locks, which is said, or where a reader may not write. `what`: the stage in words, if `name` is not that.
+    Args:
+        what: the stage in words, if `name` is not its name.
+        shared: for reading the stage. Several processes may read it at once, and none rebuilds it meanwhile.
+
+    Returns:
+        The open file. None if the file system has no locks (a warning is printed), or if a reader may not write there.
 
     Raises:
-        UserError: somebody else works on the stage (or reads it, for a writer).
+        UserError: another process works on the stage (or reads it, for a writer).
     """
     try:
         file = _open(folder, name)
@@ -98,6 +103,14 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
     return _take(file, folder, what or name, shared=shared)
 
 
+def await_file_system(ready: Callable[[], bool]) -> None:
+    """In a chain of jobs, wait until `ready()`, at most NETWORK_S. It is for files that another node has written: the
+    client of a network file system may remember for a while that a file was missing."""
+    until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+    while not ready() and time.monotonic() < until:
+        time.sleep(1.0)
+
+
 def _open(folder: Path, name: str) -> IO[str]:
     path = folder / LOCKS / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +118,7 @@ def _open(folder: Path, name: str) -> IO[str]:
 
 
 def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[str] | None:
-    """Lock an open file, or change its lock to the other kind; None where there are no locks."""
+    """Lock an open file, or change its lock to the other kind; None if there are no locks."""
     if file is None:
         return None
     until, waited, looks = time.monotonic() + EARLIER_S, False, 0
@@ -116,7 +129,7 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
         except BlockingIOError:
             holder = _holder(file)
             going, looks = _is_earlier_start(holder) or _is_ending(holder), looks + 1
-            # At the first look it may have been killed a moment ago, and not be seen to be on its end yet.
+            # At the first attempt, the holder may have been killed a moment ago and not look like it yet.
             if (looks > 1 and not going) or time.monotonic() > until:
                 file.close()
                 raise UserError(f"The stage {what} of {folder} is in use by {holder}. Wait for it, or stop it first; "
@@ -135,36 +148,35 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
 
 
 def _is_ending(holder: str) -> bool:
-    """Whether a process of this machine that holds a lock is on its end: on a busy one, threads of a killed process may
-    need seconds to go, and the lock goes with the last of them."""
+    """Whether the holder of a lock is a process of this machine that is ending. On a busy machine, threads of a killed
+    process may need seconds to end, and the last of them releases the lock."""
     found = re.match(r"process (\d+) on (\S+?)(,|\s|$)", holder)
     if found is None or found[2] != platform.node():
         return False
     try:
         return Path(f"/proc/{found[1]}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
-        return Path("/proc/self").exists()  # elsewhere nothing is known of it
+        return Path("/proc/self").exists()  # on systems without /proc, nothing is known about it
 
 
 def _is_earlier_start(holder: str) -> bool:
-    """Whether a lock is held by a start of the submission that this process is of (not by another launcher in the same
-    allocation): then it is about to be given up, for they
-    start one after another."""
+    """Whether the holder of a lock is an earlier start of the same submission (not of another launcher in the same
+    allocation). Starts of a submission follow each other, so it is about to end."""
     return bool(_chain()) and f"{_chain()}," in holder
 
 
 def _job() -> str:
-    """How a holder of a lock tells its Slurm job; empty outside of one."""
+    """The Slurm job in the description of a lock's holder; empty outside of a job."""
     return f", Slurm job {os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else ""
 
 
 def _chain() -> str:
-    """How a holder of a lock tells the submission that a launcher started it for."""
+    """The submission in the description of a lock's holder; empty if no launcher started it."""
     return f", chain {os.environ['DROVER_CHAIN']}" if os.environ.get("DROVER_CHAIN") else ""
 
 
 def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = False) -> bool:
-    """`lock_file`; where there are no locks, that is said."""
+    """`lock_file`, with a warning if the file system has no locks."""
     locked = lock_file(file.fileno(), shared=shared, wait=wait)
     if not locked:
         _warn(folder)
@@ -173,8 +185,8 @@ def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = F
 
 @cache
 def _warn(folder: Path) -> None:
-    say("run", f"warning: {folder} is on a file system without locks; do not run a stage, or the same part of one, "
-               f"twice at once")
+    say("run", f"warning: {folder} is on a file system without locks; do not run a stage, or the same part of a stage, "
+               f"twice at the same time")
 
 
 def _holder(file: IO[str]) -> str:

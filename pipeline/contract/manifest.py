@@ -1,4 +1,4 @@
-"""The manifest: written last, it is the commit of a stage, and says what the stage was made of."""
+"""The manifest of a stage. It is written last, which commits the stage, and it records what the stage was made from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 class OutsideFile(TypedDict):
-    """What is always there of the record of a file from outside."""
+    """The required fields of the record of a file from outside of the run."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class OutsideFile(TypedDict):
 
 
 class Drift(TypedDict):
-    """What `--accept-drift` let pass of a stage."""
+    """Differences of a stage that were accepted with `--accept-drift`."""
 
     stage: str
     differences: list[str]
@@ -62,7 +62,7 @@ Identity = Annotated[dict[str, Any], like(Fingerprint)]
 
 @dataclass(frozen=True)
 class Difference:
-    """One field of a fingerprint that is not what it was."""
+    """One field of a fingerprint that has changed."""
 
     key: str
     old: Any
@@ -76,29 +76,29 @@ class Difference:
             return f"input file {name} {change}"
         if kind == "inputs":
             return f"outputs of the stage {name}: {_short(self.old)} -> {_short(self.new)}"
-        if kind == "places":  # of a path its end is what tells
+        if kind == "places":  # not shortened: the end of a path matters
             return f"{name}: {json.dumps(self.old)} -> {json.dumps(self.new)}"
         return f"{name}: {_shown(self.old)} -> {_shown(self.new)}"
 
 
 @dataclass
 class Manifest:
-    """What a finished stage is.
+    """The record of a finished stage.
 
     Attributes:
         stage: its name.
-        fingerprint: identity: `config` (fields that decide the outputs), `inputs` (digest of each needed stage's
+        fingerprint: its identity: `config` (settings that decide the outputs), `inputs` (digest of each needed stage's
             outputs), `files` (sha256 of each outside file).
-        outputs: one record per file: path inside the stage's folder, bytes, sha256, counts; `aside` if it only says
-            where others came from.
+        outputs: one record per file: path inside the stage's folder, bytes, sha256, counts; `aside` if the file only
+            describes where others came from.
         counts: totals of the stage, reconciled.
         config_sha256: hash of the whole resolved configuration.
-        files: outside files with path, bytes, mtime_ns and sha256 (the stat values spare re-hashing).
-        places: the settings that said where those were to be found; not part of identity.
-        drift: differences that `--accept-drift` let pass, here or in a stage before.
-        scratch: files and folders that the stage needed until it was committed, and that are to go.
+        files: outside files with path, bytes, mtime_ns and sha256. Bytes and time spare hashing them again.
+        places: the settings that named the places of those files; not part of the identity.
+        drift: differences that were accepted with `--accept-drift`, in this stage or one before it.
+        scratch: files and folders that the stage needed until its commit, and that are to be removed.
         accepted: fingerprints that `--accept-drift` declared equal to this one.
-        wall_s, started, finished, software, git, code, execution: how it was made; never part of identity.
+        wall_s, started, finished, software, git, code, execution: how it was made; never part of the identity.
     """
 
     stage: str
@@ -122,32 +122,32 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of what the stage's outputs are: their paths and contents, however they came about."""
+        """Hash of the paths and contents of the stage's outputs."""
         return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs))
 
     def write(self, folder: Path) -> None:
-        """Commit: the manifest appears atomically, after everything it speaks of."""
+        """Commit the stage: write the manifest atomically, after all outputs."""
         write_sealed(folder / MANIFEST, asdict(self))
 
     def left_scratch(self, folder: Path) -> list[Path]:
-        """What is to go from the stage's folder, and is there."""
+        """Scratch files and folders that still exist in the stage's folder."""
         return [path for name in self.scratch if os.path.lexists(path := folder / name)
                 and folder.resolve() in path.resolve().parents]
 
     def remove_scratch(self, folder: Path) -> list[str]:
-        """Remove what is to go; the names of what there was. OSError if that fails."""
+        """Remove the scratch files and folders. Returns the names of those that existed; OSError if that fails."""
         left = self.left_scratch(folder)
         for path in left:
             remove(path)
         return [path.name for path in left]
 
     def missing_outputs(self, folder: Path) -> list[str]:
-        """Outputs that are gone or have another size, as sentences."""
+        """Messages about outputs that are missing or have another size."""
         return [problem for problem in problems_of(folder, self.outputs) if problem]
 
 
 def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:
-    """UserError unless an output record in the manifest of a stage is of a kind (`typed`)."""
+    """UserError unless an output record in the manifest of a stage has the fields of `kind` (see `typed`)."""
     try:
         typed(record, kind)
     except ValueError as error:
@@ -156,7 +156,7 @@ def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in a stage's folder, or None; UserError if it is not one that this version wrote."""
+    """The manifest in a stage's folder, or None; UserError if it is damaged or of another version's format."""
     return read_record(folder / MANIFEST, Manifest, "Use another run name, or --force to rebuild it.", FORMAT)
 
 

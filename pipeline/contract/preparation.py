@@ -1,4 +1,4 @@
-"""What the state of a stage allows: to begin it, to go on, to serve it as it is, to make it again, or to refuse."""
+"""Decide from the state of a stage whether to start it, continue, keep its outputs, rebuild it or refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drover.pipeline.core.console import first, say
 from drover.pipeline.core.errors import UserError
 
 MAY_CHANGE = tuple(f"config.model.{name}" for name in POSITIONS)
-"""What another value of leaves a checkpoint's weights and moments what they are."""
+"""Settings that may change under a checkpoint: its weights and optimizer state stay valid."""
 
 
 def is_leader() -> bool:
@@ -27,19 +27,19 @@ def is_leader() -> bool:
 
 
 def forced(run: Run, name: str, options: argparse.Namespace) -> bool:
-    """Whether the stage is to be started afresh: the first time that this is asked under an ID."""
+    """Whether to start the stage from scratch: with `--force`, or with a `--force-id` that is new to the stage."""
     again = options.force_id is not None and sound_start(run.own_folder(name)).force_id != options.force_id
     return options.force or again
 
 
 def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work | None:
-    """Decide what the state of the stage allows; None if nothing is to be done."""
+    """Decide what to do about the stage. Returns its work; None if there is nothing to do."""
     if forced(run, name, options):
-        return _start_afresh(run, name, options, part)
+        return _start_from_scratch(run, name, options, part)
     state = run.state(name)
     if state.kind == "to do" and state.differences and "renews" not in STAGES[name].functions:
         _tell_lost_units(run, name, state)
-        return _start_afresh(run, name, options, part)
+        return _start_from_scratch(run, name, options, part)
     drift: list[dict[str, Any]] = _earlier_drift(run, name) if state.kind == "partial" else []
     if state.kind == "done":
         report_done(run, name)
@@ -53,7 +53,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
             return None
         _refuse_mixing(run, name, state)
         drift = [*_earlier_drift(run, name), accepted]
-    fingerprint = run.fingerprint(name)  # refuses absent files before anything is withdrawn
+    fingerprint = run.fingerprint(name)  # refuses missing files before the manifest is removed
     if state.kind == "partial":
         tell_changed_files(run, name)
     if state.kind == "partial" and state.differences:
@@ -61,35 +61,34 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
     if state.kind == "stale":
         _withdraw(run, name)
     if state.kind == "damaged":
-        _mend(run, name, state)
+        _repair(run, name, state)
     return begin(run, name, fingerprint, drift, part, options.force_id)
 
 
 def _tell_lost_units(run: Run, name: str, state: State) -> None:
-    """Say, of a stage that refused what it was given and is now asked for otherwise, what goes with that."""
+    """Print how many finished units are lost, if the stage refused its input before and its settings have changed."""
     if (units := finished_units(run.own_folder(name))):
-        say(name, f"could not use what it was given before, and is asked for otherwise now: "
-                  f"{first([str(difference) for difference in state.differences])}. It starts afresh; finished units "
-                  f"that are removed: {units:,}")
+        say(name, f"could not use its input before, and its settings or input have changed: "
+                  f"{first([str(difference) for difference in state.differences])}. It starts from scratch; finished "
+                  f"units that are removed: {units:,}")
 
 
-def _start_afresh(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
+def _start_from_scratch(run: Run, name: str, options: argparse.Namespace, part: Part | None) -> Work:
     keep = STAGES[name].checkpoints
-    # Evaluations first: they are of the checkpoints, and must not be taken for those of new ones after a kill here.
+    # Evaluations first: they belong to the old checkpoints. After a kill here they must not count for new ones.
     for old in (*([run.folder / EVALUATIONS] if keep else []), run.own_folder(name)):
         if (aside := set_aside(old, keep=keep)) is not None:
             say(name, f"the old outputs are kept in {aside}")
     if name in before(["report"]):
-        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it tells of more than the outputs
-    run.forget_files(name)  # hashes that were recorded went with the outputs: what is read now is what counts
+        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it shows more than the outputs
+    run.forget_files(name)  # the recorded hashes were removed with the outputs: hash the current files
     work = begin(run, name, run.fingerprint(name), [], part, options.force_id)
     work.afresh = True
     return work
 
 
 def _renew(run: Run, name: str, state: State) -> None:
-    """A finished stage is to be made with another fingerprint that it may take: say so, and let the report, which
-    tells of it, be made again."""
+    """Print what has changed for a finished stage that may take another fingerprint, and have the report made again."""
     for difference in state.differences:
         say(name, f"changed: {difference}")
     _withdraw(run, name)
@@ -98,33 +97,35 @@ def _renew(run: Run, name: str, state: State) -> None:
 
 
 def tell_changed_files(run: Run, name: str) -> None:
-    """Say, of a stage that goes on, which of the files that its units read have changed since it was begun."""
+    """For a stage that continues, print that files of its units have changed since its start."""
     if (changed := run.files_changed_since_begun(name)):
-        say(name, f"{changed}; what was read of them is read again")
+        say(name, f"{changed}; these files are read again")
 
 
 def report_done(run: Run, name: str) -> None:
+    """Print that the stage is up to date, and a warning if its code has changed."""
     origin = f", reused from {run.stage_folder(name)}" if run.is_reused(name) else ""
     say(name, f"up to date{origin}")
     if changed := run.changed_code(name):
-        say(name, f"warning: made by other code than is here now ({first(changed)}); --force rebuilds it")
+        say(name, f"warning: the code has changed since ({first(changed)}); --force rebuilds it")
 
 
 def _refuse_mixing(run: Run, name: str, state: State) -> None:
-    """Only from a checkpoint can a stage go on under other settings, and not with another network."""
+    """UserError unless the stage has checkpoints of the same network: then it may continue with other settings."""
     if not STAGES[name].checkpoints:
-        raise UserError(f"{name} was only begun with the old settings, and outputs of two settings must not be "
-                        f"mixed in one stage. Use --force to start it afresh.\n{run.refusal(name, state)}")
+        raise UserError(f"{name} was started with the old settings and is not finished, and outputs of two settings "
+                        f"must not be mixed in one stage. Use --force to start from scratch.\n"
+                        f"{run.refusal(name, state)}")
     shape = [str(difference) for difference in state.differences
              if difference.key.startswith("config.model.") and not difference.key.startswith(MAY_CHANGE)]
     if shape:
-        raise UserError(f"A checkpoint of one network cannot go on as another: {'; '.join(shape)}. Use --force to "
-                        f"start again, or name=<another>. (To extend the context, "
-                        f"{', '.join(POSITIONS)} alone may change.)")
+        raise UserError(f"A checkpoint cannot continue as another network: {'; '.join(shape)}. Use --force to start "
+                        f"from scratch, or name=<another>. (To extend the context, only {', '.join(POSITIONS)} may "
+                        f"change.)")
 
 
 def _prolongs(run: Run, name: str) -> bool:
-    """Whether a finished stage is asked for more than it has done: then it goes on."""
+    """Whether a finished stage is to continue, since its settings ask for more than it has done."""
     manifest = run.manifest(name)
     return manifest is not None and STAGES[name].goes_on(run.config, manifest.counts)
 
@@ -135,18 +136,18 @@ def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:
 
 
 def _withdraw(run: Run, name: str) -> None:
-    """Make a finished stage an unfinished one; its outputs stay."""
+    """Make a finished stage unfinished; its outputs stay."""
     for record in (MANIFEST, STATE, PROGRESS):
         (run.own_folder(name) / record).unlink(missing_ok=True)
 
 
 def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str, Any]) -> None:
-    """Serve a finished stage although it was made of something else, and leave the trace in its manifest."""
+    """Accept a finished stage although its settings or inputs have changed, and record the changes in its manifest."""
     manifest = run.finished(name)
     manifest.drift.append(accepted)
     manifest.accepted.append(fingerprint)
     manifest.write(run.stage_folder(name))
-    say(name, "accepted as it is, in spite of:")
+    say(name, "accepted as it is, in spite of these changes:")
     for difference in accepted["differences"]:
         say(name, f"  {difference}")
     for later in STAGES:
@@ -155,13 +156,14 @@ def _accept(run: Run, name: str, fingerprint: dict[str, Any], accepted: dict[str
             made.drift.append(accepted)
             made.write(run.own_folder(later))
     if name in before(["report"]):
-        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it has to tell of this: it is made again
+        (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it is made again, to show the changes
 
 
-def _mend(run: Run, name: str, state: State) -> None:
-    """A finished stage lost an output: withdraw its manifest, so that what is missing is made again."""
+def _repair(run: Run, name: str, state: State) -> None:
+    """Remove the manifest of a finished stage that lost an output, so that it is made again."""
     if run.is_reused(name):
-        raise UserError(f"The reused stage {name} is damaged: {'; '.join(state.reasons[:5])}. Mend that run first.")
+        raise UserError(f"The reused stage {name} is damaged: {'; '.join(state.reasons[:5])}. Repair that run first: "
+                        f"run its stage {name} again.")
     for reason in state.reasons[:5]:
         say(name, f"damaged: {reason}; making it again")
     _withdraw(run, name)

@@ -1,4 +1,4 @@
-"""The run folder and the state of each stage in it. Which outputs may be trusted is decided here alone."""
+"""The run folder and the state of each stage in it. Only this module decides which outputs are valid."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from drover.pipeline.contract.external_inputs import (
 from drover.pipeline.contract.manifest import MANIFEST, Difference, Manifest, differences, read_manifest
 from drover.pipeline.contract.stages import REPOSITORY, STAGES, Stage, before
 from drover.pipeline.contract.start_record import STARTED, read_start
-from drover.pipeline.contract.tasks import finished_units, identity_key, marked_parts
+from drover.pipeline.contract.tasks import finished_units, marked_parts
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_told, listed
-from drover.pipeline.core.files import sha256_file
+from drover.pipeline.core.files import sha256_file, sha256_json
 
-KEEPS = "will be made as asked now; what still fits of its results is kept"
+KEEPS = "will be made with the current settings; results that still fit are kept"
 Kind = Literal["done", "to do", "partial", "damaged", "stale", "waiting"]
 
 
 @dataclass(frozen=True)
 class State:
-    """What is to be thought of a stage's folder.
+    """Status of a stage's folder.
 
-    kind: `done`; `to do`; `partial` (begun, can be continued); `damaged` (an output is gone: only that is redone);
-        `stale` (made of something else than what is asked now); `waiting` (a stage before it is not done).
-    differences: for `stale`, what differs; for `to do`, from an attempt that refused its own input.
-    reasons: sentences that say more. begun_only: for `stale`, whether it was merely begun, not finished.
+    kind: `done`; `to do`; `partial` (started, can continue); `damaged` (an output is missing: only that is made again);
+        `stale` (settings or inputs have changed); `waiting` (a stage before it is not done).
+    differences: for `stale`, what has changed; for `to do`, what has changed since an attempt that refused its input.
+    reasons: sentences with details. begun_only: for `stale`, whether the stage was started but not finished.
     """
 
     kind: Kind
@@ -67,7 +67,7 @@ class Run:
 
     @cached_property
     def reused(self) -> Run | None:
-        """The run named by `reuse:`, as it was configured; UserError if there is none."""
+        """The run named by `reuse:`, with its own configuration; UserError if there is no run."""
         if self.config.reuse is None:
             return None
         folder = reused_folder(self.folder, self.config.reuse)
@@ -75,7 +75,7 @@ class Run:
             raise UserError(f"reuse: {folder} holds no run (no config.yaml there). Give the folder of a run whose "
                             f"{', '.join(name for name, stage in STAGES.items() if stage.reusable)} are finished.")
         if self.folder.resolve() in _reuse_chain(folder):
-            raise UserError(f"reuse: {folder} is, or reuses, this very run ({self.folder}). Leave reuse= out, or give "
+            raise UserError(f"reuse: {folder} is, or reuses, this same run ({self.folder}). Leave reuse= out, or give "
                             f"this run another name=.")
         return run_in(folder)
 
@@ -92,7 +92,7 @@ class Run:
         return elsewhere if self._manifest_in(elsewhere) is not None else own
 
     def is_reused(self, stage: str) -> bool:
-        """Whether the stage's outputs are taken from another run."""
+        """Whether the stage's outputs come from another run."""
         return self.stage_folder(stage) != self.own_folder(stage)
 
     def manifest(self, stage: str) -> Manifest | None:
@@ -100,13 +100,13 @@ class Run:
         return self._manifest_in(self.stage_folder(stage))
 
     def _manifest_in(self, folder: Path) -> Manifest | None:
-        """The manifest in a stage's folder. One that was read before and is the same file still is not parsed again:
-        it may have a hundred thousand outputs, and is asked for a dozen times."""
+        """The manifest in a stage's folder. It is parsed again only if the file has changed: it may have a hundred
+        thousand outputs, and one start needs it a dozen times."""
         try:
             with open(folder / MANIFEST, "rb") as file:  # network file systems ask their server when a file is opened
                 found = os.fstat(file.fileno())
         except OSError:
-            return read_manifest(folder)  # None, or what there is to say
+            return read_manifest(folder)  # None, or an error
         which = (found.st_ino, found.st_size, found.st_mtime_ns)
         known = self._manifests.get(folder)
         if known is None or known[0] != which:
@@ -117,11 +117,11 @@ class Run:
         return known[1]
 
     def forget_manifests(self) -> None:
-        """Give the memory back; who asks for one reads it again."""
+        """Free the memory of parsed manifests; they are read again when they are needed."""
         self._manifests.clear()
 
     def finished(self, stage: str) -> Manifest:
-        """The manifest of a finished stage; UserError where there is none."""
+        """The manifest of a finished stage; UserError if there is none."""
         manifest = self.manifest(stage)
         if manifest is None:
             raise UserError(f"The stage {stage} of {self.folder} is not done. Run it first "
@@ -129,9 +129,10 @@ class Run:
         return manifest
 
     def fingerprint(self, stage: str) -> dict[str, Any]:
-        """The identity that the stage would have now, were it begun; UserError if a stage before it is not done.
+        """The identity that the stage would have if it started now; UserError if a stage before it is not done.
 
-        Of files that its units read, a digest of their list stands in it; their hashes once they have been read.
+        It contains the hashes of outside files, but for files that units read only a digest of their list. The units
+        add the hashes.
         """
         by_units, files = all_told(lambda: self.listing(stage), lambda: self.files(stage))
         listing = {"listing": listing_digest(by_units)} if "unit_files" in STAGES[stage].functions else {}
@@ -140,63 +141,63 @@ class Run:
                 "files": {record["name"]: record["sha256"] for record in files}, **listing}
 
     def listing(self, stage: str) -> list[Record]:
-        """Name, path, bytes and mtime_ns of the outside files that the stage's units read, as this process first saw
-        them; UserError if one is not there."""
+        """Name, path, bytes and mtime_ns of the outside files that the stage's units read, as this process first found
+        them; UserError if one is missing."""
         if stage not in self._listings:
             self._listings[stage] = listed_files(STAGES[stage].input_files(self.config, "unit_files"))
         return self._listings[stage]
 
     def files(self, stage: str) -> list[Record]:
-        """The stage's outside files that are hashed before it begins, with name, path, bytes, mtime_ns and sha256;
-        UserError if one is not there.
+        """The stage's outside files that are hashed before it starts, with name, path, bytes, mtime_ns and sha256;
+        UserError if one is missing.
 
-        A file whose path, size and modification time are those of the manifest, or of the start record of a stage
-        that is not finished, is not hashed again.
+        A file is not hashed again if its path, size and modification time equal those in the manifest (or, for an
+        unfinished stage, in the start record).
         """
         return self._look(stage, "files", strict=True).records
 
     def forget_files(self, stage: str) -> None:
-        """Look at the stage's outside files anew when they are asked for next."""
+        """Forget the stage's outside files, so that the next call looks at them again."""
         self._known_files = {key: found for key, found in self._known_files.items() if key[0] != stage}
         self._listings.pop(stage, None)
 
     def absent_files(self, stage: str) -> list[str]:
-        """Names of outside files that a finished stage read and that are not there any more. That is no change."""
+        """Names of outside files that a finished stage read and that are missing now. They count as unchanged."""
         manifest = self.manifest(stage)
         return self._outside(stage).absent(manifest.files) if manifest and manifest.files else []
 
     def absences(self, stages: list[str]) -> list[str]:
-        """What there is to say of files that the finished ones of `stages` read and that are not there any more."""
+        """Messages about files that finished stages among `stages` have read and that are missing now."""
         found = {stage: self.absent_files(stage) for stage in stages}
         return [f"{len(names):,} of the files that the stage {stage} read "
-                f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); what was made of them is "
-                f"used as it was recorded"
+                f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); the outputs made from them "
+                f"are still used"
                 for stage, names in found.items() if names]
 
     def _outside(self, stage: str) -> Outside:
-        """The outside files of a stage that is finished, both kinds."""
+        """The outside files of a finished stage, of both kinds."""
         return self._look(stage, "files") + self._look(stage, "unit_files")
 
     def _look(self, stage: str, kind: str, *, strict: bool = False) -> Outside:
-        """The stage's outside files of one kind, looked at once; those that its units read (`unit_files`) are only
-        hashed to be compared with what they read."""
+        """The stage's outside files of one kind; the result is kept. Files that its units read (`unit_files`) are only
+        hashed here to compare them with the units' hashes."""
         manifest = self.manifest(stage)
         key = stage, kind, strict or manifest is None
         if key not in self._known_files:
             made = manifest or read_start(self.own_folder(stage))
-            STAGES[stage].function(kind)  # one that cannot be imported must not pass for files that are gone
+            STAGES[stage].function(kind)  # raise here if it cannot be imported: this must not count as missing files
             self._known_files[key] = look(
                 stage, partial(STAGES[stage].input_files, self.config, kind), made.files if made else [],
                 run_folder=self.folder, remember=manifest is not None, strict=key[2])
         return self._known_files[key]
 
     def state(self, stage: str) -> State:
-        """Whether the stage is done, to do, or not to be trusted. Reads only; never hashes unchanged files."""
+        """Whether the stage is done, to do, or not valid. Only reads, and never hashes unchanged files."""
         folder, spec = self.stage_folder(stage), STAGES[stage]
         manifest = self._manifest_in(folder)
         absent = [need for need in spec.needs if self.manifest(need) is None]
         if absent:
-            # What is gone may come back as it was (a killed repair, a deleted folder): then this stage is done.
+            # The missing stage may come back unchanged (a killed repair, a deleted folder): then this stage is done.
             changed = self.changed(stage, only_settings=True)
             return State("stale", changed) if changed else State("waiting", reasons=[f"for {', '.join(absent)}"])
         if manifest is not None:
@@ -217,33 +218,33 @@ class Run:
         changed = differences(before, now)
         if changed and spec.may_renew(before, now):
             return State("partial", changed, reasons=[KEEPS])
-        # A stage that renews what it has keeps the rest of it.
+        # A stage that may renew its results keeps the others.
         nothing_lost = started.unusable or (started.failed and (
             "renews" in spec.functions or not finished_units(folder)))
         if changed and nothing_lost and not spec.checkpoints:
-            return State("to do", changed, reasons=["refused its input before; starts afresh with the new"])
+            return State("to do", changed, reasons=["refused its input before; starts from scratch with the new one"])
         if changed:
             return State("stale", changed, begun_only=True)
         other = self.files_changed_since_begun(stage)
         return State("partial", reasons=["will continue" + (f"; {other}" if other else "")])
 
     def files_changed_since_begun(self, stage: str) -> str:
-        """That the files which the stage's units read are not those of when it was begun; empty if they are."""
+        """A message if the files that the stage's units read have changed since its start; empty if not."""
         started = read_start(self.own_folder(stage))
         before = started.fingerprint.get("listing") if started else None
         return "" if before is None or before == listing_digest(self.listing(stage)) else \
-            "some of its input files are new, gone or changed since it was begun"
+            "some of its input files are new, missing or changed since it was started"
 
     def begun_drift(self, stage: str) -> list[dict[str, Any]]:
-        """The drift that was accepted for a stage that is begun and not finished."""
+        """The accepted differences of a stage that is started and not finished."""
         started = read_start(self.own_folder(stage))
         return started.drift if started else []
 
     def changed(self, stage: str, *, only_settings: bool = False) -> list[Difference]:
-        """In what a finished stage differs from what is asked for now: settings, stages before it, outside files.
+        """How settings, earlier stages and outside files differ from those that a finished stage was made from.
 
-        What is not there any more (raw text, a stage before it) has not changed; where the settings name another place
-        for it, they have. [] for a stage that is not finished.
+        Missing raw text or a missing earlier stage counts as unchanged, unless the settings name another place for it.
+        [] for a stage that is not finished.
         """
         manifest = self.manifest(stage)
         if manifest is None:
@@ -258,8 +259,8 @@ class Run:
         return found
 
     def fingerprint_of_finished(self, stage: str) -> dict[str, Any]:
-        """The identity that a finished stage would have now, what is not there any more being as it was; and where
-        its outside files are looked for."""
+        """The identity that a finished stage would have now, with the places of its outside files. Missing files and
+        stages keep their recorded hashes."""
         manifest = self.finished(stage)
         return {**self._compared(stage, manifest, manifest.fingerprint), "places": places(STAGES[stage], self.config)}
 
@@ -268,7 +269,7 @@ class Run:
         outside, now = self._outside(stage), places(STAGES[stage], self.config)
         elsewhere = changed_places(old.get("places") or now, now)
         if not any(difference.key.startswith("files.") for difference in found):
-            # Files that are equal may lie anywhere; those that are not there must not be said to be somewhere else.
+            # Equal files may be at another place. But if files are missing, another configured place is a change.
             elsewhere = [difference for difference in elsewhere
                          if source_of_place(difference.key, self.config) in outside.incomplete]
         return elsewhere + found
@@ -283,16 +284,16 @@ class Run:
         return {part: identity(self.config.part(part)) for part in STAGES[stage].reads}
 
     def refuse_stale_inputs(self, stage: str, *, files: bool = True) -> None:
-        """UserError if a stage that this one is made of, directly or not, was made of something else than is asked for.
+        """UserError if a stage that this one needs, directly or not, is stale.
 
-        files: also look at what those stages read, which one process does for all.
+        files: also compare the files that those stages read; one process does this for all.
         """
         for need in before([stage]):
             if changed := self.changed(need, only_settings=not files):
                 raise self.refusal(need, State("stale", changed))
 
     def changed_code(self, stage: str) -> list[str]:
-        """Source files that differ from those that made the finished stage."""
+        """Source files that have changed since the stage was made."""
         manifest = self.manifest(stage)
         if manifest is None:
             return []
@@ -300,55 +301,54 @@ class Run:
         return sorted(path for path in now.keys() | manifest.code.keys() if now.get(path) != manifest.code.get(path))
 
     def why(self, stage: str) -> str:
-        """All that is known about why the stage is or is not up to date."""
+        """An explanation of why the stage is or is not up to date, with all details."""
         state = self.state(stage)
         lines = [f"{stage}: {state.kind}", *(f"  {reason}" for reason in state.reasons),
                  *(f"  {difference}" for difference in state.differences)]
         if state.kind == "done" and (changed := self.changed_code(stage)):
-            lines.append(f"  made by other code: {', '.join(changed)} (recorded; --force rebuilds)")
+            lines.append(f"  code has changed since: {', '.join(changed)} (recorded; --force rebuilds)")
         return "\n".join(lines)
 
     def refusal(self, stage: str, state: State) -> UserError:
-        """Why a stale stage is not served, and the ways on."""
+        """The error about a stale stage: what has changed, and what the user can do."""
         shown = [str(difference) for difference in state.differences[:12]]
         if len(state.differences) > 12:
             shown.append(f"... and {len(state.differences) - 12} more (drover why {stage})")
-        was = "was begun" if state.begun_only else "was made"
+        was = "was started" if state.begun_only else "was made"
         where = self.stage_folder(stage)
         accepting = "" if state.begun_only and not STAGES[stage].checkpoints else \
-            " --accept-drift to go on with what is there (this leaves its trace in every later manifest),"
+            " --accept-drift to continue with the existing outputs (every later manifest records this),"
         ways = ("change reuse=, or leave it out to make this stage here" if self.is_reused(stage) else
                 f"--force to rebuild it,{accepting} or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
-        return UserError(f"The stage {stage} in {where} {was} with other inputs or settings than are asked for now, "
-                         f"so it is neither served nor overwritten. What differs, old -> new:\n"
-                         f"{listed([*shown])}\nWays on: {ways}.")
+        return UserError(f"The stage {stage} in {where} {was} with other inputs or settings, so it is neither used nor "
+                         f"overwritten. Changes, old -> new:\n{listed([*shown])}\nWays to continue: {ways}.")
 
     def _origin(self, stage: str) -> list[str]:
         return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
 
 
 def done_parts(run: Run, stage: str, parts: int, phase: str) -> set[int]:
-    """Which of `parts` parts of a phase of a stage that is begun are done, with the settings and inputs of now.
+    """Which of `parts` parts of a phase of a started stage are done with the current settings and inputs.
 
-    Of a stage that is to be forced nothing is: its parts go with all else.
+    Do not ask this for a stage that is to be forced: its parts are removed.
     """
     folder = run.own_folder(stage)
     if not marked_parts(folder, parts, phase):
-        return set()  # then nothing need be hashed
+        return set()  # without hashing any file
     try:
-        key = identity_key(run.fingerprint(stage))
+        key = sha256_json(run.fingerprint(stage))
     except UserError:
-        return set()  # a stage before it, or an input file, is gone: the stage itself will say so
+        return set()  # an earlier stage or an input file is missing: the stage itself will report it
     return marked_parts(folder, parts, phase, key)
 
 
 def run_in(folder: Path) -> Run:
-    """The run in a folder, as it is configured there. The folder may have been moved or copied: it, not the name that
-    its configuration was written under, is what the user pointed at. UserError if it holds none.
+    """The run in a folder, with its configuration; UserError if there is none. The folder may have been moved or
+    copied: it decides the run's name and place, not the configuration in it.
 
-    Its plugins are not imported, since anybody may have made the folder: a warning names them once. `config.plugins`
-    of the result are those that this process has imported because the user named them.
+    Its plugins are not imported, because anybody may have made the folder. A warning names them once. `config.plugins`
+    of the result has those that this process has imported because the user named them.
     """
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     config = read_without_plugins(folder / "config.yaml")
@@ -359,8 +359,8 @@ def run_in(folder: Path) -> Run:
 
 
 def reused_folder(run_folder: Path, reuse: str) -> Path:
-    """The folder that `reuse:` of a run means: as it is written, or, where nothing is there, the run of that name
-    beside it, as when both were moved."""
+    """The folder that `reuse:` of a run names. If there is no run in it, the run of that name next to this one: both
+    may have been moved."""
     written = Path(reuse)
     beside = run_folder.absolute().parent / written.name
     moved = not (written / "config.yaml").is_file() and (beside / "config.yaml").is_file()
@@ -368,15 +368,15 @@ def reused_folder(run_folder: Path, reuse: str) -> Path:
 
 
 def code_hashes(stage: Stage, config: Config | None = None) -> dict[str, str]:
-    """sha256 of each source file that makes the stage's outputs, by path in the repository; and by module, of plugins,
-    which may take part in any stage, and with a configuration of what it names from outside."""
+    """sha256 of each source file that makes the stage's outputs, by its path in the repository. Also of plugins, which
+    may take part in any stage, by module; and, with a configuration, of the modules that it names."""
     own = {path.as_posix(): sha256_file(REPOSITORY / path) for path in stage.source_files()}
     outside = loaded_plugins() | (stage.call("outside_code", config, otherwise={}) if config else {})
     return own | {module: sha256_file(path) for module, path in sorted(outside.items())}
 
 
 def _reuse_chain(folder: Path) -> list[Path]:
-    """The run in `folder` and those that it takes stages from, resolved."""
+    """The folders of the run in `folder` and of the runs that it takes stages from, resolved."""
     chain: list[Path] = []
     while (here := folder.resolve()) not in chain:
         chain.append(here)

@@ -19,7 +19,7 @@ from drover.pipeline.config.loading import config_hash, save_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.external_inputs import hashed_now, places, refuse_unread
 from drover.pipeline.contract.input_check import Expected, InputCheck, committed, outside
-from drover.pipeline.contract.locks import NETWORK_S
+from drover.pipeline.contract.locks import await_file_system
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
@@ -34,7 +34,6 @@ from drover.pipeline.contract.tasks import (
     Record,
     ShareDone,
     Unit,
-    identity_key,
     unit_keys,
     with_outputs,
 )
@@ -42,7 +41,7 @@ from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.console import ProgressBar, duration, first, say
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed
+from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed, sha256_json
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
             "safetensors", "webdataset", "datasets", "lm_eval", "deepspeed", "orjson", "rensa", "ftfy",
@@ -51,14 +50,14 @@ PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizer
 
 @dataclass
 class Work:
-    """What a stage's body is given: its configuration, inputs and folder, and how to do units and commit.
+    """The argument of a stage's body: its configuration, inputs and folder, and methods to do units and to commit.
 
-    With a `part`, only a share of one phase's units is done. asked: what tells the command line from another.
-    phases: those whose units were asked for so far.
-    stop: what asks it to stop. workers: the processes that do its units. last: how the start before this one ended.
-    made: units that this start has finished.
-    afresh: whether it was forced, and so must not take up what earlier work of the stage has left somewhere else.
-    store: torch's, in which rank 0 told the others of this work, if it did; process groups are to meet there too.
+    part: the share of one phase's units that is done; None for the whole stage. asked: a hash of the command line.
+    phases: those whose units were requested so far.
+    stop: requests to stop. workers: the processes that do the units. last: how the start before this one ended.
+    made: how many units this start has finished.
+    afresh: whether the stage was forced, and so must not use what its earlier work has left elsewhere.
+    store: torch's store, if rank 0 has sent this work to other ranks; process groups use it, too.
     """
 
     run: Run
@@ -89,7 +88,7 @@ class Work:
         return self.run.own_folder(self.name)
 
     def say(self, text: str) -> None:
-        """One line of this stage's story."""
+        """Print a line about this stage."""
         say(self.name, text)
 
     def input(self, stage: str) -> tuple[Path, Manifest]:
@@ -98,46 +97,46 @@ class Work:
         return self.run.stage_folder(stage), self.run.finished(stage)
 
     def committed(self, *stages: str, chosen: Callable[[dict[str, Any]], bool] = lambda record: True) -> list[Expected]:
-        """The outputs of stages that this one needs, those whose record is `chosen`, as they were committed."""
+        """The committed outputs of stages that this one needs, if their record is `chosen`."""
         return [file for stage in stages for folder, manifest in [self.input(stage)]
                 for file in committed(folder, [record for record in manifest.outputs if chosen(record)], stage)]
 
     def outside(self) -> list[Expected]:
-        """The stage's outside files, as they were when it began."""
+        """The stage's outside files, as they were at its start."""
         return outside(self.run.files(self.name), self.name)
 
     def listing(self) -> list[dict[str, Any]]:
-        """Name, path, bytes and mtime_ns of the outside files that its units read, as they were when it began."""
+        """Name, path, bytes and mtime_ns of the outside files that its units read, as they were at its start."""
         return self.run.listing(self.name)
 
     def check(self, files: Sequence[Expected]) -> InputCheck:
-        """Hash what is read beside the work: before the commit all of it must be what it was."""
+        """Start to hash inputs in the background. The commit is refused unless all of them are as expected."""
         self.checks.append(InputCheck(files))
         return self.checks[-1]
 
     def refuse_changed_inputs(self) -> None:
-        """UserError if what is read is not what was committed; waits until all that is to be checked was hashed."""
+        """Wait until all checked inputs are hashed; UserError if one of them has changed."""
         for check in self.checks:
             check.refuse()
 
     def do_units(self, phase: str, units: list[Unit], function: Callable[[Path, Any], dict[str, Any]],
                  unit_word: str = "units") -> list[dict[str, Any]]:
-        """Do every unit that is not done yet, in worker processes; the records in the order of `units`.
+        """Do every unit that is not done yet, in worker processes. Returns the records in the order of `units`.
 
         `function(folder, payload)` runs in a worker, writes its outputs atomically and returns a JSON record whose
         `outputs` list holds `output_record`s. The record goes into the ledger in `units/<phase>/`, which commits the
-        unit: after a kill, units whose record matches (same stage identity, same payload, outputs in place) are kept.
-        So all that decides what a unit makes has to be in its payload, as hashes where it is files, or in the identity.
+        unit. After a kill, units with a matching record (same stage identity, same payload, outputs in place) are kept.
+        So the payload or the identity must contain everything that decides what a unit makes, and files as hashes.
 
-        As a part, the stage does its share of its phase's units, and of a phase before that only takes the records.
+        As a part, the stage does its share of its own phase's units. For an earlier phase it only reads the records.
 
         Raises:
-            ShareDone: the stage is run as a part and has now done its share.
-            Stopped: it was asked to stop; units that are finished are kept.
-            UserError: as a part, of a phase before its own something is not done.
+            ShareDone: the stage runs as a part and has done its share.
+            Stopped: there was a request to stop; finished units are kept.
+            UserError: the stage runs as a part, and an earlier phase is not done.
         """
         self.phases.append(phase)
-        # A unit's own key decides whether it is to be read again: that a file of another one changed says nothing.
+        # The listing is left out: a unit must not be done again because a file of another unit has changed.
         identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
         keys = unit_keys(identity, phase, units)
         assert len(keys) == len(units), f"two units of {phase} have one name"
@@ -169,8 +168,8 @@ class Work:
         return [records[unit.name] for unit in units]
 
     def _stopped(self, phase: str, done: int, units: int) -> Stopped:
-        """What is told of a phase that was stopped. Where a job before this one finished no unit either, none ever
-        will in the time that there is."""
+        """Build the error for an interrupted phase. If the previous job finished no unit either, the time limit is too
+        short."""
         last = self.last if self.part is None else read_state(self.folder / PARTS, self.part.word)
         before = last.idle if last is not None and last.again else 0
         idle = 0 if self.made else before + 1
@@ -178,38 +177,35 @@ class Work:
         left = f"{done:,} of {units:,} units of {phase} are done, {units - done:,} are left"
         if hopeless:
             left += (f"; two starts in a row finished none before the time limit. Give the stage more time "
-                     f"(launch.{self.name}.time), or units that take less of it")
+                     f"(launch.{self.name}.time), or make its units smaller")
         return Stopped(f"{self.stop.reason}: {left}", self.stop.again, done, hopeless, idle)
 
     def note_stopped(self, stopped: Stopped) -> None:
-        """Record, for the launcher and for people, that the work was stopped in the middle."""
+        """Record that the work was interrupted, for the launcher and for people."""
         folder, file = (self.folder, STATE) if self.part is None else (self.folder / PARTS, self.part.word)
         with suppress(OSError):
             write_state(folder, "failed" if stopped.hopeless else "preempted", reason=stopped.reason,
                         again=stopped.again and not stopped.hopeless, units=stopped.units, idle=stopped.idle, file=file)
 
     def _refuse_later(self, part: Part, phase: str) -> None:
-        """ShareDone where the body has come to a phase after the part's own, which had no units then."""
+        """ShareDone if the body has come to a phase after the part's own: then its own phase had no units."""
         phases = STAGES[self.name].phases
         if phase in phases and phases.index(phase) > phases.index(part.phase):
             self._leave(part, 0, 0)
 
     def _taken(self, part: Part, ledger: Ledger, phase: str, keys: dict[str, str]) -> list[Record]:
-        """The records of a phase that other parts did."""
-        until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
+        """The records of an earlier phase, whose units other parts have done."""
+        await_file_system(lambda: len(ledger.found(keys)) == len(keys))
         records = ledger.found(keys)
-        while len(records) < len(keys) and time.monotonic() < until:
-            time.sleep(1.0)
-            records = ledger.found(keys)
         if missing := [name for name in keys if name not in records]:
             raise UserError(
-                f"{self.name} cannot begin its phase {part.phase}: of the phase {phase}, {len(missing):,} of "
+                f"{self.name} cannot start its phase {part.phase}: in the phase {phase}, {len(missing):,} of "
                 f"{len(keys):,} units are not done ({first(missing)}). Do them with --part I/N --phase {phase}, or run "
-                f"{self.name} without --part, which does all that is left.")
+                f"{self.name} without --part, which does all remaining units.")
         return [records[name] for name in keys]
 
     def _leave(self, part: Part, units: int, found: int) -> NoReturn:
-        part.mark(self.folder, identity_key(self.fingerprint), {
+        part.mark(self.folder, sha256_json(self.fingerprint), {
             "units": units, "found": found, "wall_s": round(time.monotonic() - self.began, 3), "at": _now(),
             "host": platform.node(), "job": os.environ.get("SLURM_JOB_ID", "")})
         self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
@@ -217,35 +213,34 @@ class Work:
 
     def commit(self, outputs: list[dict[str, Any]], counts: dict[str, Any], *, verified: bool = False,
                files: list[dict[str, Any]] | None = None, scratch: Sequence[Path] = ()) -> Manifest:
-        """Prove the outputs and write the manifest, which makes the stage done.
+        """Verify the outputs and write the manifest, which makes the stage done.
 
         Args:
-            verified: the hashes are of outputs as they were read back when they were written (`output_record`), so that
-                only sizes are compared. Of a unit that an earlier attempt did, that was then: what has flipped since
-                without a change of size is found by the stage that reads it, which hashes what it reads.
-                Otherwise every output is read back now.
-            files: records of what its units read, of a stage with `unit_files` (`external_inputs.gathered`); None:
-                those files are hashed now.
-            scratch: files and folders that are removed once the manifest is there, and with them the records of all
-                phases' units but the last one's, which serve to mend an output that is lost.
+            verified: the hashes come from reading the outputs back when they were written (`output_record`), so only
+                sizes are compared now. For a unit of an earlier attempt that was some time ago. If a bit has flipped
+                since, the next stage finds it, because it hashes its inputs. By default every output is read back now.
+            files: records of the files that its units read, for a stage with `unit_files`
+                (`external_inputs.gathered`). None: these files are hashed now.
+            scratch: files and folders to remove once the manifest exists. The records of units are removed with them,
+                except those of the last phase, with which a lost output is made again.
 
         Raises:
-            UserError: an output is not what was written (failing disk, a second writer), an input that is checked is
-                not what was committed, or a file is not what it was when the stage began.
+            UserError: an output differs from what was written (failing disk, a second writer), a checked input has
+                changed, or a file has changed since the stage's start.
         """
         if self.part is not None:
-            self._leave(self.part, 0, 0)  # no phase of its name has come
+            self._leave(self.part, 0, 0)  # the part's phase had no units
         self.refuse_changed_inputs()
         files = hashed_now(self.listing()) if files is None else files
         refuse_unread(self.listing(), files, self.name)
-        remove_temporary(self.folder)  # also what an orphan of a killed run wrote after this one began
+        remove_temporary(self.folder)  # also files that an orphan of a killed run has written since
         for record in outputs:
             path = self.folder / record["path"]
             if problem := problem_of(path, record, hashed=not verified):
-                if not verified:  # so that the unit that made it is done again; a body that verified has its own way
+                if not verified:  # so that its unit is done again
                     path.unlink(missing_ok=True)
                 raise UserError(f"{problem}: it does not read back as it was written, so {self.name} is not committed. "
-                                f"Check the disk, and that nothing else writes there; then run the stage again.")
+                                f"Check the disk, and that no other program writes there; then run the stage again.")
         manifest = Manifest(
             stage=self.name, fingerprint=self._fingerprint(files), outputs=outputs, counts=counts,
             config_sha256=config_hash(self.config),
@@ -259,15 +254,15 @@ class Work:
             if scratch else []
         manifest.scratch = sorted(path.relative_to(self.folder).as_posix() for path in gone)
         manifest.write(self.folder)
-        with suppress(OSError):  # whoever finds the stage done tries again
+        with suppress(OSError):  # the next call that finds the stage done tries again
             manifest.remove_scratch(self.folder)
-        with suppress(OSError):  # the manifest counts, and whoever finds the stage up to date writes it again
+        with suppress(OSError):  # the manifest counts, and the next call writes the state again
             write_state(self.folder, "done", step=counts.get("steps"))
         self.say(f"done in {duration(manifest.wall_s)}")
         return manifest
 
     def _fingerprint(self, files: list[dict[str, Any]]) -> dict[str, Any]:
-        """The identity of the finished stage: of files, their hashes."""
+        """The identity of the finished stage: hashes of files take the place of the listing."""
         identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
         return {**identity, "files": identity["files"] | {record["name"]: record["sha256"] for record in files}}
 
@@ -279,30 +274,29 @@ class Work:
 
 
 def processes(config: Config) -> int:
-    """Workers to use on this machine; in a Slurm job, on its part of the node."""
-    # Where Slurm binds no process, affinity is the whole node.
+    """How many workers to use on this machine, or in a Slurm job on its part of the node."""
+    # If Slurm does not bind processes, the affinity is the whole node.
     allotted = int(os.environ.get("SLURM_CPUS_ON_NODE") or 0)
     return config.launch.processes or min(usable_cores(), allotted or sys.maxsize)
 
 
 def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str, Any]], part: Part | None = None,
           forced_by: str | None = None) -> Work:
-    """Make the stage's folder ready: clear what killed writers left, record the start and the configuration.
+    """Prepare the stage's folder: remove files of killed writers, record the start and the configuration.
 
     Args:
-        forced_by: the `--force-id`, to be remembered until the stage is set aside.
+        forced_by: the `--force-id`, which the start record keeps.
     """
     work = Work(run, name, fingerprint, drift, part)
     work.folder.mkdir(parents=True, exist_ok=True)
     if part is None:
-        remove_temporary(work.folder)  # a part may not: others may be writing, where there are no locks to tell
+        remove_temporary(work.folder)  # not for a part: without locks, other parts may be writing
     save_config(run.config, run.folder / "config.yaml")
-    chain = os.environ.get("DROVER_CHAIN")  # all its starts count as one piece of work
+    chain = os.environ.get("DROVER_CHAIN")  # all starts of a chain count as one attempt
     before = sound_start(work.folder)
     if chain is not None and chain == before.chain:
         work.started = before.at or work.started
-    # Drift and hashes stand here until the manifest has them: a killed stage must not forget the one, nor compute the
-    # others again.
+    # The start record keeps drift and hashes until the manifest has them, so that they survive a kill.
     StartRecord(fingerprint, work.started, drift, run.files(name), forced_by or before.force_id,
                 chain).write(work.folder)
     if part is None:
@@ -312,17 +306,18 @@ def begin(run: Run, name: str, fingerprint: dict[str, Any], drift: list[dict[str
 
 
 def set_aside(folder: Path, keep: bool) -> Path | None:
-    """Clear a stage's folder for a rebuild; with `keep` it is renamed instead (checkpoints are never deleted)."""
+    """Remove a stage's folder before a rebuild. With `keep` it is renamed instead (checkpoints are never deleted), and
+    the new path is returned."""
     if not folder.exists():
         return None
-    if not keep or {path.name for path in folder.iterdir()} <= {STATE}:  # what was refused from the start left no more
+    if not keep or {path.name for path in folder.iterdir()} <= {STATE}:  # a refused start leaves only this
         shutil.rmtree(folder)
         return None
     return renamed(folder, f"{folder.name}.replaced")
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of Python and the packages that can change outputs, without importing them."""
+    """Versions of Python and of the packages that can change outputs. Does not import them."""
     from importlib import metadata
 
     versions = {"python": platform.python_version()}
@@ -335,8 +330,8 @@ def software_versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the checkout, or of the one this is a copy of, and whether it has changes; empty outside of git."""
-    if (IMPORTED_FROM / SNAPSHOT).is_file():  # under runs/ it may lie inside of a checkout that has gone on since
+    """Commit of the checkout (or of the one that this is a copy of), and whether it has changes; empty without git."""
+    if (IMPORTED_FROM / SNAPSHOT).is_file():  # a copy in runs/ may be inside of a checkout that has changed since
         snapshot = read_json(IMPORTED_FROM / SNAPSHOT)
         return {"commit": snapshot["commit"], "changed": snapshot["changed"]}
 

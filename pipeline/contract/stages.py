@@ -1,6 +1,6 @@
 """The stages in order: what each needs, which settings it reads, which code makes its outputs.
 
-This table is all that the launcher and the run folder know of a stage.
+The launcher and the run folder know a stage only from this table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTED_FROM = Path(drover.__file__).resolve().parents[1]
 """The folder on Python's path that holds `drover`: the repository, or where an installed package or a copy lies."""
 SNAPSHOT = "snapshot.json"
-"""In IMPORTED_FROM, where that is the copy that a submission made: which commit it is of."""
+"""A file in IMPORTED_FROM, if that is the copy of the code that a submission made. It names the commit."""
 
 
 FUNCTIONS = {"files", "unit_files", "outside_code", "renews", "due"}
-"""What a stage may give functions for."""
+"""The functions that a stage may define (see `Stage.functions`)."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +37,34 @@ class Stage:
 
     Attributes:
         needs: stages whose manifests it reads.
-        reads: parts of the configuration that decide its outputs (execution fields in them do not count).
+        reads: parts of the configuration that decide its outputs (execution settings in them do not count).
         ranks: whether it runs as ranks of torch.distributed.
-        ranks_know_outputs: whether rank 0, which alone reads the run folder when it starts, tells the other ranks of
-            the outputs of the stages before, too (`drover.pipeline.contract.telling`): there may be very many.
-        workers: whether its units are done by worker processes (`launch.cpus`), and whether it hears requests to stop
-            between them. A plugin's stage has worker processes also without it.
-        unit_modules: modules of its units' functions that the stage's own file does not import: they are imported once,
+        ranks_know_outputs: whether rank 0, which alone reads the run folder, also sends the other ranks the outputs of
+            the earlier stages (`drover.pipeline.contract.telling`). There may be very many.
+        workers: whether worker processes do its units (`launch.cpus`), and whether it can be stopped between units. A
+            plugin's stage always has worker processes.
+        unit_modules: modules that its units need and that the stage's own file does not import. They are imported once,
             before workers are forked.
-        phases: the phases of its work, in their order, whose units may be shared out among several jobs (`--part`), as
-            `Work.do_units` is called for them; one more call then finishes it. One that has no units is done at once.
-        phases_with: (setting, phases) that have no units where the setting is null.
-        checkpoints: whether it saves checkpoints in its folder. Asked to stop it saves and leaves; the same command
-            goes on from the newest, and may do so under other settings.
-        goal: (setting, count of its manifest) of how far it goes: a finished stage that is asked for more goes on.
+        phases: the phases of its work, in the order of the calls of `Work.do_units`, whose units several jobs may share
+            (`--part`). One more call without `--part` then finishes the stage. A phase without units is done at once.
+        phases_with: (setting, phases): these phases have no units if the setting is null.
+        checkpoints: whether it saves checkpoints in its folder. After a request to stop it saves and exits. The same
+            command continues from the newest checkpoint, even with other settings.
+        goal: (setting, count in its manifest): a finished stage continues if the setting is larger than the count.
         reusable: whether `reuse:` may take it from another run.
-        own_module: the module of a stage that a plugin adds; "" is pipeline.<name>.
-        code: source files and folders (templates too) that make its outputs; a change there is recorded and warned of.
-        functions: what the contract calls, as "module:function", imported when it is called:
+        own_module: the module of a plugin's stage; "" for pipeline.<name>.
+        code: source files and folders (templates too) that make its outputs. If they change, a warning is printed.
+        functions: functions that the contract calls, as "module:function", imported at the call:
 
-            - `files(config)`: input files that no stage made, as (name, path) pairs; they are hashed before it begins.
-            - `unit_files(config)`: those that its units hash while they read them; before, they are only listed. The
-              body commits with records of them (`drover.pipeline.contract.external_inputs.gathered`).
-            - `outside_code(config)`: the source files from outside of Drover that a configuration names, by their
-              modules' names; a change there is recorded and warned of as well.
-            - `renews(old, new)`: of two fingerprints, whether a finished stage may go from one to the other without
-              being forced. Its body keeps each of its results under an identity of its own.
-            - `due(config, folder, manifest)`: what is still to be done although its outputs are made; "" for nothing.
-              Its body then finds the manifest there.
+            - `files(config)`: input files that no stage made, as (name, path) pairs. They are hashed before it starts.
+            - `unit_files(config)`: input files that its units hash while they read them. Before, they are only listed.
+              The body commits with their records (`drover.pipeline.contract.external_inputs.gathered`).
+            - `outside_code(config)`: source files from outside of Drover that a configuration names, by module name. If
+              they change, a warning is printed, too.
+            - `renews(old, new)`: whether a finished stage may change from the old fingerprint to the new one without
+              `--force`. Its body keeps each result under an identity of its own.
+            - `due(config, folder, manifest)`: what is still to do although the outputs are made; "" for nothing. The
+              body then runs while the manifest exists.
     """
 
     name: str
@@ -89,32 +89,31 @@ class Stage:
         return self.own_module or f"drover.pipeline.{self.name}"
 
     def function(self, name: str) -> Callable[..., Any] | None:
-        """One of its `functions`; None where it has none of that name. UserError if it cannot be imported."""
+        """One of its `functions`; None if it has none of that name. UserError if it cannot be imported."""
         return imported(self.functions[name], self.name) if name in self.functions else None
 
     def call(self, name: str, *given: Any, otherwise: Any = None) -> Any:
-        """What one of its `functions` answers; `otherwise` where it has none of that name."""
+        """The result of one of its `functions`; `otherwise` if it has none of that name."""
         function = self.function(name)
         return otherwise if function is None else function(*given)
 
     def input_files(self, config: Config, *kinds: str) -> list[tuple[str, InputFile]]:
-        """Files from outside the run, those of some of the functions `files` and `unit_files` (by default both), as
-        (name, path), sorted by name."""
+        """Files from outside of the run as (name, path), sorted by name. kinds: `files`, `unit_files`, or both."""
         return sorted((found for kind in kinds or ("files", "unit_files")
                        for found in self.call(kind, config, otherwise=())), key=itemgetter(0))
 
     def may_renew(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
-        """Whether the stage that was made with one fingerprint may be made with the other, unforced."""
+        """Whether a stage with the old fingerprint may be made with the new one without `--force`."""
         return bool(self.call("renews", old, new))
 
     def phases_of(self, config: Config) -> list[str]:
-        """The phases that may have units under a configuration."""
+        """The phases that may have units with this configuration."""
         setting, phases = self.phases_with
         return [phase for phase in self.phases
                 if phase not in phases or operator.attrgetter(setting)(config) is not None]
 
     def goes_on(self, config: Config, counts: dict[str, Any]) -> bool:
-        """Whether the finished stage that counted `counts` is asked for more than that."""
+        """Whether the configuration asks for more than the finished stage with these `counts` has done."""
         if self.goal is None:
             return False
         setting, count = self.goal
@@ -176,12 +175,12 @@ STAGES = {stage.name: stage for stage in (
 
 
 def register_stage(stage: Stage) -> None:
-    """Add a stage to the end of the chain: for plugins, at import. Its settings are `stages.<name>` of the
-    configuration, its resources those that `launch` gives to all stages.
+    """Add a stage to the end of the chain. Plugins call this when they are imported. Its settings are `stages.<name>`
+    in the configuration. Its resources are those that `launch` gives to all stages.
 
     Raises:
-        ValueError: the name is taken, it needs a stage or has a function that does not exist, or says no module of its
-            own.
+        ValueError: the name is taken, it needs a stage or has a function that does not exist, or it names no module of
+            its own.
     """
     known = STAGES.get(stage.name)
     if known is not None and known != stage:
@@ -197,9 +196,9 @@ def register_stage(stage: Stage) -> None:
 
 
 def before(stages: list[str], through: list[str] | None = None) -> list[str]:
-    """All stages that `stages` are made of, directly or not, in the chain's order.
+    """All stages that `stages` need, directly or not, in the chain's order.
 
-    With `through`, only paths that lead through those stages are followed.
+    With `through`, only paths through these stages are followed.
     """
     found: set[str] = set()
     frontier = list(stages)

@@ -1,4 +1,4 @@
-"""The record of a stage's start, which stands for its manifest until there is one."""
+"""The record of a stage's start, which is used until there is a manifest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STARTED = "started.json"
 
 @dataclass(frozen=True)
 class StartRecord:
-    """How a stage was begun.
+    """How a stage was started.
 
     Attributes:
         fingerprint, drift, files: as in its manifest.
-        chain: the chain of jobs (`DROVER_CHAIN`) that has last begun it; None outside of one.
-        force_id: what the last `--force-id` that it was begun under said; None if there was none.
-        failed: whether it refused what it was given: then it may start afresh if it has no finished units. unusable:
-            also if it has some.
+        chain: the chain of jobs (`DROVER_CHAIN`) that last started it; None outside of a chain.
+        force_id: the last `--force-id` with which it was started; None if there was none.
+        failed: whether it refused its input. Then it may start from scratch if it has no finished units.
+        unusable: it refused its input, and may start from scratch even if it has finished units.
     """
 
     fingerprint: Identity
@@ -35,17 +35,17 @@ class StartRecord:
     unusable: bool = False
 
     def write(self, folder: Path) -> None:
-        """Put it into a stage's folder."""
+        """Write it into a stage's folder."""
         write_sealed(folder / STARTED, asdict(self))
 
 
 def read_start(folder: Path) -> StartRecord | None:
-    """The start record of the stage in `folder`, None if it was not begun; UserError if it is damaged."""
-    return read_record(folder / STARTED, StartRecord, "Run the stage with --force to start it afresh.")
+    """The start record of the stage in `folder`; None if it was not started; UserError if it is damaged."""
+    return read_record(folder / STARTED, StartRecord, "Run the stage with --force to start from scratch.")
 
 
 def sound_start(folder: Path) -> StartRecord:
-    """The start record; an empty one if there is none, or it is damaged: whoever forces the stage starts it afresh."""
+    """The start record; an empty one if there is none, or if it is damaged: `--force` then starts from scratch."""
     try:
         return read_start(folder) or StartRecord({})
     except UserError:
@@ -53,6 +53,6 @@ def sound_start(folder: Path) -> StartRecord:
 
 
 def change_start(folder: Path, **changes: Any) -> None:
-    """Write the start record with other values, if there is one."""
+    """Change values of the start record, if there is one."""
     if (started := read_start(folder)) and (changed := replace(started, **changes)) != started:
         changed.write(folder)

@@ -1,8 +1,9 @@
-"""How far a stage's attempt came, in `STATE.json`: what the launcher believes instead of exit codes.
+"""The status of a stage's attempt, in `STATE.json`. The launcher relies on it, not on exit codes.
 
-Slurm's exit codes carry no meaning (a killed rank, a cancelled job and a preempted one look alike), so every stage says
-in its folder that it runs, and at its end how it ended. Who finds `running` there after the process is gone knows that
-it crashed. The manifest alone decides whether a stage is done; this record is for going on, and for people.
+Slurm's exit codes do not say what happened: a killed rank, a cancelled job and a preempted one can have the same. So
+every stage writes in its folder that it runs, and finally how it ended. If the file says `running` and there is no
+process, the stage has crashed. Only the manifest decides whether a stage is done. This record is for the decision
+whether to continue, and for people.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from drover.pipeline.core.files import append_line, read_lines, read_record, wri
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
-"""In a run folder: while this file is there, training saves and leaves. Its text is the reason."""
+"""In a run folder: while this file exists, training saves and exits. Its text is the reason."""
 CANCEL = Path("launch") / "cancel"
 """In a run folder: asks the launcher of a run on hosts without Slurm to end."""
 LAUNCHER = "launcher"
 """The lock that such a launcher holds."""
 ATTEMPTS = Path("launch") / "attempts"
-"""In a run folder: what the launcher did, a file per job, one JSON object a line (`log_attempt`). Not one file for all:
-on network file systems lines that several nodes append at once overwrite each other."""
+"""In a run folder: the launcher's actions, a file per job, one JSON object a line (`log_attempt`). There is not one
+file for all jobs, since on network file systems, lines that several nodes append at once overwrite each other."""
 EVALUATIONS = Path("evaluations")
-"""In a run folder: a run folder of its own for each checkpoint that is evaluated beside training."""
+"""In a run folder: a run folder of its own for each checkpoint that is evaluated during training."""
 PROGRESS = "PROGRESS.json"
-"""Beside STATE.json: how far the stage's work is (`Progress`). Only people read it."""
+"""Next to STATE.json: the progress of the stage's work (`Progress`). Only people read it."""
 PROGRESS_EVERY_S = 5.0
 Status = Literal["running", "done", "preempted", "failed"]
 
 
 def is_time(text: str) -> None:
-    """ValueError unless this is a time as ISO 8601 has it, of our age."""
+    """ValueError unless this is a time in ISO 8601, between 1970 and 3000."""
     if not 1970 < datetime.fromisoformat(text).year < 3000:
         raise ValueError(f"{text[:40]!r} is no time")
 
@@ -48,16 +49,16 @@ Time = Annotated[str, is_time]
 
 @dataclass(frozen=True)
 class StageState:
-    """The last word of a stage's attempt.
+    """The status of a stage's attempt.
 
     Attributes:
         step: optimizer steps done and saved, for train.
         reason: why it ended, in words.
-        units: of the phase that was stopped, how many are done, for a stage that is done in units.
-        idle: so many starts in a row were stopped before they finished a unit.
-        again: whether going on at once makes sense: after a time limit yes, after a user's request to stop no.
+        units: how many units of the interrupted phase are done, for a stage with units.
+        idle: how many starts in a row were stopped before they finished a unit.
+        again: whether to continue at once: yes after a time limit, no after a user's request to stop.
         job, restart: Slurm's job id and restart count; empty and 0 outside of Slurm.
-        attempt: which start within the job.
+        attempt: number of the start within the job.
     """
 
     status: Status
@@ -75,8 +76,8 @@ class StageState:
 
 def write_state(folder: Path, status: Status, *, step: int | None = None, reason: str = "",
                 again: bool = False, units: int | None = None, idle: int = 0, file: str = STATE) -> None:
-    """Record how the stage in `folder` stands; for one process of the stage, or for one share of it in a `file` of its
-    own. OSError if it cannot be written."""
+    """Write the status of the stage in `folder`, or of one share of it, which has a `file` of its own. Only one process
+    of the stage may call this. OSError if it cannot be written."""
     write_sealed(folder / file, asdict(StageState(
         status, step, reason, again, units, idle, job=os.environ.get("SLURM_JOB_ID", ""),
         restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0), attempt=int(os.environ.get("DROVER_ATTEMPT") or 0),
@@ -84,7 +85,7 @@ def write_state(folder: Path, status: Status, *, step: int | None = None, reason
 
 
 def read_state(folder: Path, file: str = STATE) -> StageState | None:
-    """The record in a stage's folder; None if there is none, or it is torn (as a full disk leaves it)."""
+    """The record in a stage's folder; None if there is none, or if it is truncated (after a full disk)."""
     try:
         return read_record(folder / file, StageState)
     except UserError:
@@ -98,12 +99,12 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage's work is.
+    """Progress of a stage's work.
 
     Attributes:
-        phase: whose units are counted, for a stage that works in phases.
-        left_s: seconds to the end of what is counted.
-        loss: of the last step, for train; in the file a text where it is no number, as JSON has none for NaN.
+        phase: the phase whose units are counted, for a stage with phases.
+        left_s: seconds until all are done.
+        loss: of the last step, for train. The file has NaN as a text, since JSON has no such number.
     """
 
     done: int
@@ -118,9 +119,10 @@ class Progress:
 
 
 class ProgressRecord:
-    """Keeps PROGRESS.json of the stage in `folder` (None: of none) up to date, every few seconds at most.
+    """Keeps PROGRESS.json of the stage in `folder` up to date, every few seconds at most. Writes nothing if `folder` is
+    None.
 
-    A record that cannot be written is left out: work never waits for it to reach the disk, nor ends because of it.
+    The work never waits until the record is on the disk, and continues if it cannot be written.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -128,13 +130,13 @@ class ProgressRecord:
         self._latest: Progress | None = None
 
     def note(self, progress: Progress) -> None:
-        """Take the place of what was noted before."""
+        """Replace the record, and write it if the last write was long enough ago."""
         self._latest = progress
         if time.monotonic() >= self._next:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was noted last."""
+        """Write the latest record."""
         if self._folder is None or self._latest is None:
             return
         with suppress(OSError):
@@ -143,12 +145,12 @@ class ProgressRecord:
 
 
 def log_attempt(run_folder: Path, event: str, *, job: str, **details: Any) -> None:
-    """Append what the launcher did: `job` (an allocation began), `preflight`, `attempt` (ranks started), `ended`."""
+    """Append an event of the launcher: `job` (allocation started), `preflight`, `attempt` (ranks started), `ended`."""
     append_line(run_folder / ATTEMPTS / f"{job}.jsonl", {"event": event, "at": now(), "job": job, **details})
 
 
 def read_attempts(run_folder: Path) -> list[dict[str, Any]]:
-    """All that `log_attempt` wrote, in order; [] for a run that no launcher logged."""
+    """All events of `log_attempt`, in order; [] for a run without any."""
     found = [event for path in sorted((run_folder / ATTEMPTS).glob("*.jsonl"))
              for event in read_lines(path, Attempt, appended=True)]
     return sorted(found, key=lambda event: str(event["at"]))
@@ -163,7 +165,7 @@ class _Event(TypedDict):
 
 
 class Attempt(_Event, total=False):
-    """What of a line of the launcher's others compute with."""
+    """The fields of a launcher's event that other code uses."""
 
     chain: str
     status: str

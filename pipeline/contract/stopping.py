@@ -1,4 +1,4 @@
-"""Requests to stop a stage that is done in units: a time limit lets units end, a person's request does not."""
+"""Requests to stop a stage with units. Before a time limit, running units may end; a person's request stops them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from types import FrameType
 from typing import Any
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""That a time limit is near: going on at once, in another job, makes sense."""
+"""They warn that a time limit is near. Another job may continue at once."""
 SIGNALS = (signal.SIGTERM, *WARNINGS)
-"""Ctrl-C is Python's own."""
+"""Python itself handles Ctrl-C."""
 GRACE = 0.6
-"""Of the time from the warning to the limit, what units that run may take to end."""
+"""The share of the time between warning and limit in which running units may end."""
 
 
-class Stopped(BaseException):  # no error, and not to be taken for one by who catches those
-    """The stage leaves its body.
+class Stopped(BaseException):  # not an error: `except Exception` must not catch it
+    """The stage leaves its body because of a request to stop.
 
-    reason: in words. again: whether going on at once makes sense. units: how many of the phase are done.
-    hopeless: time after time not one of any phase is finished. idle: so many starts in a row have finished none.
+    reason: in words. again: whether to continue at once. units: how many units of the phase are done.
+    idle: how many starts in a row have finished no unit. hopeless: so many that continuing is useless.
     """
 
     def __init__(self, reason: str, again: bool, units: int | None = None, hopeless: bool = False,
@@ -33,12 +33,12 @@ class Stopped(BaseException):  # no error, and not to be taken for one by who ca
 
 
 class StopRequest:
-    """What this process was asked, between `__enter__` and `__exit__`.
+    """The requests that this process receives between `__enter__` and `__exit__`.
 
     Args:
         warned_s: seconds from the warning to the time limit.
-        signals: that are heard besides SIGNALS.
-        waits: whether the process looks at `heard` by itself, and is never taken out of its work.
+        signals: further signals that count as requests.
+        waits: whether the process only reads `heard`. Then a request never raises `Stopped`.
     """
 
     def __init__(self, warned_s: float = 120.0, signals: tuple[signal.Signals, ...] = (), waits: bool = False) -> None:
@@ -50,7 +50,7 @@ class StopRequest:
         self._waits, self._works = waits, False
 
     def __enter__(self) -> StopRequest:
-        here = threading.current_thread() is threading.main_thread()  # only there can signals be heard
+        here = threading.current_thread() is threading.main_thread()  # only the main thread can handle signals
         self._before = {number: signal.signal(number, self._note) for number in self._signals} if here else {}
         if here:
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
@@ -59,34 +59,34 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         if self._before:
-            # Where a launcher had them blocked, until there was somebody to hear them, they stay so from here on.
+            # A launcher may have blocked the signals until a handler was there. Then they are blocked again.
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @property
     def heard(self) -> bool:
-        """Whether no other unit is to be begun."""
+        """Whether there was a request, so that no other unit may start."""
         return bool(self._asked)
 
     @property
     def over(self) -> bool:
-        """Whether units that run are not to be waited for any more."""
+        """Whether to stop waiting for running units."""
         return time.monotonic() >= self._until
 
     @property
     def reason(self) -> str:
-        """What was asked, in words."""
+        """The names of the signals."""
         return " and ".join(sorted(self._asked))
 
     @property
     def again(self) -> bool:
-        """Whether only a time limit is the reason."""
+        """Whether a time limit is the only reason, so that another job may continue at once."""
         return not self._asked - {number.name for number in WARNINGS}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Others do the units meanwhile, and who waits for them looks at `heard` and `over`."""
+        """A context in which other processes do the units. The caller polls `heard` and `over`; nothing is raised."""
         self._waits = True
         try:
             yield
@@ -95,7 +95,7 @@ class StopRequest:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A unit is done here meanwhile, and left where it is once the request is `over`."""
+        """A context in which this process does a unit. `Stopped` interrupts the unit once the request is `over`."""
         self._works = True
         try:
             yield

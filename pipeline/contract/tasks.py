@@ -1,7 +1,8 @@
-"""Tasks that are done once: the ledger of those that are finished, whoever did them, and the shares of several jobs.
+"""Tasks that are done once, the ledger of finished tasks, and the shares of several jobs.
 
-A task has a name and a key, which is a hash of all that decides its result. It is finished when the ledger has its
-record under that key. A stage's units, the results of an evaluation and the parts of an export are tasks.
+A task has a name and a key. The key is a hash of everything that decides the task's result. A task is finished when the
+ledger has its record under this key. A stage's units, the results of an evaluation and the parts of an export are
+tasks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unit:
-    """A task of a stage: a readable name, and what the worker needs for it."""
+    """A task of a stage: a readable name, and the argument of its function."""
 
     name: str
     payload: Any
@@ -32,12 +33,12 @@ class Unit:
 
 def unit_keys(identity: Mapping[str, Any], phase: str, units: Iterable[Unit]) -> dict[str, str]:
     """The key of each unit: a hash of the stage's identity, the phase and the payload."""
-    before = sha256_json([dict(identity), phase])  # once: it may name a million files
+    before = sha256_json([dict(identity), phase])  # hashed once, because it may name a million files
     return {unit.name: sha256_json([before, unit.payload]) for unit in units}
 
 
 def with_outputs(records: dict[str, Record], folder: Path, say: Callable[[str], None]) -> dict[str, Record]:
-    """Those records whose `outputs` are in the stage's folder, in the size that was recorded."""
+    """The records whose `outputs` exist in the stage's folder and have their recorded sizes."""
     outputs = [(name, output) for name, record in records.items() for output in record.get("outputs", [])]
     problems = problems_of(folder, [output for _, output in outputs])
     lost = {name: problem for (name, _), problem in zip(outputs, problems, strict=True) if problem}
@@ -47,14 +48,14 @@ def with_outputs(records: dict[str, Record], folder: Path, say: Callable[[str], 
 
 
 def finished_units(stage_folder: Path) -> int:
-    """How many units of all phases the stage in a folder has records of."""
+    """How many finished units of all phases are recorded in a stage's folder."""
     return sum(len({name for name, _, _ in Ledger(folder).lines()})
                for folder in (stage_folder / UNITS).glob("*") if folder != stage_folder / PARTS)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One share of several of a phase's units: `index` counts from 0."""
+    """One of `count` shares of a phase's units; `index` counts from 0."""
 
     index: int
     count: int
@@ -62,12 +63,12 @@ class Part:
 
     @classmethod
     def parse(cls, text: str, phase: str) -> Part:
-        """Read `I/N`; UserError if it is not one."""
+        """Parse `I/N`; UserError if the text has another form."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         part = cls(int(found[1]), int(found[2]), phase) if found else cls(0, 0, phase)
         if not part.index < part.count:
-            raise UserError(f"--part {text} is not a part of a whole. Give I/N: I counts from 0 and is less than N, as "
-                            f"in --part 0/4.")
+            raise UserError(f"--part {text} is not a part. Give I/N, for example --part 0/4. I counts from 0 and is "
+                            f"less than N.")
         return part
 
     def __str__(self) -> str:
@@ -79,39 +80,29 @@ class Part:
         return f"{self.index}-of-{self.count}"
 
     def of(self, units: Sequence[T]) -> Sequence[T]:
-        """Every count-th unit: neighbours are alike in size, so the shares are too."""
+        """Every count-th unit. Neighbours have similar sizes, so the shares have, too."""
         return units[self.index::self.count]
 
     @property
     def word(self) -> str:
-        """Name of the file in `PARTS` with the last word of this share (`drover.pipeline.contract.state`)."""
-        return last_word_file(self.phase, self.index, self.count)
+        """Name of the file in `PARTS` with the status of this share (`drover.pipeline.contract.state`)."""
+        return f"{self.phase}.{self.tag}.state.json"
 
     def mark(self, folder: Path, key: str, facts: Record) -> None:
-        """Note in the folder of a stage that this share is done, under the identity that has that `key`."""
+        """Record in a stage's folder that this share is done. key: a hash of the stage's fingerprint."""
         Ledger(folder / PARTS).add(f"{self.phase}.{self.tag}", key, facts)
 
     def is_marked(self, folder: Path) -> bool:
-        """Whether the share is done, under whatever identity."""
+        """Whether the share is done, under any identity."""
         return self.index in marked_parts(folder, self.count, self.phase)
 
 
-def last_word_file(phase: str, index: int, count: int) -> str:
-    """Name of the file in `PARTS` with the last word of a share that was stopped."""
-    return f"{phase}.{index}-of-{count}.state.json"
-
-
-class ShareDone(Exception):  # noqa: N818 - no error: it leaves the stage's body, which goes on to things for all units
+class ShareDone(Exception):  # noqa: N818 - not an error: it leaves the stage's body before the work for all units
     """A part of a stage has done its share of the units."""
 
 
-def identity_key(fingerprint: dict[str, Any]) -> str:
-    """The key of a share: a hash of the settings and inputs that its units were made of."""
-    return sha256_json(fingerprint)
-
-
 def marked_parts(folder: Path, count: int, phase: str, key: str | None = None) -> set[int]:
-    """Which of `count` parts of a phase of the stage in `folder` are done; with `key`, only under that identity."""
+    """Which of `count` parts of a phase of the stage in `folder` are done; with `key`, only under this identity."""
     pattern = re.compile(rf"{re.escape(phase)}\.([0-9]+)-of-{count}")
     return {int(found[1]) for name, own, _ in Ledger(folder / PARTS).lines()
             if key in (None, own) and (found := pattern.fullmatch(name))}

@@ -1,10 +1,9 @@
-"""What the other ranks of a stage need to know of its run: rank 0 reads it for all, and tells them over the network.
+"""Rank 0 reads the run folder for all ranks of a stage, and sends the others what they need over the network.
 
-Configuration, state and manifests are files of the run folder. Thousands of ranks that read them at one moment are a
-load that file systems break under, and may see different states of them. So the others open none of them: they wait,
-in the store in which torch's process groups meet, for what rank 0 made of them, or for word that nothing is to be done.
-What is heard there is data. It names no plugins: where there are some, each rank takes their names from its own command
-line.
+Configuration, state and manifests are files in the run folder. If thousands of ranks read them at the same moment, file
+systems break down, and ranks may see different states. So the other ranks open none of these files. They wait at the
+store in which torch's process groups meet. There rank 0 writes their work, or that there is nothing to do.
+The message contains data only. It does not name plugins: each rank takes their names from its own command line.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_json
 
 CONNECT = timedelta(minutes=30)
-"""How long a rank looks for rank 0's store: ranks of one start come minutes apart."""
+"""How long a rank tries to reach rank 0's store: ranks of one start may begin minutes apart."""
 LISTEN_S, LISTEN_DONE_S = 20.0, 120.0
-"""How long rank 0, whose process has the store, stays for others to hear that it ends: after a refusal, which the user
-waits for, and where all is done, which a rank that comes late must not take for a crash."""
+"""How long rank 0, whose process has the store, waits at its end until all ranks have read this. After a refusal it is
+short, because the user waits. If the stage is done it is long: a late rank would take the missing store for a crash."""
 FIRST_LOOK_S, LATER_LOOKS_S = 0.02, 1.0
-_KEY, _HEARD = "told", "heard"
+_KEY, _HEARD = "work", "heard"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Rank 0 ends without work for the others, with this exit status."""
+    """Rank 0 ends with this exit status and has no work for the other ranks."""
 
     status: int
 
 
 class Channel:
-    """The way from rank 0 to the others of this start.
+    """The connection from rank 0 to the other ranks of this start.
 
     Attributes:
-        store: torch's, where process groups are to meet as well; None before it is needed.
+        store: torch's store, which process groups use, too; None until it is needed.
     """
 
     def __init__(self) -> None:
@@ -57,46 +56,47 @@ class Channel:
         self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) and int(os.environ.get("GROUP_WORLD_SIZE") or 1) > 1:
-            raise UserError("torchrun counts the restarts of each node for itself, so that ranks of several nodes "
-                            "would wait for one another. Start it with --max-restarts 0; the same command continues.")
+            raise UserError("torchrun counts the restarts of each node separately, so ranks of several nodes would "
+                            "wait for each other. Start it with --max-restarts 0; the same command continues.")
         self.store: Any = None
         self._said = False
 
     @classmethod
     def here(cls) -> Channel | None:
-        """The channel of this process; None where there is nobody to tell."""
+        """The channel of this process; None if there are no other ranks."""
         return cls() if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else None
 
     def tell(self, work: Work) -> None:
-        """The others are to do this work; for rank 0."""
-        inputs = {need: _told(work, need) for need in STAGES[work.name].needs}
+        """Send this work to the other ranks. Only rank 0 calls this."""
+        inputs = {need: _input_of(work, need) for need in STAGES[work.name].needs}
         self._send({"config": work.config.model_dump(mode="json", exclude={"plugins"}),
                     "with_plugins": bool(work.config.plugins), "fingerprint": work.fingerprint, "drift": work.drift,
                     "inputs": inputs, "files": work.run.files(work.name)})
 
     def end(self, status: int) -> None:
-        """There is nothing for the others to do; for rank 0, if it has told nothing yet."""
-        # Where Drover's launcher started the ranks, it ends the others of a start in which one fails.
+        """Send the other ranks that there is nothing to do, unless they have their work. Only rank 0 calls this."""
+        # If a rank fails, Drover's launcher itself ends the other ranks of the start.
         if self._said or (status and not self._agent and "DROVER_CHAIN" in os.environ):
             return
-        with suppress(RuntimeError):  # where nobody can be reached, why this rank ends counts more
+        with suppress(RuntimeError):  # if no rank can be reached, the reason why this rank ends matters more
             self._send({"end": status})
             until = time.monotonic() + (LISTEN_S if status else LISTEN_DONE_S)
             while not self._agent and self._heard() < self.world - 1 and time.monotonic() < until:
                 time.sleep(FIRST_LOOK_S)
 
     def listen(self, name: str, plugins: Callable[[], list[str]]) -> Work | Ended:
-        """What rank 0 says; for the others.
+        """Receive what rank 0 sends. The other ranks call this.
 
-        plugins: imports those that this process was started with; called where rank 0 has some.
+        plugins: imports the plugins that this process was started with; called if rank 0 has plugins.
 
         Raises:
-            RuntimeError: rank 0 is gone.
-            MessageError: it was not rank 0 that said it.
+            RuntimeError: rank 0 has ended.
+            MessageError: the message is not from rank 0.
+            UserError: this rank does not know a setting of the message.
         """
         self._connect()
         wait_s = FIRST_LOOK_S
-        while not self.store.check([_KEY]):  # not one long wait: a signal must be heard meanwhile
+        while not self.store.check([_KEY]):  # polled, since one long wait would delay the handling of signals
             time.sleep(wait_s)
             wait_s = min(LATER_LOOKS_S, 1.5 * wait_s)
         said = json.loads(zlib.decompress(verified(_KEY, self.store.get(_KEY))))
@@ -105,15 +105,15 @@ class Channel:
             return Ended(said["end"])
         try:
             own = plugins() if said["with_plugins"] else []
-            run = ToldRun(Config.model_validate({**said["config"], "plugins": own}), said["inputs"], said["files"])
+            run = ReceivedRun(Config.model_validate({**said["config"], "plugins": own}), said["inputs"], said["files"])
             return Work(run, name, said["fingerprint"], said["drift"])
-        except (ValueError, KeyError) as error:  # of pydantic, for settings that this rank does not know
-            raise UserError(f"Rank {self.rank} does not understand what rank 0 told it, so it runs other code: "
+        except (ValueError, KeyError) as error:  # from pydantic, for settings that this rank does not know
+            raise UserError(f"Rank {self.rank} cannot read the message of rank 0, so it runs other code: "
                             f"{str(error).splitlines()[0]}. Start all ranks from one folder, in one "
                             f"environment.") from error
 
     def _heard(self) -> int:
-        """How many of the others know that rank 0 ends."""
+        """How many of the other ranks know that rank 0 ends."""
         return int(self.store.add(_HEARD, 0))
 
     def _send(self, what: Mapping[str, Any]) -> None:
@@ -127,20 +127,20 @@ class Channel:
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.world, timeout=CONNECT,
                 is_master=self.rank == 0 and not self._agent, wait_for_workers=False, multi_tenant=not self._agent)
-            # An agent's store outlives the ranks that it starts again: nothing of the attempt before is to be found.
+            # An agent's store stays when it restarts its ranks: the prefix hides messages of the attempt before.
             self.store = dist.PrefixStore(f"drover/attempt{self._attempt}", store)
 
 
-class ToldRun(Run):
-    """A run as rank 0 told of it: of the stages before, where they are, what they count and, for some stages, their
-    outputs; and the stage's own outside files."""
+class ReceivedRun(Run):
+    """A run as rank 0 has sent it: folders, counts and (for some stages) outputs of the stages before, and the stage's
+    own outside files."""
 
     def __init__(self, config: Config, inputs: Mapping[str, Mapping[str, Any]], files: list[dict[str, Any]]) -> None:
         super().__init__(config)
         self._inputs, self._files = inputs, files
 
     def files(self, stage: str) -> list[dict[str, Any]]:
-        """The stage's outside files as rank 0 saw them."""
+        """The stage's outside files as rank 0 found them."""
         return self._files
 
     def stage_folder(self, stage: str) -> Path:
@@ -148,22 +148,22 @@ class ToldRun(Run):
         return Path(self._inputs[stage]["folder"]) if stage in self._inputs else self.own_folder(stage)
 
     def manifest(self, stage: str) -> Manifest | None:
-        """What was told of a stage's manifest."""
+        """The fields of a stage's manifest that rank 0 has sent."""
         if stage not in self._inputs:
             return None
-        told = self._inputs[stage]
-        found = Manifest(stage, fingerprint={}, outputs=told["outputs"], counts=told["counts"], config_sha256="",
-                         drift=told["drift"])
-        found.__dict__["digest"] = told["digest"]  # of outputs that may not be here
+        sent = self._inputs[stage]
+        found = Manifest(stage, fingerprint={}, outputs=sent["outputs"], counts=sent["counts"], config_sha256="",
+                         drift=sent["drift"])
+        found.__dict__["digest"] = sent["digest"]  # of all outputs, which this message may not contain
         return found
 
 
 def asked(arguments: Mapping[str, Any]) -> str:
-    """What tells one command line from another: all ranks must have been started with the same."""
+    """A hash of the command line, with which ranks verify that all were started with the same one."""
     return sha256_json(dict(arguments))
 
 
-def _told(work: Work, need: str) -> dict[str, Any]:
+def _input_of(work: Work, need: str) -> dict[str, Any]:
     folder, manifest = work.input(need)
     return {"folder": str(folder), "counts": manifest.counts, "drift": manifest.drift, "digest": manifest.digest,
             "outputs": manifest.outputs if STAGES[work.name].ranks_know_outputs else []}

@@ -1,8 +1,8 @@
-"""The processes that do a stage's units: forked when the first phase needs them, and kept for all phases.
+"""The processes that do a stage's units. They are forked when the first phase needs them, and serve all phases.
 
 A fork takes milliseconds; an interpreter that imports the stage takes half a second. But a fork is only safe in a
-process without threads, open stores and locks. So one process is forked before the stage has any of them, and forks the
-workers when they are needed: the source.
+process without threads, open stores and locks. So the stage forks one process, the source, before it has any of them.
+The source forks the workers when they are needed.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.orphans import end_with_parent
 
 POLL_S = 0.5
-"""Between two looks whether the stage is to stop, while units are done."""
+"""How often to check whether the stage is to stop, while units are done."""
 
 
 class Workers:
-    """Up to `most` processes that do units; with one, this process does them itself.
+    """Up to `most` processes that do units. If `most` is 1, this process does them itself.
 
-    Create it before anything is opened, locked or started: workers are as this process is then, with its imports and
-    its hash seed. In a process that has threads already the source is an interpreter of its own. All end with this
-    process, however it ends.
+    Create it before anything is opened, locked or started. Workers have the imports and the hash seed that this process
+    has at that moment. If this process already has threads, the source is a new interpreter. All of them end with this
+    process, even if it is killed.
     """
 
     def __init__(self, most: int = 1) -> None:
         self.most, self._started = most, list[Connection]()
         self._source: Any = None
         if most > 1:
-            gc.freeze()  # else the collector of each process touches, and so copies, all that they share
+            gc.freeze()  # otherwise each process's collector would touch, and so copy, all shared memory
             self._start_source("fork")
-            if _has_threads():  # what they held is held in the fork for ever
+            if _has_threads():  # locks that they held would stay locked in the fork
                 self.close()
                 self._start_source("spawn")
 
     def close(self) -> None:
-        """Kill the workers, whatever they do; returns when they have ended."""
+        """Kill the workers, even during a unit. Returns when they have ended."""
         if self._source is not None:
             self._control.close()
             self._source.join()
@@ -61,11 +61,11 @@ class Workers:
 
     def do(self, function: Callable[[Path, Any], Record], folder: Path, units: list[Unit],
            stop: StopRequest) -> Iterator[tuple[str, Record]]:
-        """Yield (name, record) as units finish. A single unit is done in place. So are all where there is one process:
-        a debugger can step in.
+        """Yield (name, record) as units finish. This process itself does a single unit, or all units if `most` is 1, so
+        that a debugger can step in.
 
-        Asked to stop, it begins no other unit, and ends when those that run have; or without them once `stop` is over.
-        The same after a unit has failed, and then it raises what that raised. Ctrl-C kills what runs.
+        After a request to stop it starts no other unit. It ends when the running units have ended, or once `stop` is
+        over. After a unit has failed it does the same, and then raises the unit's error. Ctrl-C kills running units.
 
         Raises:
             UserError: a worker was killed.
@@ -76,7 +76,7 @@ class Workers:
         waiting, running, made = iter(units), dict[Connection, str](), list[tuple[str, Record]]()
         failure: BaseException | None = None
         try:
-            with stop.waiting():  # also while a record is written: each turn of the loop looks for a request
+            with stop.waiting():  # also while a record is written: each turn of the loop checks for a request
                 idle = self._workers(len(units))
                 while True:
                     while idle and not stop.heard and failure is None and (unit := next(waiting, None)) is not None:
@@ -105,8 +105,8 @@ class Workers:
                             "launch.processes lower and run the same command again; finished units are kept.") from None
         finally:
             if running:
-                # What they had not finished writing is removed at the next start, or before the commit: to look for it
-                # among a million files may take longer than there is.
+                # Their temporary files are removed at the next start, or before the commit. There may be no time now
+                # to search for them among a million files.
                 self.close()
         if failure is not None:
             raise failure
@@ -118,7 +118,7 @@ class Workers:
         theirs.close()
 
     def _workers(self, count: int) -> list[Connection]:
-        """As many workers as there are units for, none of which is at work."""
+        """As many idle workers as there are units, up to `most`."""
         while len(self._started) < min(count, self.most):
             ours, theirs = Pipe()
             self._started.append(ours)
@@ -141,21 +141,21 @@ def _in_place(function: Callable[[Path, Any], Record], folder: Path, units: list
 
 
 def _has_threads() -> bool:
-    """Whether this process has another thread. Asked after a fork: OpenBLAS ends its threads before one."""
+    """Whether this process has another thread. Call it after a fork, before which OpenBLAS ends its threads."""
     tasks = Path("/proc/self/task")
     return not tasks.is_dir() or len(list(tasks.iterdir())) > 1
 
 
 def _fork_workers(stage: socket.socket, control: socket.socket) -> NoReturn:
-    """The source: fork a worker for every connection that arrives; kill them all when the stage has closed its end."""
+    """The source process: fork a worker for every connection that arrives; kill all when the stage closes its end."""
     stage.close()
     source, workers = os.getpid(), list[int]()
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (signal.SIGINT, *SIGNALS):  # Ctrl-C and the rest are the stage's to handle
+        for number in (signal.SIGINT, *SIGNALS):  # only the stage itself handles them
             signal.signal(number, signal.SIG_IGN)
         while files := socket.recv_fds(control, 1, 1)[1]:
-            os.set_inheritable(files[0], False)  # else a program that a unit starts would hold it open
+            os.set_inheritable(files[0], False)  # otherwise a program that a unit starts would hold it open
             if not (worker := os.fork()):
                 control.close()
                 _work(Connection(files[0]), source)
@@ -172,7 +172,7 @@ def _fork_workers(stage: socket.socket, control: socket.socket) -> NoReturn:
 
 
 def _work(connection: Connection, source: int) -> NoReturn:
-    """A worker: do units until there is nobody to give others."""
+    """A worker process: do units until the stage has ended."""
     try:
         end_with_parent(source)
         while True:
@@ -197,7 +197,7 @@ def _work(connection: Connection, source: int) -> NoReturn:
 
 
 def _release_memory() -> None:
-    """Give back what the phase that has ended took: the next one may need as much, in other processes."""
+    """Free the memory of the phase that has ended: the next phase may need it in other processes."""
     gc.collect()
     if (arrow := sys.modules.get("pyarrow")) is not None:
         arrow.default_memory_pool().release_unused()
@@ -206,11 +206,11 @@ def _release_memory() -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error as it can be sent, with its traceback as a note."""
+    """The error in a form that can be pickled, with its traceback as a note."""
     trace = traceback.format_exc()
     try:
         error = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its class does
+    except Exception:  # noqa: BLE001 - pickling may raise anything
         error = UserError(str(error)) if isinstance(error, UserError) else \
             RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"In a worker process:\n{trace}")

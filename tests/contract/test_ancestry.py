@@ -44,7 +44,7 @@ def refused(capsys, place, stages, *overrides, **options):
     asked = [f"--{name.replace('_', '-')}" for name in options]
     assert stage_main(parse_stages(stages)[0], never, ["--config", str(place / "c.yaml"), *asked, *overrides]) == 2
     said = capsys.readouterr().err
-    assert str(found.value).split("Ways on")[0] in said
+    assert str(found.value).split("Ways to continue")[0] in said
     return str(found.value)
 
 
@@ -90,25 +90,22 @@ def test_equal_files_may_lie_elsewhere(made):
 def test_sources_that_were_deleted_have_not_changed_and_that_is_said_once(made, capsys, gone):
     for name in gone:
         (made / name).unlink()
-    capsys.readouterr()
-    ask(made, "shard,tokenizer", "name=b", f"reuse={made}/runs/a")
-    said = capsys.readouterr().out
-    assert said.count("not there any more") == 1 and f"{len(gone)} of the files that the stage shard" in said
     assert call(made, "shard", never) == 0
-    capsys.readouterr()
-    assert call(made, "encode", count_bytes_again, "name=b", f"reuse={made}/runs/a") == 0
-    assert capsys.readouterr().out.count("not there any more") == 1
+    for asked in (lambda *reused: ask(made, "shard,tokenizer", *reused),
+                  lambda *reused: call(made, "encode", count_bytes_again, *reused)):
+        capsys.readouterr()
+        assert asked("name=b", f"reuse={made}/runs/a") != 2
+        said = capsys.readouterr().out
+        assert said.count("not there any more") == 1 and f"{len(gone)} of the files that the stage shard" in said
     if "corpus.txt" not in gone:  # what is there is looked at as ever
         (made / "corpus.txt").write_text("other\n")
         assert "t/corpus.txt has other content" in refused(capsys, made, "encode")
 
 
 def test_a_file_that_leaves_or_enters_a_glob_is_a_change(made, capsys):
-    (made / "more/one.txt").rename(made / "one.txt")
-    assert "input file g/one.txt is gone" in refused(capsys, made, "encode")
-    (made / "one.txt").rename(made / "more/one.txt")
-    (made / "more/three.txt").write_text("three\n")
-    assert "input file g/three.txt is new" in refused(capsys, made, "encode")
+    (made / "more/one.txt").rename(made / "more/three.txt")
+    said = refused(capsys, made, "encode")
+    assert "input file g/one.txt is gone" in said and "input file g/three.txt is new" in said
 
 
 def test_names_below_a_common_folder_do_not_change_because_files_are_gone(place, refusal):
@@ -125,7 +122,9 @@ def test_names_below_a_common_folder_do_not_change_because_files_are_gone(place,
 
 
 def test_a_stage_made_of_an_earlier_version_of_another_is_refused_further_on(made, capsys):
-    """The tokenizer is of the shards that were, encode would be of both."""
+    """The tokenizer is of the shards that were, encode would be of both. Equal outputs are no other version."""
+    assert call(made, "shard", copy_corpus, "--force") == 0
+    ask(made, "encode")
     (made / "more/one.txt").write_text("other text\n")
     assert call(made, "shard", copy_corpus, "--force") == 0
     text = refused(capsys, made, "encode")
@@ -147,7 +146,7 @@ def test_a_job_goes_on_with_what_its_submission_began(made, monkeypatch, capsys)
     (made / "corpus.txt").write_text("other text\n")
     assert call(made, "encode", count_bytes_again) == 0
     said = capsys.readouterr().out
-    assert "goes on as it was submitted" in said and "t/corpus.txt has other content" in said
+    assert "continues as it was submitted" in said and "t/corpus.txt has other content" in said
     (made / "runs/a/encode/manifest.json").unlink()
     monkeypatch.setenv("DROVER_CHAIN", "c2")
     assert call(made, "encode", never) == 2

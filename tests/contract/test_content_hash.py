@@ -1,32 +1,22 @@
-"""Hashes of files that several units read: ranges in any cut give the hash of the whole."""
+"""Hashes of files: their sha256, or of those that several units read, the hash of their blocks' hashes."""
 
 import hashlib
-import itertools
-
-import pytest
 
 from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.contract.external_inputs import gathered
 from tests.block_digests import block_digests
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 640, 1000])
-@pytest.mark.parametrize("cuts", [[], [1], [64], [63, 64, 65], [100, 128, 500]])
-def test_any_cut_gives_the_hash_of_the_whole(tmp_path, size, cuts, monkeypatch):
+def test_a_file_has_its_sha256_or_the_hash_of_its_blocks_however_it_was_cut(tmp_path, monkeypatch):
+    """tests/data/reading/test_parts_of_files.py has other cuts."""
     for name in ("content_hash", "external_inputs"):
         monkeypatch.setattr(f"drover.pipeline.contract.{name}.BLOCK_BYTES", 64)
-    path, data = tmp_path / "file", bytes(index * 7 % 251 for index in range(size))
+    path, data = tmp_path / "file", bytes(range(200))
     path.write_bytes(data)
-    edges = [0, *(cut for cut in cuts if cut < size), size]
-    about = {"name": "s/a", "path": str(path), "bytes": size, "mtime_ns": 5}
-    said = [{**about, "whole": False, "start": start, "digests": block_digests(path, start, stop)}
-            for start, stop in itertools.pairwise(edges)]
-    blocks = [hashlib.sha256(data[at:at + 64]).digest() for at in range(0, size, 64)]
-    whole = f"blocks:{hashlib.sha256(b''.join(blocks)).hexdigest()}"
-    assert gathered(said[::-1]) == [{**about, "sha256": whole}] and content_hash(path, whole) == whole
-
-
-def test_a_file_that_one_unit_reads_has_its_sha256(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    assert content_hash(path) == content_hash(path, "0" * 64) == hashlib.sha256(b"abc").hexdigest()
+    assert content_hash(path) == content_hash(path, "0" * 64) == hashlib.sha256(data).hexdigest()
+    blocks = b"".join(hashlib.sha256(data[at:at + 64]).digest() for at in range(0, 200, 64))
+    whole = f"blocks:{hashlib.sha256(blocks).hexdigest()}"
+    about = {"name": "s/a", "path": str(path), "bytes": 200, "mtime_ns": 5}
+    entries = [{**about, "whole": False, "start": start, "digests": block_digests(path, start, stop)}
+               for start, stop in ((128, 200), (0, 100), (100, 128))]
+    assert content_hash(path, whole) == whole and gathered(entries) == [{**about, "sha256": whole}]

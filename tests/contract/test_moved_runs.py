@@ -12,11 +12,8 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.core.command_line import find_run
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.encode import encode
 from drover.pipeline.records.metrics import plan_changes, read_metrics
-from drover.tools.audit import main as audit
 from tests.stand_ins import call, copy_corpus, count_bytes, never
-from tests.tools.recorded import Recorded
 
 
 @pytest.fixture
@@ -60,10 +57,8 @@ def test_from_within_the_folder(moved, monkeypatch):
 
 def test_a_run_in_its_place_keeps_its_config_as_written(place, monkeypatch):
     """A relative runs_dir stays relative: where the folder is what was written, nothing is replaced."""
-    assert call(place, "shard", copy_corpus) == 0
-    config = yaml.safe_load((place / "runs/a/config.yaml").read_text())
-    (place / "runs/a/config.yaml").write_text(yaml.safe_dump({**config, "runs_dir": "runs"}))
     monkeypatch.chdir(place)
+    assert call(place, "shard", copy_corpus, "runs_dir=runs") == 0
     assert load_config(place / "runs/a/config.yaml").runs_dir == "runs"
 
 
@@ -73,41 +68,36 @@ def test_a_folder_name_that_is_none_is_refused_with_its_place(moved):
         load_config(odd / "config.yaml")
 
 
-def test_a_reused_run_that_moved_along_is_found_beside(fresh, tmp_path, encoded, capsys):
+def test_a_reused_run_that_moved_along_is_found_next_to_it(place, capsys):
     """Both folders go elsewhere together; the path in the config leads nowhere any more."""
-    run = Run(load_config(fresh))
-    shutil.copytree(encoded.parent / "runs/mini", tmp_path / "runs/first")
-    settings = load_config(fresh, [f"reuse={tmp_path}/runs/first"])
-    Recorded(tmp_path / "runs/mini", encoded)
-    (tmp_path / "runs/mini/config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    elsewhere = (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    assert not run.folder.exists()
-    found = run_in(elsewhere / "mini")
-    assert found.stage_folder("encode") == elsewhere / "first/encode"
-    assert read_run(elsewhere / "mini").stages["encode"].reused
-    assert stage_main("encode", encode, ["--config", str(elsewhere / "mini/config.yaml"),
-                                         f"runs_dir={elsewhere}", "name=mini"]) == 0
-    assert f"up to date, reused from {elsewhere / 'first/encode'}" in capsys.readouterr().out
-    assert audit(["--run", str(elsewhere / "mini")]) == 0
-    assert "proven" in capsys.readouterr().out
+    for stage, body, *overrides in (("shard", copy_corpus), ("tokenizer", count_bytes, "name=b",
+                                                             f"reuse={place}/runs/a")):
+        assert call(place, stage, body, *overrides) == 0
+    elsewhere = (place / "runs").rename(place / "elsewhere")
+    assert run_in(elsewhere / "b").stage_folder("shard") == elsewhere / "a/shard"
+    assert read_run(elsewhere / "b").stages["shard"].reused
+    assert stage_main("shard", never, ["--config", str(elsewhere / "b/config.yaml")]) == 0
+    assert f"up to date, reused from {elsewhere / 'a/shard'}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("first", "again", "changes", "expected"), [
     (4, {3: 47.0, 4: 46.0, 5: 45.0}, [], {1: 4.0, 2: 3.0, 3: 47.0, 4: 46.0, 5: 45.0}),
     (5, {3: 47.0, 4: 46.0}, [0, 2], {1: 4.0, 2: 3.0, 3: 47.0, 4: 46.0}),
-    (5, {3: 47.0, 4: 46.0}, [0, 2, 3], {1: 4.0, 2: 3.0, 3: 47.0}), (0, {}, [], {})])
+    (5, {3: 47.0, 4: 46.0}, [0, 2, 3], {1: 4.0, 2: 3.0, 3: 47.0})])
 def test_metrics_of_killed_runs_count_their_last_lines_and_none_of_a_former_plan(tmp_path, first, again, changes,
                                                                                 expected):
-    """Steps done again, by a restart and by a rollback, and the torn line of a kill; and what was logged beyond the
-    step from which a start went on along another plan, whatever the clocks say."""
-    records = [*({"step": step, "loss": 5.0 - step, "time": 90} for step in range(1, first + 1)),
-               *({"step": step, "loss": loss, "time": 80, "plan_changes": min(len(changes), 1)}
-                 for step, loss in again.items())]
-    if records:
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"step": 6')
-    (tmp_path / "events.jsonl").write_text("".join(
-        json.dumps({"event": "plan_changed", "step": step, **({"number": number} if number else {})}) + "\n"
-        for number, step in enumerate(changes)))
-    found = read_metrics(str(tmp_path / "metrics.jsonl"))
-    assert {record["step"]: record["loss"] for record in found} == expected and len(found) == len(expected)
+    """Steps done again, by a restart and by a rollback, and the half line of a kill; and what was logged beyond the
+    step from which a start continued along another plan, whatever the clocks say."""
+    def write(name, records, rest=""):
+        (tmp_path / name).write_text("".join(f"{json.dumps(record)}\n" for record in records) + rest)
+        return tmp_path / name
+    metrics = write("metrics.jsonl", [
+        *({"step": step, "loss": 5.0 - step, "time": 90} for step in range(1, first + 1)),
+        *({"step": step, "loss": loss, "time": 80, "plan_changes": min(len(changes), 1)}
+          for step, loss in again.items())], '{"step": 6')
+    write("events.jsonl", [{"event": "plan_changed", "step": step, **({"number": number} if number else {})}
+                           for number, step in enumerate(changes)])
+    assert [(record["step"], record["loss"]) for record in read_metrics(str(metrics))] == [*expected.items()]
     assert plan_changes(tmp_path) == max(len(changes) - 1, 0)
+    metrics.unlink()
+    assert read_metrics(str(metrics)) == []

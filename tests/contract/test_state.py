@@ -61,7 +61,7 @@ def test_the_state_of_a_finished_stage_is_made_right(place):
 def test_a_job_is_told_why_a_stage_could_not_begin(place, monkeypatch):
     assert call(place, "tokenizer", never) == 2 and not (place / "runs/a/tokenizer").exists()
     monkeypatch.setenv("DROVER_CHAIN", "c1")
-    monkeypatch.setattr("drover.pipeline.contract.entry.NETWORK_S", 1.0)
+    monkeypatch.setattr("drover.pipeline.contract.locks.NETWORK_S", 1.0)
     assert call(place, "tokenizer", never) == 2 and state(place, "tokenizer") == ("failed", None)
     assert "The stage shard of" in read_state(place / "runs/a/tokenizer").reason
     call(place, "shard", copy_corpus)
@@ -94,26 +94,24 @@ def test_force_id_forces_once(place):
         copy_corpus(work)
     for identifier, times in [("one", 1), ("one", 1), ("two", 2), ("two", 2), ("one", 3)]:
         assert call(place, "shard", body, "--force-id", identifier) == 0 and len(made) == times
-    assert call(place, "shard", lambda work: made.append("begun"), "--force-id", "three") == 130
-    write_text(place / "runs/a/shard/half.txt", "half")
-    assert call(place, "shard", lambda work: made.append("begun")) == 130  # without the ID it is not forgotten
-    assert call(place, "shard", body, "--force-id", "three") == 0
-    assert (place / "runs/a/shard/half.txt").exists()
+    half = place / "runs/a/shard/half.txt"
+    for arguments in (["--force-id", "three"], []):  # without the ID it is not forgotten
+        assert call(place, "shard", lambda work: write_text(half, "half"), *arguments) == 130
+    assert call(place, "shard", body, "--force-id", "three") == 0 and half.exists()
     (place / "runs/a/shard/started.json").write_text("{")
-    assert call(place, "shard", body, "--force-id", "three") == 0
-    assert not (place / "runs/a/shard/half.txt").exists() and state(place) == ("done", None)
+    assert call(place, "shard", body, "--force-id", "three") == 0 and not half.exists()
 
 
 def test_progress_is_written_now_and_then_and_ends_nothing(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(state_module.time, "monotonic", lambda: clock[0])
     record, path = ProgressRecord(tmp_path), tmp_path / PROGRESS
-    for seconds, done, written in ((0, 1, 1), (1, 2, 1), (2, 3, 1), (state_module.PROGRESS_EVERY_S, 4, 4), (0, 5, 4)):
-        clock[0] += seconds
+    for done, seconds, written in ((1, 100, 1), (2, 102, 1), (3, 107, 3), (4, 107, 3)):
+        clock[0] = seconds
         record.note(Progress(done, 9, "units"))
         assert read_json(path)["done"] == written
     record.flush()
-    assert read_json(path)["done"] == 5
+    assert read_json(path)["done"] == 4
     ProgressRecord(path).note(Progress(1, 9, "units"))  # no folder to write to
 
 

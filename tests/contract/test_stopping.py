@@ -15,47 +15,35 @@ from tests.stages.training import is_running
 from tests.waiting import wait_for
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_before_a_time_limit_units_that_run_are_finished_and_no_others_begun(twelve, processes):
-    process = twelve.start(f"launch.processes={processes}", held=4, GRACE="100")
-    wait_for(lambda: len(twelve.units()) >= 4 + processes, of=process)
-    process.send_signal(signal.SIGUSR2)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)  # it waits for them, as long as there is time
-    begun = sorted(twelve.units())
-    twelve.gate.touch()
-    told = ended(process, 130)
-    assert sorted(twelve.records()) == begun == sorted(twelve.units()) and 5 <= len(begun) < 12
-    state = read_state(twelve.folder)
-    assert (state.status, state.again, state.units) == ("preempted", True, len(begun))
-    assert f"SIGUSR2: {len(begun)} of 12 units of read are done, {12 - len(begun)} are left" in state.reason
-    assert state.reason in told and read_manifest(twelve.folder) is None
-    progress = Progress(**read_json(twelve.folder / PROGRESS))
-    assert (progress.done, progress.total, progress.phase) == (len(begun), 12, "read") and progress.left_s > 0
-    twelve.run(f"launch.processes={3 - processes}")
-    assert twelve.units() == Counter(range(12)), "none was done twice"
-    assert read_state(twelve.folder).status == "done"
-
-
-@pytest.mark.parametrize(("asked", "grace", "processes"), [
-    (signal.SIGUSR2, "0.002", 2), (signal.SIGTERM, "100", 1), (signal.SIGUSR2, "0.002", 1),
-    (signal.SIGKILL, "100", 2)])
-def test_units_that_take_too_long_are_left(twelve, asked, grace, processes):
-    """And so are those of a stage that is killed, whose workers end with it."""
+@pytest.mark.parametrize(("asked", "grace", "processes", "ends"), [
+    (signal.SIGUSR2, "100", 1, True), (signal.SIGUSR2, "100", 2, True), (signal.SIGUSR2, "0.002", 2, False),
+    (signal.SIGTERM, "100", 1, False), (signal.SIGUSR2, "0.002", 1, False), (signal.SIGKILL, "100", 2, False)])
+def test_before_a_time_limit_units_that_run_may_end_and_no_others_begin(twelve, asked, grace, processes, ends):
+    """Units that take too long are left, and so are those of a stage that is killed, whose workers end with it."""
     process = twelve.start(f"launch.processes={processes}", held=4, GRACE=grace)
     wait_for(lambda: len(twelve.units()) >= 4 + processes and len(twelve.records()) == 4, of=process)
     process.send_signal(asked)
+    if ends:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)  # it waits for them, as long as there is time
+        twelve.gate.touch()
     killed = asked == signal.SIGKILL
-    told, state = ended(process, -asked if killed else 130), read_state(twelve.folder)
+    said, state, before = ended(process, -asked if killed else 130), read_state(twelve.folder), twelve.records()
+    done = len(before)
+    assert sorted(before) == list(range(4 + processes * ends)) and read_manifest(twelve.folder) is None
     assert (state.status, state.again, state.units) == (
-        ("running", False, None) if killed else ("preempted", asked == signal.SIGUSR2, 4)), told
-    before = twelve.records()
-    assert sorted(before) == [0, 1, 2, 3] and read_manifest(twelve.folder) is None
+        ("running", False, None) if killed else ("preempted", asked == signal.SIGUSR2, done)), said
+    if not killed:
+        assert state.reason in said
+        assert f"{asked.name}: {done} of 12 units of read are done, {12 - done} are left" in state.reason
+        progress = Progress(**read_json(twelve.folder / PROGRESS))
+        assert (progress.done, progress.total, progress.phase) == (done, 12, "read") and progress.left_s > 0
     wait_for(lambda: not any(map(is_running, twelve.workers() - {process.pid})))
     twelve.gate.touch()
-    twelve.run("launch.processes=2")
+    twelve.run(f"launch.processes={3 - processes}")
     assert not list(twelve.folder.rglob("*.tmp")) and before.items() <= twelve.records().items()
     assert len(twelve.records()) == len(read_manifest(twelve.folder).outputs) == 12
+    assert not ends or twelve.units() == Counter(range(12)), "none was done twice"
 
 
 def test_a_stop_between_units_and_commit(twelve):

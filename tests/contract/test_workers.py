@@ -26,8 +26,8 @@ class OddError(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def kill(process):
-    os.kill(process, signal.SIGKILL)
+def kill(process, how=signal.SIGKILL):
+    os.kill(process, how)
     time.sleep(HANG_S)
 
 
@@ -35,29 +35,26 @@ def refuse(error):
     raise error
 
 
+NOTHING = type(None), ""
 HAPPENS = {
-    "nothing": lambda stage: None,
-    "killed": lambda stage: kill(os.getpid()),
-    "source killed": lambda stage: kill(os.getppid()),
-    "refusal": lambda stage: refuse(UserError("not that")),
-    "memory": lambda stage: refuse(MemoryError("too little")),
-    "defect": lambda stage: refuse(OddError(1, 2)),
-    "warned": lambda stage: os.kill(stage, signal.SIGUSR2),
-    "asked": lambda stage: (os.kill(stage, signal.SIGTERM), time.sleep(HANG_S)),
-    "Ctrl-C": lambda stage: (os.kill(stage, signal.SIGINT), time.sleep(HANG_S)),
+    "nothing": (lambda stage: None, NOTHING),
+    "killed": (lambda stage: kill(os.getpid()), (UserError, KILLED)),
+    "source killed": (lambda stage: kill(os.getppid()), (UserError, KILLED)),
+    "refusal": (lambda stage: refuse(UserError("not that")), (UserError, "not that")),
+    "memory": (lambda stage: refuse(MemoryError("too little")), (MemoryError, "too little")),
+    "defect": (lambda stage: refuse(OddError(1, 2)), (RuntimeError, "OddError: 1 and 2")),
+    "warned": (lambda stage: os.kill(stage, signal.SIGUSR2), NOTHING),
+    "asked": (lambda stage: kill(stage, signal.SIGTERM), NOTHING),
+    "Ctrl-C": (lambda stage: kill(stage, signal.SIGINT), (KeyboardInterrupt, "")),
 }
-"""What happens in a unit."""
-RAISED = {"killed": (UserError, KILLED), "source killed": (UserError, KILLED), "refusal": (UserError, "not that"),
-          "memory": (MemoryError, "too little"), "defect": (RuntimeError, "OddError: 1 and 2"),
-          "Ctrl-C": (KeyboardInterrupt, "")}
-"""What the stage then sees."""
+"""What happens in a unit, and the error that the stage then sees."""
 
 
 def unit(folder, payload):
     phase, number, event, stage = payload
     (folder / f"{phase}-{number}.{os.getpid()}").touch()
     if number == AT:
-        HAPPENS[event](stage)
+        HAPPENS[event][0](stage)
     elif event != "nothing":
         time.sleep(0.02)  # so that not all are done before what happens is seen
     return {"process": os.getpid(), "source": os.getppid(), "made": f"{phase}-{number}"}
@@ -97,20 +94,19 @@ def test_in_every_phase(tmp_path, forked, event, ends):
             wait_for(lambda: not any(map(alive, begun.values())))
     assert not any(map(alive, {*begun.values(), done[0]["source"]}))
     assert len({*begun.values()}) <= 2 and stage not in begun.values(), "two workers are started for all phases"
-    made = {record["made"] for record in done}
-    left, last = set(begun) - made, [name for name in begun if name.startswith(str(ends))]
-    assert len(made) == len(done) and made <= set(begun) and left <= set(last)
-    expected, words = RAISED.get(event, (type(None), ""))
+    made = [record["made"] for record in done]
+    left, last = set(begun) - set(made), [name for name in begun if name.startswith(str(ends))]
+    assert sorted([*made, *left]) == sorted(begun) and left <= set(last)
+    expected, words = HAPPENS[event][1]
     assert type(error) is expected and words in str(error)
     assert stopped == (ends if event in ("warned", "asked") else None)
     if event == "nothing":
         assert len(made) == PHASES * UNITS
-    else:
-        assert max(begun)[0] == str(ends)
-        assert event == "source killed" or len(last) < UNITS, "no other unit is begun"
+        return
+    assert max(begun)[0] == str(ends) and (event == "source killed" or len(last) < UNITS), "no other unit is begun"
     if event in ("refusal", "memory", "defect"):
-        assert left == {f"{ends}-{AT}"}, "what was at work beside it is done"
-    elif event in ("nothing", "warned"):
+        assert left == {f"{ends}-{AT}"}, "what was at work at the same time is done"
+    elif event == "warned":
         assert not left
     else:
         assert f"{ends}-{AT}" in left and len(left) <= 4, "two that were at work, and two that were not recorded yet"

@@ -16,7 +16,7 @@ def test_one_text_is_cut_where_nanogpt_cuts_it(tmp_path, capsys):
     assert "shard.heldout_rule: tail" in capsys.readouterr().err
     (tmp_path / "one.txt").write_text("x")
     assert run(config, "shard.heldout_rule=tail", f"shard.sources.0.paths=[{tmp_path}/one.txt]", "name=b") == 2
-    assert "all of the 1 documents fell into the held-out split" in capsys.readouterr().err
+    assert "all of the 1 documents are in the validation split" in capsys.readouterr().err
     assert run(config, "shard.heldout_rule=tail") == 0
     assert "1 documents in + 1 by cutting in two = 1 train + 1 held out" in capsys.readouterr().out
     [train], [heldout] = documents(config, "train"), documents(config, "heldout")

@@ -24,7 +24,7 @@ from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
-from drover.pipeline.contract.tasks import PARTS, Part, last_word_file
+from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.core.files import write_json, write_text
 
 KILLED = "srun: error: n2: task 1: Killed\n"
@@ -124,7 +124,7 @@ class Job:
     def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""
         say = partial(write_state, self.stage) if element is None else partial(
-            write_state, self.stage / PARTS, file=last_word_file(self.spec.phase, element, self.spec.parts))
+            write_state, self.stage / PARTS, file=Part(element, self.spec.parts, self.spec.phase).word)
         if what == "no step":
             return read_end(1, NO_STEP)
         if what == "abandoned":

@@ -155,9 +155,9 @@ def test_why(launcher, monkeypatch):
     assert launcher.accepted("--why", "tokenizer", "tokenizer.algorithm=unigram") == \
         "tokenizer: stale\n  tokenizer.algorithm: \"bpe\" -> \"unigram\"\n"
     monkeypatch.setitem(STAGES, "shard", replace(STAGES["shard"], code=()))
-    assert "made by other code: pipeline/data" in launcher.accepted("--why", "shard")
+    assert "code has changed since: pipeline/data" in launcher.accepted("--why", "shard")
     warned = launcher.accepted("--stage", "shard", "--cluster", "local")
-    assert "warning: made by other code than is here now (pipeline/" in warned
+    assert "warning: the code has changed since (pipeline/" in warned
     assert "shard     up to date" in warned and "all done in" in warned
 
 

@@ -1,5 +1,6 @@
-"""Phases and packing, each and both, with token shards or checkpoints in a store, damage, rollbacks and skipped steps:
-what one option promises holds beside the others, and the run equals the plain one to the last bit."""
+"""Phases and packing, each, both and none, with token shards and checkpoints in a store, a lost machine, damage,
+rollbacks and skipped steps: what one option promises holds with the others, and the run equals the plain one to the
+last bit. tests/test_data_page.py has the sources in a store, too."""
 
 import shutil
 
@@ -11,6 +12,8 @@ from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.opening import used
 from drover.pipeline.records.metrics import read_metrics
+from drover.pipeline.storage.store import Store
+from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.conftest import run_stage
 from tests.object_store import SECRET
 from tests.stages.test_damaged_inputs import flipped
@@ -20,10 +23,11 @@ PHASES = [{"until": 6144, "sequence_length": 32, "mixture": {"code": 1, "more": 
           {"until": 18432, "sequence_length": 128, "batch_tokens": 2048, "lr": 0.005}]
 """Six steps on one source, six longer and larger ones on two."""
 SPIKES = ["train.guards.spike=rollback", "train.guards.spike_min_history=4"]
+LATE = "spike:rank=1,step=9,factor=60;nan:rank=0,step=11"
 OPTIONS = {
+    "none": (SPIKES, LATE), "packing": (["train.packing=best_fit", *SPIKES], LATE),
     "phases": (["train.steps=null", f"train.phases={PHASES}", *SPIKES],
-               "spike:rank=0,step=6,factor=60;nan:rank=1,step=8;spike:rank=0,step=12,factor=60"),
-    "packing": (["train.packing=best_fit", *SPIKES], "spike:rank=1,step=9,factor=60;nan:rank=0,step=11")}
+               "spike:rank=0,step=6,factor=60;nan:rank=1,step=8;spike:rank=0,step=12,factor=60")}
 OPTIONS["packed-phases"] = [*OPTIONS["phases"][0], "train.packing=best_fit"], OPTIONS["phases"][1]
 """Settings, and faults that rollbacks leave samples out for, and steps are skipped for."""
 
@@ -63,14 +67,16 @@ def fresh(tmp_path, short_documents):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("option", "read", "lost"), [
-    ("phases", "shards", True), ("packed-phases", "shards", True), ("packing", "parts", True),
-    ("packed-phases", "parts", False)])
-def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_documents, plain, tmp_path, seaweed,
-                                                                   option, read, lost):
-    """Killed on the way, its folder lost or not, and with rollbacks that have the reading ahead begin anew."""
+@pytest.mark.parametrize(("option", "read", "lost", "kind"), [
+    ("none", "shards", True, "seaweed"), ("phases", "shards", True, "seaweed"),
+    ("packed-phases", "shards", True, "seaweed"), ("packing", "parts", True, "seaweed"),
+    ("packed-phases", "parts", False, "seaweed"),
+    *(pytest.param("none", "parts", True, kind, marks=pytest.mark.soak) for kind in ("google", "azurite"))])
+def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_documents, plain, tmp_path, request,
+                                                                   option, read, lost, kind):
+    """Killed on the way, its folder lost or not, and with rollbacks after which the reading ahead begins again."""
     settings, faults = OPTIONS[option]
-    url, run = seaweed.url_of("checkpoints"), fresh.parent / "runs/mini"
+    url, run = request.getfixturevalue(kind).url_of("checkpoints"), fresh.parent / "runs/mini"
     settings = [*settings, f"train.tokens_from=file://{short_documents.parent}/store", f"train.cache.read={read}",
                 f"train.cache.folder={tmp_path}/cache", "train.checkpoint.background=false",
                 f"train.checkpoint.copy_to={url}"]
@@ -80,7 +86,10 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
         shutil.rmtree(run / "train")
     said = run_with_faults(fresh, faults, *settings, ranks=2)
     assert "Traceback" not in said.stderr and ("fetching step-000000" in said.stdout) == lost
-    assert SECRET not in said.stdout + "".join(path.read_text() for path in run.rglob("*.json*"))
+    assert SECRET not in said.stdout + "".join(path.read_text() for path in run.rglob("*") if path.suffix in (
+        ".json", ".jsonl", ".yaml"))
+    found = CopiedCheckpoints(Store(url)).found()
+    assert len(found.whole) > 1 and not found.unfinished
     assert metrics(run) == metrics(plain(option))
     assert weights(run) == weights(plain(option)) != [] and proven(fresh)
     took = ending(run)

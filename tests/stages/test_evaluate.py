@@ -87,8 +87,7 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(evaluated, copied, tmp_
     for source, entry in results["sources"].items():
         whole = evaluated[1]["heldout"]["sources"][source]
         assert entry["documents"] < entry["of_documents"] == whole["documents"]
-        assert entry["tokens"] == entry["bytes"] + 2 * entry["documents"]
-        assert limit <= entry["tokens"] < entry["of_tokens"]
+        assert limit <= entry["tokens"] == entry["bytes"] + 2 * entry["documents"] < entry["of_tokens"]
         assert 100 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]
         assert f"{source}: measured on {entry['documents']:,} of {whole['documents']:,} validation documents" in told
 
@@ -139,26 +138,6 @@ def results(tmp_path):
     return lambda: read_json(tmp_path / "copy/evaluate/results.json")
 
 
-@pytest.mark.slow
-def test_other_tasks_cost_only_themselves(tasks, results, tmp_path, capsys):
-    """Taking tasks out and in needs no --force and measures nothing again; the report follows."""
-    assert tasks("one") == 0 and tasks("one", stage="report", body=report) == 0
-    changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[two, one]"])
-    jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
-    assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]
-    first = results()
-    capsys.readouterr()
-    assert tasks("two", "one") == 0
-    told = capsys.readouterr().out
-    assert "changed: evaluate.tasks.0" in told and "changed: input file two/two.yaml is new" in told
-    assert [told_of(told, part) for part in ("held-out text", "continuations", "task one")] == ["kept"] * 3
-    assert told_of(told, "task two") == "measured"
-    assert list(results()["tasks"]) == ["two", "one"]
-    assert tasks() == 0 and results() == {**first, "tasks": {}}
-    assert tasks("one") == 0 and results() == first
-    assert told_of(capsys.readouterr().out, "task one") == "kept"
-
-
 def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_path, capsys):
     """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
     run = Run(load_config(copied[1], copied[2:]))
@@ -169,12 +148,11 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     assert tasks("one") == 0
     before = results()
-    assert "contamination" not in before["tasks"]["one"]
     capsys.readouterr()
     assert tasks("one", more=["evaluate.contamination=true"]) == 0
     told = capsys.readouterr().out
-    assert told_of(told, "task one") == told_of(told, "held-out text") == "kept"
-    assert told_of(told, "contamination") == "measured"
+    assert [told_of(told, part) for part in ("task one", "held-out text", "contamination")] == [
+        "kept", "kept", "measured"]
     after = results()
     parts = after["tasks"]["one"].pop("contamination")
     assert after == before, "nothing else changed"
@@ -183,19 +161,27 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
         before["tasks"]["one"]["metrics"]["acc"]["value"], abs=1e-6)
 
 
-def test_a_task_that_fails_takes_nothing_along(tasks, tmp_path, capsys):
-    """It may be taken out without --force, or mended: then it alone is measured."""
+def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themselves(tasks, results, tmp_path, capsys):
+    """It may be taken out without --force, or repaired: then it alone is measured. The report follows."""
     assert tasks("one", "broken", "two") == 2
     said = capsys.readouterr()
     assert "Traceback" not in said.err + said.out and "The task broken (" in said.err
     assert "kept (held-out text, continuations, task one, task two)" in said.err
     assert read_manifest(tmp_path / "copy/evaluate") is None
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    for other, how in (("two", "kept"), ("broken", "measured")):
-        assert tasks("one", other) == 0
+    assert tasks("one", "two") == tasks("one", "two", stage="report", body=report) == 0
+    changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[broken, one]"])
+    jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
+    assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]
+    first = results()
+    capsys.readouterr()
+    for names, new, how in ((["broken", "one"], "broken", "measured"), (["one", "two"], "two", "kept")):
+        assert tasks(*names) == 0 and list(results()["tasks"]) == names
         told = capsys.readouterr().out
-        assert [told_of(told, part) for part in ("held-out text", "continuations", "task one", f"task {other}")] == [
+        assert [told_of(told, part) for part in ("held-out text", "continuations", "task one", f"task {new}")] == [
             "kept", "kept", "kept", how]
+        assert "changed: evaluate.tasks.0" in told and f"changed: input file {new}/{new}.yaml is new" in told
+    assert results() == first
 
 
 def test_a_kill_costs_the_task_that_it_hit_and_other_code_all_and_another_task_is_refused(tasks, tmp_path, capsys,

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import yaml
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, processors
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -15,9 +15,9 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.shard_table import open_shards
-from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
+from tests.tokenization.conftest import byte_level, texts  # noqa: F401
 from tests.tokenization.test_ready_folders import TEMPLATE
 
 pytestmark = pytest.mark.slow
@@ -32,21 +32,10 @@ FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.
 
 
 @pytest.fixture(scope="module")
-def text():
-    words = [f"word{number % 61} of {number % 17}, (said{number % 7});" for number in range(4000)]
-    return [" ".join(words[start:start + 400]) + "\n" + chr(955) * (start // 400) for start in range(0, 4000, 400)]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, text):
+def source(tmp_path_factory, byte_level):  # noqa: F811
     """The folder, as transformers writes it."""
     folder = tmp_path_factory.mktemp("published")
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(text, trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer = Tokenizer.from_str(byte_level.to_str())
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in NAMES])
     bos, pad, *ends = (tokenizer.token_to_id(NAMES[index]) for index in (0, 2, 1, 5, 6))
     tokenizer.post_processor = processors.Sequence([
@@ -70,20 +59,15 @@ def source(tmp_path_factory, text):
 
 
 @pytest.fixture(scope="module")
-def further(tmp_path_factory, source, text):
+def further(tmp_path_factory, source, corpus):
     """Config of a run that was trained further on a longer context, and what its stages said."""
-    folder = tmp_path_factory.mktemp("further")
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    for number, document in enumerate(text):
-        (corpus / f"{number}.txt").write_text(document)
-    config = write_config(folder, corpus, shard={"shard_mb": 4}, evaluate={"tasks": []}, launch={"processes": 1},
-                          tokenizer={"kind": "huggingface", "path": str(source)},
+    config = write_config(tmp_path_factory.mktemp("further"), corpus, shard={"shard_mb": 4}, evaluate={"tasks": []},
+                          launch={"processes": 1}, tokenizer={"kind": "huggingface", "path": str(source)},
                           train={"init_from": str(source), "sequence_length": 512})
     settings = yaml.safe_load(config.read_text())
     settings["model"] = {"preset": str(source), "context_length": 512, "rope_theta": 1e6}
     config.write_text(yaml.safe_dump(settings))
-    # One shard and one window of held-out text for two ranks.
+    # One shard and one window of validation text for two ranks.
     return config, {stage: run_stage(stage, config, *FAST, ranks=2 if stage == "train" else 1) for stage in STAGES}
 
 

@@ -7,8 +7,6 @@ import yaml
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.reporting.chapters.consumption import consumption
-from drover.pipeline.reporting.chapters.training import training
-from drover.pipeline.reporting.document import Table
 from drover.pipeline.reporting.facts import Facts
 from drover.tools.audit import audit
 from drover.tools.verify import __main__ as verify
@@ -63,43 +61,37 @@ def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, ki
     for record in lines(phased):
         assert all(record[key] == whole[record["step"]][key] for key in ("samples", "targets", "lr"))
     assert [record["phase"] for record in lines(phased, "whole")] == [1] * 4 + [2] * 4 + [3] * 4
-    assert lines(phased, "whole")[-1]["lr"] == 0
+    assert whole[12]["lr"] == 0
     counts, whole_counts = (read_manifest(train_folder(phased, name)).counts for name in ("mini", "whole"))
     for key in ("phases", "plan_sha256", "packing", "planned", "tokens", "steps"):
         assert counts.get(key) == whole_counts.get(key)
     if packing == "concatenate":
-        assert counts["tokens"] == 20480 and [record["tokens"] for record in lines(phased, "whole")] == [
-            *range(1024, 4097, 1024), *range(6144, 12289, 2048), *range(14336, 20481, 2048)]
+        assert counts["tokens"] == 20480
         return
     assert "planned the best-fit packing of 1 of " in again
     assert {path for path, time in plans.items() if path.stat().st_mtime_ns != time} == {damaged}
-    as_told(phased, counts)
-    rest = next(path for path in (train / "packing").glob("*-left-*/train/*.bins"))
-    content = rest.read_bytes()
-    rest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert_as_counted(phased, counts)
+    rest = next((train / "packing").glob("*-left-*/train/*.bins"))
+    rest.write_bytes(rest.read_bytes()[:-1] + b"\xff")
     assert verify.main(["--run", str(train.parent), "--processes", "1"]) == 1
-    told = capsys.readouterr().out
-    assert rest.name in told and damaged.name not in told.replace(rest.name, "")
+    said = capsys.readouterr().out
+    assert rest.name in said and damaged.name not in said.replace(rest.name, "")
 
 
-def as_told(config, counts):
-    """What is counted of the phases is what the steps counted; what was planned comes to it within a few sequences."""
+def assert_as_counted(config, counts):
+    """The manifest's and the report's counts of phases are those of the steps, and near to what was planned."""
     padding = [record["padding_share"] for record in lines(config, "whole")]
-    assert 0 <= min(padding) <= max(padding) < 0.3 and max(padding) > 0
-    for number, (phase, size) in enumerate(zip(counts["phases"], (1024, 2048, 2048), strict=True)):
-        learned = size * (4 - sum(padding[4 * number:4 * number + 4]))
-        assert phase["learned"] == pytest.approx(learned, abs=0.5)
-        assert sum(phase["tokens"].values()) == pytest.approx(learned, rel=0.05)
-        assert phase["tokens"] == counts["planned"]["tokens"][number], "nothing was left out"
+    assert 0 < max(padding) < 0.3
     learned = [phase["learned"] for phase in counts["phases"]]
-    assert sum(learned) == counts["tokens"] < 20480
+    for number, (phase, size) in enumerate(zip(counts["phases"], (1024, 2048, 2048), strict=True)):
+        assert learned[number] == pytest.approx(size * (4 - sum(padding[4 * number:4 * number + 4])), abs=0.5)
+        assert sum(phase["tokens"].values()) == pytest.approx(learned[number], rel=0.05)
+        assert phase["tokens"] == counts["planned"]["tokens"][number], "nothing was left out"
+    assert sum(learned) == counts["tokens"]
     run = run_in(train_folder(config).parent)
-    facts = Facts(run.config, {name: run.finished(name) for name in ("encode", "train")},
-                  events=events(config, "start") + events(config, "resume"))
-    told = {row[0]: row[1] for one in training(facts) if isinstance(one, Table) for _, row in one.rows if len(row) == 2}
-    assert told["packing, 64"].startswith("sequences ") and "planned" not in told
-    assert [row[4] for _, row in consumption(facts).rows if row[1] == "all, without padding"] == \
-        [f"{count:,}" for count in learned]
+    facts = Facts(run.config, {name: run.finished(name) for name in ("encode", "train")})
+    assert [row[4] for _, row in consumption(facts).rows if row[1] == "all, without padding"] == [
+        f"{count:,}" for count in learned]
 
 
 def test_what_is_to_come_may_change_and_what_was_may_not(phased):
@@ -133,7 +125,6 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     assert change["step"] == 6 and change["number"] == 1 and len(change["changes"]) >= 3
     found = audit(train_folder(phased).parent)
     assert (found.faults, found.steps, found.repeated, found.replanned) == ([], 14, 0, 1)
-    assert "1 undone by changes of the plan" in found.lines()[0]
     config = yaml.safe_load(phased.read_text())
     more = run_train(with_phases(phased, [*config["train"]["phases"], {
         "until": 24576, "sequence_length": 64, "batch_tokens": 2048, "lr": 0.002}]))

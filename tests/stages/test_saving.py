@@ -34,13 +34,18 @@ def saved_steps(config, name="mini"):
 
 
 def test_saving_in_the_background_changes_no_bit(fresh):
-    """Nor do permanent checkpoints, which stay when the others go."""
-    for name, background in (("behind", True), ("waiting", False)):
-        run_train(fresh, f"name={name}", "train.checkpoint.every_steps=2",
-                  "train.checkpoint.permanent_every=6", f"train.checkpoint.background={background}", ranks=2)
-        kept = sorted(int(path.name[5:]) for path in (train_folder(fresh, name) / "checkpoints").iterdir())
-        assert kept == [6, 10, 12] and saved_steps(fresh, name) == list(range(2, 13, 2))
-    assert_equal_to_the_bit(fresh, "behind", "waiting")
+    """Nor do permanent checkpoints, which stay when the others go, nor saves because time has passed."""
+    run_with_faults(fresh, "slow:rank=0,step=5,seconds=1", "train.checkpoint.every_steps=1000",
+                    "train.checkpoint.every_minutes=0.01", ranks=2)
+    saved = saved_steps(fresh)
+    assert {5, 6} & set(saved) and saved[-1] == 12  # 5 where the steps before took so long already
+    stalls = dict(board_points(train_folder(fresh).parent / "tensorboard", "checkpoint/stall_s"))
+    assert stalls == pytest.approx({event["step"]: event["stall_s"] for event in events(fresh, "checkpoint")}, rel=1e-5)
+    run_train(fresh, "name=waiting", "train.checkpoint.every_steps=2", "train.checkpoint.permanent_every=6",
+              "train.checkpoint.background=false", ranks=2)
+    kept = sorted(int(path.name[5:]) for path in (train_folder(fresh, "waiting") / "checkpoints").iterdir())
+    assert kept == [6, 10, 12] and saved_steps(fresh, "waiting") == list(range(2, 13, 2))
+    assert_equal_to_the_bit(fresh, to="waiting")
 
 
 @pytest.mark.slow
@@ -92,12 +97,3 @@ def limited(config, *settings):
         yield process
     finally:
         kill(process)
-
-
-def test_time_that_has_passed_saves_too(fresh):
-    run_with_faults(fresh, "slow:rank=0,step=5,seconds=1", "train.checkpoint.every_steps=1000",
-                    "train.checkpoint.every_minutes=0.01")
-    saved = saved_steps(fresh)
-    assert {5, 6} & set(saved) and saved[-1] == 12  # 5 where the steps before took so long already
-    stalls = dict(board_points(train_folder(fresh).parent / "tensorboard", "checkpoint/stall_s"))
-    assert stalls == pytest.approx({event["step"]: event["stall_s"] for event in events(fresh, "checkpoint")}, rel=1e-5)

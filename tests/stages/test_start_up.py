@@ -81,10 +81,10 @@ def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeyp
     first, *others = channels(monkeypatch)
     ending = threading.Thread(target=first.end, args=(status,))
     ending.start()
-    assert others[0].listen("train", list) == Ended(status)
-    ending.join(0.5)
-    assert ending.is_alive()  # one has not heard it
-    assert others[1].listen("train", list) == Ended(status)
+    for other in others:
+        ending.join(0.2)
+        assert ending.is_alive()  # one has not heard it
+        assert other.listen("train", list) == Ended(status)
     ending.join(10)
     assert not ending.is_alive()
 
@@ -92,7 +92,7 @@ def test_without_an_agent_rank_0_stays_until_all_have_heard_that_it_ends(monkeyp
 def test_a_rank_of_other_code_is_told_so(monkeypatch):
     first, *others = channels(monkeypatch, 2)
     first._send({"config": {"setting_of_tomorrow": 1}, "inputs": {}, "fingerprint": {}, "drift": None})
-    with pytest.raises(UserError, match="Rank 1 does not understand what rank 0 told it, so it runs other code"):
+    with pytest.raises(UserError, match="Rank 1 cannot read the message of rank 0, so it runs other code"):
         others[0].listen("train", list)
 
 
@@ -110,7 +110,7 @@ def test_who_has_not_the_secret_of_the_start_tells_no_rank_anything(monkeypatch)
     first, second = channels(monkeypatch, 2)
     first._send({"end": 0})
     monkeypatch.setenv(SECRET, "which rank 0 did not have")
-    with pytest.raises(MessageError, match=f"The message told .* has another {SECRET}"):
+    with pytest.raises(MessageError, match=f"The message work .* has another {SECRET}"):
         second.listen("train", list)
 
 
@@ -131,17 +131,11 @@ def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(mon
         channel(TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
 
 
-def test_who_is_alone_needs_no_channel(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert Channel.here() is None
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Channel.here() is not None
-
-
 def test_command_lines_that_differ_are_told_apart():
-    assert asked({"config": "a", "overrides": ["x=1"]}) == asked({"overrides": ["x=1"], "config": "a"})
-    assert asked({"config": "a", "overrides": ["x=1"]}) != asked({"config": "a", "overrides": ["x=2"]})
+    one, other, again = (asked(options) for options in (
+        {"config": "a", "overrides": ["x=1"]}, {"config": "a", "overrides": ["x=2"]},
+        {"overrides": ["x=1"], "config": "a"}))
+    assert one == again != other
 
 
 def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):
@@ -151,11 +145,11 @@ def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):
     def refuse(folder, *others, world=1):
         refuse_cut_shards(folder, table, SimpleNamespace(
             rank=0, world=world + len(others), gather=lambda found: [found, *others]))
-    with pytest.raises(UserError, match=rf"^{tmp_path}.* cannot be read: No such file .* --stage encode again") as told:
-        refuse(tmp_path, world=len(table))
-    assert "\n" not in str(told.value)
-    with pytest.raises(UserError, match=f"{len(table):,} of {len(table):,} token shards are damaged"):
-        refuse(tmp_path)
-    with pytest.raises(UserError, match=r"^12 of .*\n  - shard 0 is cut\n(.|\n)*\.\.\. and 2 more$"):
-        refuse(encode, [f"shard {number} is cut" for number in range(12)])
     refuse(encode)
+    cut = [f"shard {number} is cut" for number in range(12)]
+    for folder, others, world, said in (
+            (tmp_path, (), len(table), rf"^{tmp_path}.* cannot be read: No such file .* --stage encode again[^\n]*$"),
+            (tmp_path, (), 1, f"{len(table):,} of {len(table):,} token shards are damaged"),
+            (encode, (cut,), 1, r"^12 of .*\n  - shard 0 is cut\n(.|\n)*\.\.\. and 2 more$")):
+        with pytest.raises(UserError, match=said):
+            refuse(folder, *others, world=world)

@@ -60,17 +60,6 @@ def test_sentencepiece_is_trained_proved_and_reported(run, copy):
     assert f"{marks} of {kept} documents have the character U+2581 (\u2581)" in told
 
 
-def test_the_outputs_do_not_depend_on_processes_or_on_which_run_it_was(run, copy):
-    whole = read_manifest(copy.parent / "runs/mini/shard").counts["text_bytes"]["train"]
-
-    def made(start, *settings):
-        start("tokenizer", copy, "--force", f"tokenizer.train_mb={whole / 2e6}", *settings)
-        return read_manifest(stage_folder(copy))
-    first = made(run)
-    assert 0.3 < first.counts["trained_on"]["text_bytes"] / whole < 0.7
-    assert made(run_stage).digest == first.digest
-
-
 @pytest.mark.parametrize("kind", ["byte", "char"])
 def test_small_vocabularies(run, copy, kind):
     """They have nothing to tell of U+2581. A lost output is made again."""
@@ -114,40 +103,30 @@ def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa:
         assert read_manifest(stage_folder(copy)) is None
 
 
-@pytest.fixture
-def many(tmp_path, corpus):
-    """Config of a run with many small shards of two sources."""
-    config = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "heldout_share": 0.3, "sources": halves(corpus)})
-    run_stage("shard", config)
-    return config
-
-
-def test_of_a_large_corpus_only_some_shards_are_read(run, many, monkeypatch):
+def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_read(run, tmp_path, corpus,
+                                                                                     monkeypatch):
+    """Two sources of many small shards: the vocabulary is trained on some, and checked on some validation text."""
+    many = write_config(tmp_path, corpus, shard={"shard_mb": 0.01, "heldout_share": 0.3, "sources": halves(corpus)})
+    run_stage("shard", many)
     read, honest, shard = [], stage.read_texts, read_manifest(many.parent / "runs/mini/shard")
     monkeypatch.setattr(stage, "read_texts",
                         lambda folder, record, size: read.append(record) or honest(folder, record, size))
     whole, records = shard.counts["text_bytes"]["train"], shard_records(shard, "train")
-    settings = [f"tokenizer.train_mb={whole / 20e6}", "tokenizer.vocab_size=640"]
-    told, made = run("tokenizer", many, *settings).out, read_manifest(stage_folder(many))
+    settings = [f"tokenizer.train_mb={whole / 20e6}", "tokenizer.vocab_size=640", "tokenizer.check_mb=0.02",
+                "tokenizer.document_characters=500"]
+    said, made = run("tokenizer", many, *settings).out, read_manifest(stage_folder(many))
     sample = made.counts["trained_on"]
     assert 0 < sample["shards"] == len(read) < sample["of_shards"] == len(records)
     assert sample["read_bytes"] == sum(record["text_bytes"] for record in read) < 0.5 * whole
+    assert 0 < sample["text_bytes"] <= 2 * 500 * sum(record["docs"] for record in read)
     assert {record["source"] for record in read} == {"code", "more"}
-    assert f"in {len(read)} shards, chosen from {whole / 1e6:.1f} MB in {len(records)}" in told
+    assert f"in {len(read)} shards, chosen from {whole / 1e6:.1f} MB in {len(records)}" in said
+    report, count = read_json(stage_folder(many) / "report.json"), shard.counts["heldout"]
+    assert report["heldout_documents"] == count > report["total"]["documents"] > 0
+    assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
+    assert f"{report['total']['documents']} of {count} held-out" in said
     run_stage("tokenizer", many, "--force", *settings)
     assert read_manifest(stage_folder(many)).digest == made.digest
-
-
-def test_held_out_text_is_checked_and_documents_are_sampled_up_to_a_bound(run, many):
-    told = run("tokenizer", many, "tokenizer.check_mb=0.02", "tokenizer.document_characters=500",
-               "tokenizer.vocab_size=640").out
-    folder, shard = stage_folder(many), read_manifest(many.parent / "runs/mini/shard").counts
-    report, count = read_json(folder / "report.json"), shard["heldout"]
-    checked = report["total"]["documents"]
-    assert report["heldout_documents"] == count > checked > 0
-    assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
-    assert f"{checked} of {count} held-out" in told
-    assert read_manifest(folder).counts["trained_on"]["text_bytes"] <= 2 * 500 * shard["train"]
 
 
 def test_a_byte_level_vocabulary_is_trained_exported_and_encoded_with(run, copy):

@@ -96,11 +96,13 @@ def test_changed_settings_of_a_begun_run_are_refused_then_accepted_with_a_trace_
 def test_what_a_begun_run_cannot_become_is_refused(begun):
     for settings, told in (
             (["model.layers=3", "--accept-drift"],
-             ["model.layers: 2 -> 3", "cannot go on as another"]),
+             ["model.layers: 2 -> 3", "cannot continue as another network"]),
             (["train.steps=6", "--accept-drift"], ["at step 8 already, beyond train.steps 6"]),
             (["train.optimizer=muon"], ['train.optimizer: absent -> "muon"']),
             (["train.optimizer=muon", "--accept-drift"], ["does not hold momentum.layers.0.attention.wq.weight, nor "]),
             (["train.packing=best_fit"], ["train.packing"]),
+            (["train.log_to=[{kind: 'no_such_module:Sink'}]"],
+             ["train.log_to.0.kind names no_such_module:Sink, which cannot be imported"]),
             (["model.rope_theta=1e6"], ["model.rope_theta: 500000.0 -> 1000000.0", "--accept-drift"])):
         said = run_train(begun, *settings, expect=2).stderr
         assert all(text in said for text in told) and "Traceback" not in said, said
@@ -253,15 +255,14 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
 
 
 def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
-    said = run_train(fresh, *LONG, "train.stop_after_minutes=0.001", expect=130).stdout
+    """In the last step a request changes nothing."""
+    limit = "train.stop_after_minutes=0.001"
+    said = run_train(fresh, *LONG, limit, expect=130).stdout
     state = read_state(train_folder(fresh))
-    assert stopped(fresh) == 1 and "stopped after step 1 (train.stop_after_minutes=0.001); saved" in said
+    assert stopped(fresh) == 1 and f"stopped after step 1 ({limit}); saved" in said
     assert (state.step, state.again) == (1, True)
-
-
-def test_a_request_during_the_last_step_changes_nothing(fresh):
-    run_train(fresh, "train.steps=1", "train.warmup_steps=0", "train.stop_after_minutes=0.001")
-    assert [event["event"] for event in events(fresh, "finish")] == ["finish"]
+    run_train(fresh, *LONG, limit, "train.steps=2", "train.warmup_steps=1", "--accept-drift")
+    assert len(events(fresh, "finish")) == 1
 
 
 @pytest.mark.slow

@@ -167,8 +167,8 @@ def refused(capsys, config, *overrides):
 def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     assert run(corpus) == 0
     told = capsys.readouterr().out
-    assert "filter decontamination: 2 of 2 items of spiders stand in 5 documents" in told
-    assert "0 of 2 items of answers (2 are too short to be looked for) stand in 0 documents" in told
+    assert "filter decontamination: 2 of 2 items of spiders were found in 5 documents" in told
+    assert "0 of 2 items of answers (2 are too short for a search) were found in 0 documents" in told
     manifest = read_manifest(folder_of(corpus))
     assert manifest.counts["filters"]["decontamination"]["reasons"] == {"contains items of spiders": 5}
     rule = {"n": 13, "least_words": 8, "action": "drop", "items": 2}

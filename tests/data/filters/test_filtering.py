@@ -185,7 +185,7 @@ def test_a_filter_from_outside_is_used_and_recorded_with_its_code(mine, capsys):
     own.write_text(MINE + "# changed\n")
     assert run(mine) == 0
     out = capsys.readouterr().out
-    assert "up to date" in out and "made by other code than is here now (my_filters)" in out
+    assert "up to date" in out and "the code has changed since (my_filters)" in out
     in_a_process(mine, "name=b", "--part", "0/1")
     assert {(name, key)} < {(name, key) for name, key, _ in ledger.lines()}, "units are read again by other code"
 
