@@ -1,22 +1,19 @@
-"""Each sink that ships, told of two starts of one training, of which the second does a step again.
+"""Each logger that ships gets two starts of one training, of which the second repeats a step; its files are read back.
 
-TensorBoard's files are read back. W&B and MLflow, which are not among the test tools, have stand-ins that note calls.
+W&B's and MLflow's are tested where these packages are installed.
 """
 
 import json
 import os
-import sys
 import time
-from collections import namedtuple
-from types import SimpleNamespace
-from unittest.mock import ANY, MagicMock, call, patch
+from unittest.mock import patch
 
 import pytest
 
 from drover.pipeline.config.shipped import SINKS
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.training.sinks.base import About, JsonLines, TrainingLog, checkpoint_curves, curves
-from tests.training.sinks.reading import board_points
+from tests.training.sinks.reading import board_points, mlflow_run, needs_mlflow, needs_wandb, wandb_records, wandb_rows
 from tests.waiting import wait_for
 
 SETTINGS = {"name": "mine", "seed": 3, "model": {"dim": 32}, "train": {"lr": 0.001, "prompts": ["def "]}}
@@ -89,48 +86,39 @@ def test_tensorboard_drops_what_is_done_again(two_starts):
     assert board_points(board, "checkpoint/stall_s") == [(4, 0.25)]
 
 
-def test_wandb_continues_one_run_in_rows_that_only_grow(two_starts, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", wandb := MagicMock())
+@needs_wandb
+def test_wandb_continues_one_run_offline(two_starts):
     folder = two_starts({"kind": "wandb", "project": "ours"})
-    same = {"id": json.loads((folder / "train/wandb.json").read_text())["id"], "project": "ours", "name": "mine",
-            "mode": "offline", "resume": "allow", "dir": str(folder)}
-    assert [start.kwargs | same for start in wandb.init.call_args_list] == [
-        start.kwargs for start in wandb.init.call_args_list] and wandb.init.call_count == 2
-    run = wandb.init.return_value
-    rows, places = zip(*((each.args[0], each.kwargs["step"]) for each in run.log.call_args_list), strict=True)
-    assert list(places) == sorted(set(places)), "W&B drops what is not further on"
-    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == STEPS
-    assert [row["samples/1"] for row in rows if "samples/1" in row] == ["def (text 2.0", "def (text 1.5"]
-    assert run.finish.call_args_list == [call(exit_code=1), call(exit_code=0)]
+    rows, records = wandb_rows(folder), list(wandb_records(folder))
+    shown = {name: [row[name] for row in rows if name in row]
+             for name in ("_step", "train/loss", "samples/1", "checkpoint/stall_s", "validation/bits_per_byte/code")}
+    assert shown == {"_step": sorted({row["_step"] for row in rows}), "train/loss": [loss for _, loss in STEPS],
+                     "samples/1": ["def (text 2.0", "def (text 1.5"], "checkpoint/stall_s": [0.25, 0.25],
+                     "validation/bits_per_byte/code": [2.5, 2.5]}, "W&B drops what is not further on"
+    runs = [found.run for found in records if found.WhichOneof("record_type") == "run"]
+    identity = json.loads((folder / "train/wandb.json").read_text())["id"]
+    assert {(run.run_id, run.project, run.display_name) for run in runs} == {(identity, "ours", "mine")}
+    assert [found.exit.exit_code for found in records if found.WhichOneof("record_type") == "exit"] == [1, 0]
 
 
-@pytest.fixture
-def mlflow(monkeypatch):
-    """The client of a server without experiments."""
-    monkeypatch.setitem(sys.modules, "mlflow", found := MagicMock())
-    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(
-        Metric=namedtuple("Metric", "key value timestamp step"), Param=namedtuple("Param", "key value")))
-    client = found.MlflowClient.return_value
-    client.get_experiment_by_name.return_value, client.create_run.return_value.info.run_id = None, "one"
-    return client
+@needs_mlflow
+def test_mlflow_continues_one_run_in_files(two_starts):
+    client, run = mlflow_run(two_starts({"kind": "mlflow", "experiment": "ours"}))
+    points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in points) == sorted(STEPS)
+    assert points == sorted(points, key=lambda point: point.timestamp)
+    assert (run.info.run_name, client.get_experiment(run.info.experiment_id).name) == ("mine", "ours")
+    assert run.data.params == {"name": "mine", "seed": "3", "model.dim": "32", "train.lr": "0.001",
+                               "train.prompts.0": "def "}
+    assert run.data.tags["sample 1"] == "after step 4: def (text 1.5"
+    assert run.data.metrics["validation/bits_per_byte/code"] == 2.5 and run.data.metrics["checkpoint/stall_s"] == 0.25
 
 
-def test_mlflow_continues_one_run(two_starts, mlflow):
-    two_starts({"kind": "mlflow", "experiment": "ours"})
-    mlflow.create_experiment.assert_called_once_with("ours")
-    mlflow.create_run.assert_called_once_with(ANY, run_name="mine")
-    mlflow.update_run.assert_called_once_with("one", status="RUNNING")
-    logged = [entry for batch in mlflow.log_batch.call_args_list for entry in next(iter(batch.kwargs.values()))]
-    assert {entry.key: entry.value for entry in logged if not hasattr(entry, "step")} == {
-        "name": "mine", "seed": "3", "model.dim": "32", "train.lr": "0.001", "train.prompts.0": "def "}
-    assert [(entry.step, entry.value) for entry in logged if entry.key == "train/loss"] == STEPS
-    assert mlflow.set_tag.call_args == call("one", "sample 1", "after step 4: def (text 1.5")
-    assert mlflow.set_terminated.call_args_list == [call("one", status="FAILED"), call("one", status="FINISHED")]
-
-
-def test_mlflow_is_told_of_a_stop(tmp_path, mlflow):
-    start(tmp_path, said := [], "mlflow", steps=[(1, 4.0)], end="stop")
-    assert mlflow.set_terminated.call_args == call("one", status="KILLED") and not said
+@needs_mlflow
+@pytest.mark.parametrize(("end", "status"), [("finish", "FINISHED"), ("stop", "KILLED"), (None, "FAILED")])
+def test_mlflow_says_how_a_start_ended(tmp_path, end, status):
+    start(tmp_path, said := [], "mlflow", steps=[(1, 4.0)], end=end)
+    assert mlflow_run(tmp_path)[1].info.status == status and not said
 
 
 def test_curves_are_the_numbers_that_can_be_drawn():
