@@ -262,10 +262,10 @@ class BackgroundSink:
     for a logger that hangs.
     """
 
-    def __init__(self, name: str, opened: Callable[[], Sink], most_waiting: int = MOST_WAITING) -> None:
-        self.name, self._opened, self._most, self._reason = name, opened, most_waiting, ""
+    def __init__(self, name: str, opened: Callable[[], Sink]) -> None:
+        self.name, self._opened, self._reason = name, opened, ""
         self._sink: Sink | None = None
-        self._worker = BackgroundWorker(f"sink-{name}", self._call, most=most_waiting)
+        self._worker = BackgroundWorker(f"sink-{name}", self._call, most=MOST_WAITING)
 
     @property
     def failure(self) -> str:
@@ -277,7 +277,7 @@ class BackgroundSink:
     def tell(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of the logger. Returns at once and raises nothing."""
         if not self.failure and self._worker.put((method, arguments)) and not self.failure:
-            self._switch_off(f"it is {self._most:,} calls behind")
+            self._switch_off(f"it is {MOST_WAITING:,} calls behind")
 
     def close(self, until: float) -> None:
         """Close the logger after its queued calls, and wait for that until `time.monotonic()` is `until`."""

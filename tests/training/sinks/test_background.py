@@ -83,10 +83,11 @@ def test_one_that_hangs_stalls_nothing_and_is_left_behind(log, monkeypatch):
     gate.set()
 
 
-def test_one_that_falls_too_far_behind_is_switched_off_and_then_closed():
+def test_one_that_falls_too_far_behind_is_switched_off_and_then_closed(monkeypatch):
+    monkeypatch.setattr("drover.pipeline.training.sinks.base.MOST_WAITING", 5)
     sink, gate = MagicMock(), threading.Event()
     sink.step.side_effect = lambda record: gate.wait(HANG_S)
-    behind = BackgroundSink("slow", lambda: sink, most_waiting=5)
+    behind = BackgroundSink("slow", lambda: sink)
     for step in range(20):
         behind.tell("step", {"step": step})
         wait_for(lambda: sink.step.called)
