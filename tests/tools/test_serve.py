@@ -169,23 +169,15 @@ def test_a_stream_is_the_same_texts_in_pieces_that_tell_of_the_same_tokens(run_p
     assert (shown < 31) == stop
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_may_be_asked_for_so_that_a_prompt_is_only_scored(run_port, stream):
+def test_no_tokens_may_be_asked_for_so_that_a_prompt_is_only_scored(run_port):
     body = {"prompt": ["def é", "x"], "temperature": 0, "logprobs": 1, "echo": True}
-    whole = complete(run_port, **body, max_tokens=3)
-    if stream:
-        *parts, last = events(run_port, **body, max_tokens=0, stream_options={"include_usage": True})
-        found = {"choices": sorted((choice for part in parts for choice in part["choices"]),
-                                   key=lambda choice: choice["index"]), "usage": last["usage"]}
-    else:
-        found = complete(run_port, **body, max_tokens=0)
-    for choice, longer, text in zip(found["choices"], whole["choices"], body["prompt"], strict=True):
-        count = 1 + len(text.encode())
+    scored, longer = (complete(run_port, **body, max_tokens=count) for count in (0, 3))
+    assert scored["usage"]["completion_tokens"] == 0
+    for choice, whole, text in zip(scored["choices"], longer["choices"], body["prompt"], strict=True):
         assert (choice["text"], choice["finish_reason"]) == (text, "length")
-        assert choice["logprobs"]["tokens"] == longer["logprobs"]["tokens"][:count]
-        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
-            longer["logprobs"]["token_logprobs"][1:count], abs=1e-5)
-    assert found["usage"]["completion_tokens"] == 0
+        told, more, count = choice["logprobs"], whole["logprobs"], 1 + len(text.encode())
+        assert told["tokens"] == more["tokens"][:count]
+        assert told["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:count], abs=1e-5)
 
 
 def test_ids_stops_seeds_and_several_choices(run_port, model):
@@ -206,20 +198,15 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({}, "prompt is missing", 400),
     ({"prompt": "x", "model": "gpt-4"}, "The model 'gpt-4' is not here; this server has 'demo'", 404),
     ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
-    ({"prompt": "x", "max_tokens": "9", "n": 1.5}, "max_tokens: Input should be a valid integer. n: Input", 400),
-    ({"prompt": "x", "logprobs": 6}, "logprobs: Input should be less than or equal to 5", 400),
+    ({"prompt": "x", "max_tokens": "9", "logprobs": 6}, "max_tokens: Input should be a valid integer. logprobs", 400),
     ({"prompt": "x", "suffix": "y"}, "suffix is not supported", 400),
     ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
     ({"prompt": "x", "temprature": 1}, "temprature is not known here", 400),
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
-    ({"prompt": "x", "stop": ["", 1]}, "stop.1: Input should be a valid string", 400),
     ({"prompt": "x", "stop": ["x"] * 200_000}, "stop: Value should have at most 16 items", 400),
     ({"prompt": "x", "stop": "x" * 257}, "stop.0: String should have at most 256 characters", 400),
     ({"prompt": "x" * (32 * CONTEXT + 10_001)}, "prompt has a text of more than 9610000 characters", 400),
-    ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty must be from 0.01 to 100.0", 400),
-    ({"prompt": "x", "temperature": 1e-300}, "temperature must be 0, or at least 0.001", 400),
-    ({"prompt": {}}, "prompt: Input should be a valid list", 400), ({"prompt": []}, "at least 1 item", 400),
-    ({"prompt": ["x", []]}, "at least 1 item", 400), ({"prompt": [1, "x"]}, "prompt.0.list", 400),
+    ({"prompt": []}, "at least 1 item", 400), ({"prompt": ["x", []]}, "at least 1 item", 400),
     ({"prompt": [512]}, r"outside 0 .. 511", 400), ({"prompt": ["x", [-1]]}, r"outside 0 .. 511", 400),
     (b'{"prompt": "x\\ud800"}', "half of a character", 400), (b" " * (2**24 + 1), "larger than 16777216 bytes", 413),
     ({"prompt": "x", "max_tokens": CONTEXT}, f"exceeds the model's context of {CONTEXT}", 400)])
@@ -237,10 +224,10 @@ def test_places_that_are_not_there_are_errors_too(run_port):
 
 @pytest.mark.parametrize(("headers", "status"), [
     ({"Host": "elsewhere.example"}, 400),  # a page from elsewhere whose name was made to point here
-    ({"Host": "elsewhere.example:8000"}, 400), ({"Host": "["}, 400), ({"Host": "192.0.2.7:8000"}, 200),
-    ({"Host": "[::1]:8000"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
-    ({"Host": "LOCALHOST"}, 200), ({"Host": "127.0.0.1:1", "Origin": "https://our.example"}, 200),  # behind a proxy
-    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://[bad"}, 403),
+    ({"Host": "["}, 400), ({"Host": "192.0.2.7:8000"}, 200), ({"Host": "[::1]:8000"}, 200),
+    ({"Host": "LOCALHOST"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
+    ({"Host": "127.0.0.1:1", "Origin": "https://our.example"}, 200),  # behind a proxy
+    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "http://[bad"}, 403),
     ({"Host": "127.0.0.1:1", "Origin": "http://localhost:9"}, 403)])
 def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
     response, content = send(run_port, "GET", "/v1/models", **headers)
@@ -249,12 +236,10 @@ def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
 
 def test_with_a_key_only_those_who_bring_it_are_answered(model, tmp_path):
     with served(write_run(tmp_path / "demo", {3: model}, TOKENIZER), key="a long key") as port:
-        for path in ("/v1/models", "/samples", "/v1/completions", "/nowhere"):
-            assert ask(port, path, expect=401)["error"]["code"] == "invalid_api_key"
-            for wrong in ("Bearer a long kez", "a long key", "Basic a long key"):
-                ask(port, path, expect=401, Authorization=wrong)
-        assert all(ask(port, "/v1/models", Authorization=f"{scheme} a long key")["data"] for scheme in
-                   ("Bearer", "bearer"))
+        for path, given in (("/v1/models", {}), ("/samples", {}), ("/v1/completions", {}), ("/nowhere", {}), *(
+                ("/v1/models", {"Authorization": wrong}) for wrong in ("Bearer a long kez", "Basic a long key"))):
+            assert ask(port, path, expect=401, **given)["error"]["code"] == "invalid_api_key"
+        assert ask(port, "/v1/models", Authorization="bearer a long key")["data"]
         assert ask(port, "/health")["status"] == "ok" and send(port, "GET", "/")[0].status == 200
 
 
@@ -332,28 +317,23 @@ def test_the_page_asks_for_nothing_from_elsewhere(run_port):
 def test_chats_go_through_the_template(model, tmp_path):
     folder = write_huggingface(tmp_path / "chatty", model, TOKENIZER)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    told = {"system": "Be brief.", "user": "Hello é"}
-    text = greedy(model, spelled(told.items()), 20)
+    told, path = {"system": "Be brief.", "user": "Hello é"}, "/v1/chat/completions"
+    messages = [{"role": role, "content": content} for role, content in told.items()]
+    text, body = greedy(model, spelled(told.items()), 20), {"max_tokens": 20, "temperature": 0, "messages": messages}
     with served(folder) as port:
         assert ask(port, "/v1/models")["data"][0]["chat"] is True and ask(port, "/samples") == []
-        path, body = "/v1/chat/completions", {"max_tokens": 20, "temperature": 0, "messages": [
-            {"role": role, "content": content} for role, content in told.items()]}
-        found = ask(port, path, body)
-        assert found["object"] == "chat.completion" and found["choices"] == [
-            {"index": 0, "logprobs": None, "finish_reason": "length",
-             "message": {"role": "assistant", "content": text}}]
-        parts = events(port, path, **body)
-        deltas = [part["choices"][0]["delta"] for part in parts]
-        assert "".join(delta["content"] for delta in deltas) == text and deltas[0]["role"] == "assistant"
-        assert {part["object"] for part in parts} == {"chat.completion.chunk"}
-        for wrong, said in (([], "at least 1 item"), ("x", "messages: Input should be a valid list"),
-                            ([{"role": "user"}], "messages.0.content is missing"),
-                            ([{"role": "user", "content": [1]}], "messages.0.content: Input should be a valid string")):
-            assert said in ask(port, path, {"messages": wrong}, 400)["error"]["message"]
+        found, parts = ask(port, path, body), events(port, path, **body)
+        assert ask(port, path, {"messages": [{"role": "user"}]}, 400)["error"]["param"] == "messages.0.content"
+    assert found["object"] == "chat.completion" and found["choices"] == [
+        {"index": 0, "logprobs": None, "finish_reason": "length", "message": {"role": "assistant", "content": text}}]
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert "".join(delta["content"] for delta in deltas) == text
+    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--batch", "0"], "--batch must be at least 1"), (["--port", "70000"], "cannot be listened on"),
-    (["--host", "203.0.113.7"], "cannot be listened on"), ([], "is no folder")])
+    (["--batch", "0"], "--batch must be at least 1"), (["--host", "203.0.113.7"], "cannot be listened on"),
+    ([], "is no folder")])
 def test_what_cannot_be_served_is_said_in_a_sentence(arguments, said, capsys, tmp_path):
     assert said in printed(capsys, serve.main, "--model", tmp_path / "none", "--port", "0", *arguments, expect=2)
