@@ -189,13 +189,6 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path, damage, said):
     assert "\n" not in refused(UserError, said, CheckpointReader, tmp_path)
 
 
-def test_a_full_disk_is_an_error_of_the_system():
-    """/dev/full takes nothing: a real write that really fails."""
-    with pytest.raises(OSError) as caught:
-        write_part(Path("/dev/full"), {"x": whole(torch.zeros(4))})
-    assert caught.value.errno == errno.ENOSPC and is_full_disk(caught.value)
-
-
 @contextmanager
 def files_of(most):
     """No file of this process can grow beyond so many bytes."""

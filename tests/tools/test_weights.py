@@ -179,23 +179,18 @@ def interrupted(capsys, monkeypatch, source, target):
     return target.with_name(f"{target.name}.partial")
 
 
-def test_a_finished_file_counts_only_with_its_hash(source, tmp_path, capsys, monkeypatch):
-    partial, target = interrupted(capsys, monkeypatch, source, tmp_path / "x"), tmp_path / "x"
-    before, file = contents(partial), partial / "weights-00000.safetensors"
-    file.write_bytes(before[file.name][:-1] + bytes([before[file.name][-1] ^ 1]))
-    carry(capsys, source, target, "drover")
-    assert (target / file.name).read_bytes() == before[file.name]
-
-
-def test_the_beginning_of_something_else_is_not_continued(source, tmp_path, capsys, monkeypatch):
-    partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
-    before = contents(partial)
-
+def test_what_was_begun_is_continued_as_far_as_it_is_the_same(source, tmp_path, capsys, monkeypatch):
     def refused(*more):
         return carry(capsys, source, tmp_path / "x", "drover", *more, expect=2)
+    partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
+    before, name = contents(partial), "weights-00000.safetensors"
     assert "beginning of something else: dtype was fp32 and is bf16" in refused("--dtype", "bf16")
     (source / "chat_template.jinja").write_text("another")
     assert "source was" in refused() and contents(partial) == before and not (tmp_path / "x").exists()
+    again = interrupted(capsys, monkeypatch, source, tmp_path / "y")
+    (again / name).write_bytes(before[name][:-1] + bytes([before[name][-1] ^ 1]))
+    carry(capsys, source, tmp_path / "y", "drover")
+    assert (tmp_path / "y" / name).read_bytes() == before[name], "a finished file counts only with its hash"
     shutil.rmtree(partial)
     partial.mkdir()
     (partial / "mine").write_text("precious")
@@ -203,25 +198,21 @@ def test_the_beginning_of_something_else_is_not_continued(source, tmp_path, caps
     shutil.rmtree(partial)
     partial.write_text("a file")
     assert "cannot be made a folder" in refused()
-    with Draft(tmp_path / "y", "weights.json", {}):
-        assert "Another process is writing" in carry(capsys, source, tmp_path / "y", "hf", expect=2)
+    with Draft(tmp_path / "z", "weights.json", {}):
+        assert "Another process is writing" in carry(capsys, source, tmp_path / "z", "hf", expect=2)
 
 
 def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkeypatch):
-    def refused(target):
-        assert "There is something else at" in carry(capsys, source, target, "meta", expect=2)
-    folder, file, link = (tmp_path / name for name in ("folder", "file", "link"))
+    folder, link, new = (tmp_path / name for name in ("folder", "link", "new"))
     folder.mkdir()
     (folder / "mine").touch()
-    file.write_text("mine")
     link.symlink_to(tmp_path / "nowhere")
-    before = sorted(tmp_path.iterdir())
-    for target in (".", "/", folder, file, link):
-        refused(target)
-    assert sorted(tmp_path.iterdir()) == before and file.read_text() == "mine"
-    publish, new = Draft.publish, tmp_path / "new"  # where something comes while the conversion runs
-    monkeypatch.setattr(Draft, "publish", lambda draft: (folder.rename(new), publish(draft)))
-    refused(new)
+    publish, before = Draft.publish, sorted(tmp_path.iterdir())
+    for target in ("/", folder, link, new):
+        if target == new:  # where something comes while the conversion runs
+            assert sorted(tmp_path.iterdir()) == before
+            monkeypatch.setattr(Draft, "publish", lambda draft: (folder.rename(new), publish(draft)))
+        assert "There is something else at" in carry(capsys, source, target, "meta", expect=2)
     assert [path.name for path in new.iterdir()] == ["mine"]
 
 
