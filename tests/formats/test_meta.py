@@ -139,16 +139,16 @@ def test_any_width_can_be_said():
 
 
 @pytest.mark.parametrize(("config", "parts", "said"), [
-    (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Take --parts 1\."),
-    (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Take --parts 1 or 2 or 4\."),
+    (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Give --parts 1\."),
+    (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Give --parts 1 or 2 or 4\."),
     (WIDE.model_copy(update={"kv_heads": 16, "heads": 16, "ffn_dim": 100}), 8, r"feed-forward width \(100\)"),
-    (WIDE.model_copy(update={"qk_norm": True}), 1, r"normed queries and keys.*Take --format hf"),
-    (WIDE.model_copy(update={"head_dim": 6}), 1, r"heads of another width.*Take --format hf"),
-    (WIDE.model_copy(update={"qkv_bias": True}), 1, r"biases.*Take --format hf"),
-    (WIDE.model_copy(update={"sliding_window": 8}), 1, r"sliding windows.*Take --format hf"),
-    (WIDE.model_copy(update={"no_rope_layer_interval": 2}), 1, r"without a rotary embedding.*Take --format hf"),
+    (WIDE.model_copy(update={"qk_norm": True}), 1, r"normed queries and keys.*Give --format hf"),
+    (WIDE.model_copy(update={"head_dim": 6}), 1, r"heads of another width.*Give --format hf"),
+    (WIDE.model_copy(update={"qkv_bias": True}), 1, r"biases.*Give --format hf"),
+    (WIDE.model_copy(update={"sliding_window": 8}), 1, r"sliding windows.*Give --format hf"),
+    (WIDE.model_copy(update={"no_rope_layer_interval": 2}), 1, r"without a rotary embedding.*Give --format hf"),
     (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1,
-     r"take that for factor 8 .*here it is factor 32")])
+     r"readers assume factor 8 .*here it is factor 32")])
 def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts, said, tmp_path):
     write(built(config), tmp_path / "hf")
     refused(UserError, said, convert, tmp_path / "hf", tmp_path / "meta", "meta", None, 10**9, parts)
@@ -176,11 +176,11 @@ def test_nothing_in_a_file_is_executed(folder, tmp_path):
     torch.save({**sound, "norm.weight": Hostile(tmp_path / "executed")}, part)
     refused(UserError, "nothing of it was executed .*posix", open_weights, folder)
     part.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
-    refused(UserError, "is no zip file", open_weights, folder)
+    refused(UserError, "is not a zip file", open_weights, folder)
     torch.save({**sound, "extra": [1, 2]}, part)
-    refused(UserError, "'extra', which is no plain tensor", open_weights, folder)
+    refused(UserError, "'extra', which is not a plain tensor", open_weights, folder)
     torch.save([1], part)
-    refused(UserError, "holds a list", open_weights, folder)
+    refused(UserError, "contains a list", open_weights, folder)
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()  # it would have
@@ -192,7 +192,7 @@ def test_a_forged_size_and_a_missing_part_are_said(folder):
     valid, said = part.read_bytes(), b"M" + struct.pack("<H", 160 // 2 * 64)
     assert valid.count(said) == 2  # how many values the pickle says that lie in an embedding
     part.write_bytes(valid.replace(said, b"M" + struct.pack("<H", 10)))
-    refused(UserError, "is torn", open_weights, folder)
+    refused(UserError, "is truncated", open_weights, folder)
     part.unlink()
     refused(UserError, "of these numbers there are: 01", open_weights, folder)
 
@@ -223,7 +223,7 @@ def test_parts_of_two_models_are_told_apart(folder, tmp_path):
         other.norm.weight.add_(1)
     as_meta(tmp_path / "other", other, 2)
     (tmp_path / "other/consolidated.01.pth").rename(folder / "consolidated.01.pth")
-    with open_weights(folder) as weights, pytest.raises(UserError, match=r"should hold the same norm\.weight"):
+    with open_weights(folder) as weights, pytest.raises(UserError, match=r"should have the same norm\.weight"):
         weights.read("norm.weight")
 
 

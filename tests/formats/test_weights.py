@@ -114,7 +114,7 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
     (folder / "model.safetensors").unlink()
     refused(UserError, "is missing", open_weights, folder)
     for index, said in (('{"weight_map": {"a": "../../etc/passwd"}}', "is no path inside the folder"),
-                        ('{"weight_map": {"a": "b/c"}}', "no file beside it")):
+                        ('{"weight_map": {"a": "b/c"}}', "not a file in its folder")):
         (folder / "model.safetensors.index.json").write_text(index)
         refused(UserError, said, open_weights, folder)
     (folder / "model.safetensors.index.json").unlink()
@@ -161,7 +161,7 @@ def test_scaling_is_read_in_its_older_spelling():
 
 
 def test_a_folder_of_something_else_names_what_is_known(tmp_path):
-    refused(UserError, r"holds no weights .* a training checkpoint .* a Hugging Face folder", open_weights, tmp_path)
+    refused(UserError, r"has no weights .* a training checkpoint .* a Hugging Face folder", open_weights, tmp_path)
     refused(UserError, "is no folder", open_weights, tmp_path / "none")
 
 

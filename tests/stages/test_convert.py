@@ -98,7 +98,7 @@ def test_all_layers_are_compared_block_by_block(spread, capsys, changes):
     assert counts["layers_compared"] == 4 and counts["tensors_compared"] == 4 * 9 + 3
     assert counts["largest_logit_difference"] < 1e-5
     assert "transformers computes it block by block (4 layers)" in told
-    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens" in told
+    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} validation tokens" in told
 
 
 def swapped(original):

@@ -1,0 +1,152 @@
+"""The files that belong to weights: tokenizer, chat template, special ids, generation settings."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from drover.pipeline.contract.run import run_in
+from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import read_json
+from drover.pipeline.formats.base import Weights
+from drover.pipeline.formats.huggingface import OutputFile, text_file
+from drover.pipeline.formats.record import weights_record
+from drover.pipeline.records.generation_settings import IDS, read_settings, settings_file
+from drover.pipeline.tokenization.base import Tokenizer
+from drover.pipeline.tokenization.export import (
+    CODE,
+    SETTINGS,
+    hugging_face_tokenizer,
+    names_code,
+    settings_text,
+    write_hugging_face,
+)
+from drover.pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
+
+NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+         "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")
+"""Files of a Hugging Face folder that are copied with its weights."""
+TEMPLATES = "additional_chat_templates"
+MODEL_FILE = "tokenizer.model"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+"""The files of a tokenizer in a Hugging Face folder."""
+_KEPT_BY_THE_HUB = f"original/{MODEL_FILE}"
+"""Llama 3's tokenizer.model in the Hub's folders. Readers would take one next to the weights for sentencepiece's."""
+_PROBE = "  Two  spaces,\ttabs\n\nlines; ﬁve ½ Ａ e\u0301 don't 1234567 \U0001f44b "
+"""A text that every normaliser changes."""
+
+
+@dataclass
+class Companions:
+    """The files that belong to weights.
+
+    Attributes:
+        files: by their name in a Hugging Face folder.
+        vocabulary: a tokenizer.model, as Meta has it.
+        tokenizer: the tokenizer of that file; None if there are files that transformers reads.
+        token_ids: as config.json names them.
+        context_length: of a run's model, which its tokenizer files do not have; None for other weights.
+    """
+
+    files: dict[str, Path] = field(default_factory=dict)
+    vocabulary: Path | None = None
+    tokenizer: Tokenizer | None = None
+    token_ids: dict[str, Any] = field(default_factory=dict)
+    context_length: int | None = None
+
+
+def companions_of(weights: Weights) -> Companions:
+    """The files that belong to weights: from their folder, or from the tokenizer stage of their run."""
+    folder = weights.path
+    if weights.form == "hf":
+        settings = read_json(folder / "config.json")
+        ids = {name: settings[name] for name in IDS if settings.get(name) is not None}
+    elif (record := weights_record(folder)) is not None:
+        ids = record["token_ids"]
+    elif weights.form == "drover":
+        return _of_run(folder, weights.config.context_length)
+    else:
+        ids = {}
+    found = _in_folder(folder)
+    if found.vocabulary and not {*TOKENIZER} & found.files.keys():
+        found.tokenizer = _tokenizer(found.vocabulary, weights.config.vocab_size or 0)
+    if found.tokenizer and not ids:
+        ids = {"bos_token_id": found.tokenizer.bos_id, "eos_token_id": found.tokenizer.eos_id}
+    found.token_ids = ids
+    return found
+
+
+def _in_folder(folder: Path) -> Companions:
+    found = Companions({name: folder / name for name in NAMES if (folder / name).is_file()})
+    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
+        found.files[f"{TEMPLATES}/{path.name}"] = path
+    places = (folder / MODEL_FILE, folder / _KEPT_BY_THE_HUB)
+    found.vocabulary = next((path for path in places if path.is_file()), None)
+    return found
+
+
+def _of_run(checkpoint: Path, context_length: int) -> Companions:
+    """The tokenizer of a training checkpoint's run, and the generation settings of its initial weights."""
+    run = checkpoint.resolve().parents[2]  # <run>/train/checkpoints/step-...
+    if not (run / "config.yaml").is_file():
+        return Companions()
+    folder = run_in(run).stage_folder("tokenizer")
+    found = _in_folder(folder / "hf")
+    found.vocabulary = folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else None
+    found.context_length = context_length
+    if (kept := settings_file(checkpoint)).is_file():
+        found.files[kept.name] = kept
+        found.token_ids = {name: value for name, value in read_settings(kept).items() if name in IDS}
+        return found
+    try:
+        record = vocabulary_record(folder)
+        found.token_ids = {"bos_token_id": record["bos_id"], "eos_token_id": record["eos_id"]}
+    except UserError:
+        pass  # the tokenizer is gone: `carried_files` prints that there is none
+    return found
+
+
+def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[str]]:
+    """The files to copy with weights into a format, and sentences about what is copied and what is not."""
+    files, sentences = dict[str, Callable[[Path], object]](), list[str]()
+    for name, path in found.files.items() if form != "meta" else ():
+        files[name] = partial(shutil.copyfile, path)
+        if name == SETTINGS and (names_code(path) or found.context_length is not None):
+            files[name] = text_file(name, settings_text(path, found.context_length)).write
+        if name == SETTINGS and names_code(path):
+            sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")
+    if found.vocabulary is not None:
+        as_hub_has_it = form == "hf" and not _is_sentencepiece(found.vocabulary)
+        files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, found.vocabulary)
+    carried = [*files]
+    if form == "hf" and (tokenizer := found.tokenizer):
+        for name in TOKENIZER:
+            files[name] = lambda path: write_hugging_face(tokenizer, path.parent)
+            carried.append(f"{name} (made of {MODEL_FILE})")
+    elif form == "hf" and found.vocabulary and TOKENIZER[0] not in found.files:
+        sentences.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
+    sentences.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
+    if form == "meta" and found.files:
+        sentences.append(f"Not copied, since this format has no place for it: {', '.join(sorted(found.files))}.")
+    return [OutputFile(name, 0, write) for name, write in files.items()], sentences
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Whether a tokenizer.model is sentencepiece's (Llama 2), not lines of base64 and ranks (Llama 3)."""
+    with open(path, "rb") as file:
+        return file.read(1) == b"\n"
+
+
+def _tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer in a tokenizer.model. None if the file is not one, has a larger vocabulary than the weights, or
+    normalises text in a way that a tokenizer.json cannot express."""
+    try:
+        tokenizer = open_tokenizer("sentencepiece" if _is_sentencepiece(path) else "tiktoken", path)
+    except UserError:
+        return None
+    exported = hugging_face_tokenizer(tokenizer).encode(_PROBE, add_special_tokens=False)
+    return tokenizer if tokenizer.used <= vocab_size and exported.ids == tokenizer.encode(_PROBE) else None
