@@ -46,7 +46,7 @@ NOTES = (
     "Differences: paired, on each item; higher and lower: items on which the second model has the larger value; the "
     "sign test is exact (of right and wrong answers it is McNemar's; so it is of f1, where higher and lower are items "
     "that the second model alone classifies rightly, or wrongly), the normal one is of difference / std. error. Fewer "
-    "bits per byte and lower perplexities are better. No p-value knows how many others stand beside it.")
+    "bits per byte and lower perplexities are better. No p-value is corrected for the number of comparisons.")
 
 
 def work(options: argparse.Namespace) -> None:

@@ -186,13 +186,13 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
 
 
 @pytest.mark.parametrize(("body", "said", "status"), [
-    (b"{", "no JSON", 400), (b"[" * 9000, "nested too deeply", 400), (b"[1]", "JSON object", 400),
+    (b"{", "is not JSON", 400), (b"[" * 9000, "nested too deeply", 400), (b"[1]", "JSON object", 400),
     ({}, "prompt is missing", 400),
     ({"prompt": "x", "model": "gpt-4"}, "The model 'gpt-4' is not here; this server has 'demo'", 404),
     ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
     ({"prompt": "x", "max_tokens": "9", "logprobs": 6}, "max_tokens: Input should be a valid integer. logprobs", 400),
     ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
-    ({"prompt": "x", "temprature": 1}, "temprature is not known here", 400),
+    ({"prompt": "x", "temprature": 1}, "temprature is not a known field", 400),
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
     ({"prompt": "x", "stop": ["x"] * 200_000}, "stop: Value should have at most 16 items", 400),
     ({"prompt": "x", "stop": "x" * 257}, "stop.0: String should have at most 256 characters", 400),
@@ -252,7 +252,7 @@ def test_a_request_whose_scores_are_no_numbers_fails_alone(model, tmp_path):
         waiting = endless(port)
         try:
             wait_for(lambda: ask(port, "/health")["running"] == 1)
-            assert "scores are NaN" in complete(port, prompt="hey!", expect=500)["error"]["message"]
+            assert "logits are NaN" in complete(port, prompt="hey!", expect=500)["error"]["message"]
             assert ask(port, "/health")["running"] == 1
         finally:
             waiting.close()

@@ -127,7 +127,7 @@ def test_shards_are_read_and_not_only_hashed(copied):
         return " ".join(map(str, verify(copied).problems))
     data[record["keys_offset"]] ^= 1
     found = told(vocabulary["eos_id"])
-    assert "EOS stands inside of a document at its token 5 (document 0" in found and "its document 0 is" in found
+    assert "EOS is inside of a document at its token 5 (document 0" in found and "its document 0 is" in found
     assert "outside of the vocabulary" in told(vocabulary["size"] + 1)
 
 
@@ -158,7 +158,7 @@ def test_a_record_whose_seal_is_gone_is_told(copied):
     manifest.write_text(json.dumps(content))
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
     told = {problem.file: problem.what for problem in verify(copied).problems}
-    assert told == dict.fromkeys(map(str, (manifest, config)), "its seal is gone: it was cut or edited")
+    assert told == dict.fromkeys(map(str, (manifest, config)), "its checksum is missing: it was cut or edited")
     config.write_text("name: mini\n")  # what can not be loaded any more
     assert str(config) in named(verify(copied))
 
@@ -169,7 +169,7 @@ def test_what_is_not_made_again_is_not_to_be_deleted(copied):
         (copied / "train" / name).write_text("{")
     told = {Path(problem.file).name: problem.do for check in listed(copied)[1] if check.function is check_seal
             for problem in check().problems}
-    assert [told[name].partition(":")[0] for name in names] == ["Put it back from a copy"] * 3 + ["Delete it"]
+    assert [told[name].partition(":")[0] for name in names] == ["Restore it from a copy"] * 3 + ["Delete it"]
 
 
 def test_the_evaluation_of_a_checkpoint_is_in_order_without_its_weights(whole, tmp_path):

@@ -91,8 +91,8 @@ def test_names_of_code_are_not_carried_over(source, tmp_path, capsys):
 
 def test_metas_tokenizer_becomes_one_for_transformers(source, tmp_path, capsys):
     said = carry(capsys, source, tmp_path / "meta", "meta", "--parts", "2")
-    assert "Left behind, as this form has no place for it: chat_template.jinja, generation_config.json" in said
-    assert "take 8,192 tokens" in said and "the 128 of this model" in said
+    assert "Not copied, since this format has no place for it: chat_template.jinja, generation_config.json" in said
+    assert "assume 8,192 tokens" in said and "the 128 of this model" in said
     shutil.copy(tmp_path / "tokenizer.model", tmp_path / "meta/tokenizer.model")
     (tmp_path / "meta/weights.json").unlink()  # as a folder of Meta's own
     said = carry(capsys, tmp_path / "meta", tmp_path / "hf", "hf")
@@ -132,7 +132,7 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (run / "tokenizer/hf" / name).read_bytes()
     said = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "meta", "meta")
-    assert "Carried over: tokenizer.model." in said and "Left behind" in said
+    assert "Carried over: tokenizer.model." in said and "Not copied" in said
 
 
 def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):
@@ -184,7 +184,7 @@ def test_what_was_begun_is_continued_as_far_as_it_is_the_same(source, tmp_path, 
         return carry(capsys, source, tmp_path / "x", "drover", *more, expect=2)
     partial = interrupted(capsys, monkeypatch, source, tmp_path / "x")
     before, name = contents(partial), "weights-00000.safetensors"
-    assert "beginning of something else: dtype was fp32 and is bf16" in refused("--dtype", "bf16")
+    assert "started with other inputs: dtype was fp32 and is bf16" in refused("--dtype", "bf16")
     (source / "chat_template.jinja").write_text("another")
     assert "source was" in refused() and contents(partial) == before and not (tmp_path / "x").exists()
     again = interrupted(capsys, monkeypatch, source, tmp_path / "y")
@@ -220,7 +220,7 @@ def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkey
     (["--format", "meta", "--shard-gb", "1"], "--shard-gb does not go with"),
     (["--format", "hf", "--parts", "2"], "--parts goes with --format meta only"),
     (["--format", "hf", "--shard-gb", "nan"], "--shard-gb must be above 0"),
-    (["--format", "meta", "--parts", "8"], r"heads (4) cannot be divided. Take --parts 1 or 2 or 4.")])
+    (["--format", "meta", "--parts", "8"], r"heads (4) cannot be divided. Give --parts 1 or 2 or 4.")])
 def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
     assert said in printed(capsys, main, "--from", source, "--to", tmp_path / "x", *more, expect=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()
