@@ -20,7 +20,6 @@ YARN = {"context_length": 512, "rope_scaling": YarnScaling(kind="yarn", factor=8
 CONFIGS = {
     "untied": ModelConfig(**SMALL, context_length=128),
     "tied": ModelConfig(dim=32, layers=1, heads=4, kv_heads=4, vocab_size=70, tied_embeddings=True),
-    "llama2": ModelConfig(**SMALL, rope_theta=1e4, norm_eps=1e-6),
     "scaled": ModelConfig(**SMALL, **SCALING),
     "Qwen3": ModelConfig(**SMALL, qk_norm=True),
     "Qwen3, windows": ModelConfig(**SMALL, qk_norm=True, sliding_window=7, full_attention_interval=2,
@@ -30,13 +29,13 @@ CONFIGS = {
                                     no_rope_layer_interval=4),
     "every layer with a window": ModelConfig(**SMALL, sliding_window=5),
     "biases, wide heads": ModelConfig(**SMALL, head_dim=10, qkv_bias=True),
-    "biases, windows": ModelConfig(**SMALL, qkv_bias=True, sliding_window=7, full_attention_interval=2),
     "biases, Qwen3, YaRN": ModelConfig(**SMALL, head_dim=16, qkv_bias=True, qk_norm=True, **YARN),
     "Llama, YaRN with an amplitude": ModelConfig(**SMALL, head_dim=16, **{**YARN, "rope_scaling": YarnScaling(
         kind="yarn", factor=4, original_context_length=64, beta_fast=16, beta_slow=2, attention_factor=1.3)}),
     "YaRN from 4,096 tokens": ModelConfig(**SMALL, head_dim=16, context_length=8192, rope_scaling=YarnScaling(
         kind="yarn", factor=8, original_context_length=4096, beta_fast=24)),
-    "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77),
+    "odd": ModelConfig(dim=42, layers=3, heads=7, kv_heads=1, ffn_dim=37, vocab_size=53, context_length=77,
+                       rope_theta=1e4, norm_eps=1e-6),
 }
 
 

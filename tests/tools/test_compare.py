@@ -114,12 +114,8 @@ def test_again_nothing_is_measured_and_a_kill_costs_one_part(over_time, home, mo
             ledger.add(name, key, None)
     again(expect=130)
     assert again() == results and measured == ["pages"] * 3, "one, the kill, the other"
-    task = home / "tasks/pages.yaml"
-    before = task.read_text()
-    task.write_text(before.replace("1.0", "2.0"))
-    changed = again("--limit", "2")
-    task.write_text(before)
-    assert row(changed, model="step-00000007", metric="word_perplexity")["version"] == "2.0"
+    again("--limit", "2")
+    assert measured[3:] == ["capitals", "pages"] * 2, "other conditions are measured again"
 
 
 @pytest.mark.slow

@@ -207,10 +207,11 @@ def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, said, 
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_places_that_are_not_there_are_errors_too(run_port):
-    assert "There are GET /v1/models" in ask(run_port, "/v1/engines", expect=404)["error"]["message"]
-    assert "GET /v1/completions" in ask(run_port, "/v1/completions", expect=405)["error"]["message"]
-    ask(run_port, "/v1/chat/completions", {"messages": []}, expect=404)  # no chat template
+@pytest.mark.parametrize(("path", "body", "status"), [
+    ("/v1/engines", None, 404), ("/v1/completions", None, 405),
+    ("/v1/chat/completions", {"messages": []}, 404)])  # there is no chat template
+def test_places_that_are_not_there_are_errors_too(run_port, path, body, status):
+    assert "There are GET /v1/models" in ask(run_port, path, body, expect=status)["error"]["message"]
 
 
 @pytest.mark.parametrize(("headers", "status"), [

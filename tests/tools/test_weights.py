@@ -70,23 +70,19 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_belongs_to_the_weights_goes_with_them(source, tmp_path, capsys):
+def test_what_belongs_to_the_weights_goes_with_them_but_names_of_code(source, tmp_path, capsys):
+    settings = source / "tokenizer_config.json"
+    plain = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**plain, "auto_map": {"AutoTokenizer": ["evil.E", None]}}))
     said = carry(capsys, source, tmp_path / "drover", "drover")
     assert f"21 tensors, {SHAPE.parameter_count:,} parameters in fp32" in said
+    assert "tokenizer_config.json named code (auto_map), which is left out" in said
     said = carry(capsys, tmp_path / "drover", tmp_path / "hf", "hf", "--shard-gb", "0.00006")
     before, after = contents(source), contents(tmp_path / "hf")
     assert after.keys() - before.keys() == {"weights.json"} and before.keys() - after.keys() == {"README.md"}
+    assert json.loads(after.pop(settings.name)) == plain
     assert {name for name in after.keys() & before.keys() if after[name] != before[name]} == set()
     assert "Carried over: tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja" in said
-
-
-def test_names_of_code_are_not_carried_over(source, tmp_path, capsys):
-    settings = source / "tokenizer_config.json"
-    coded = {**json.loads(settings.read_text()), "auto_map": {"AutoTokenizer": ["evil.E", None]}}
-    settings.write_text(json.dumps(coded))
-    said = carry(capsys, source, tmp_path / "hf", "hf")
-    assert "tokenizer_config.json named code (auto_map), which is left out" in said
-    assert "auto_map" not in (tmp_path / "hf/tokenizer_config.json").read_text()
 
 
 def test_metas_tokenizer_becomes_one_for_transformers(source, tmp_path, capsys):
