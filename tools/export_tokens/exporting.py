@@ -25,7 +25,7 @@ from drover.tools.processes import in_order
 
 MANIFEST = "export.json"
 FORMS: dict[str, ModuleType] = {"megatron": megatron, "hf": huggingface}
-"""By name: a module with `lay_out`, `shared`, `write_part`, `finish` and `facts`."""
+"""By name: a module with `lay_out`, `write_part`, `finish` and `facts`."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
             draft.add("layout", form.lay_out(draft.folder, plan.sources, plan.dtype))
         elif len(draft.done) > 1:
             print(f"continuing: {len(draft.done) - 1:,} of {count:,} shards are written")
-        missing, shared = [number for number in range(count) if str(number) not in draft.done], form.shared(plan.dtype)
-        jobs = ((draft.folder, part, shared) for part in plan.parts(count) if str(part.number) not in draft.done)
+        missing = [number for number in range(count) if str(number) not in draft.done]
+        jobs = ((draft.folder, part) for part in plan.parts(count) if str(part.number) not in draft.done)
         for number, written in zip(missing, in_order(form.write_part, jobs, processes), strict=True):
             draft.add(str(number), written)
         regions = defaultdict[str, list[Region]](list)

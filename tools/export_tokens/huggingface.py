@@ -19,28 +19,18 @@ def file_name(number: int, count: int) -> str:
     return f"data-{number:05d}-of-{count:05d}.arrow"
 
 
-def features(dtype: str) -> Any:
-    """The columns in the description of `datasets`."""
-    import datasets
-    return datasets.Features({"input_ids": datasets.List(datasets.Value(dtype)), "key": datasets.Value("string"),
-                              "source": datasets.Value("string"), "bytes": datasets.Value("int64")})
-
-
 def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> list[Region]:
     """Write nothing before the parts."""
     return []
 
 
-def shared(dtype: str) -> Any:
-    """The Arrow schema of all parts."""
-    return features(dtype).arrow_schema
-
-
-def write_part(job: tuple[Path, Part, Any]) -> list[Region]:
-    """Write one shard as a file, durably. job: the export's folder, the part, the schema."""
+def write_part(job: tuple[Path, Part]) -> list[Region]:
+    """Write one shard as a file, durably. job: the export's folder, the part."""
     import pyarrow as pa
-    folder, part, schema = job
+    folder, part = job
     part.refuse_changed()
+    schema = pa.schema({"input_ids": pa.list_(pa.from_numpy_dtype(part.shard.dtype)), "key": pa.string(),
+                        "source": pa.string(), "bytes": pa.int64()})
     path = folder / file_name(part.number, part.count)
     lengths, shard = part.lengths(), part.shard
     with open(path, "wb") as file:
@@ -65,7 +55,9 @@ def write_part(job: tuple[Path, Part, Any]) -> list[Region]:
 def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> list[str]:
     """Write the files from which `load_from_disk` starts. Returns their names."""
     import datasets
-    datasets.DatasetInfo(features=features(dtype)).write_to_directory(str(folder))
+    columns = datasets.Features({"input_ids": datasets.List(datasets.Value(dtype)), "key": datasets.Value("string"),
+                                 "source": datasets.Value("string"), "bytes": datasets.Value("int64")})
+    datasets.DatasetInfo(features=columns).write_to_directory(str(folder))
     write_json(folder / "dataset_info.json", read_json(folder / "dataset_info.json"))  # written again, durably
     write_json(folder / "state.json", {
         "_data_files": [{"filename": file_name(number, count)} for number in range(count)],

@@ -44,13 +44,9 @@ def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> lis
     return regions
 
 
-def shared(dtype: str) -> None:
-    """Return what all parts need: nothing."""
-
-
-def write_part(job: tuple[Path, Part, None]) -> list[Region]:
-    """Write one shard's part of its source's two files, durably. job: the export's folder, the part, None."""
-    folder, part, _ = job
+def write_part(job: tuple[Path, Part]) -> list[Region]:
+    """Write one shard's part of its source's two files, durably. job: the export's folder, the part."""
+    folder, part = job
     part.refuse_changed()
     name, before, documents = part.shard.source, part.before["docs"], part.source_documents
     dtype = np.dtype(WRITTEN_AS[part.shard.dtype.name]).newbyteorder("<")

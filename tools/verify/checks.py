@@ -140,14 +140,9 @@ class Check:
         return found
 
 
-def check_file(found: Findings, file: Recorded) -> None:
-    """Compare a file with its record."""
-    found.compare(file)
-
-
-def check_size(found: Findings, file: Recorded) -> None:
-    """Compare only the size of a shard that the sample leaves out."""
-    found.compare(file, hashed=False)
+def check_file(found: Findings, file: Recorded, hashed: bool = True) -> None:
+    """Compare a file with its record. hashed: False for a shard that the sample leaves out: only the size."""
+    found.compare(file, hashed=hashed)
 
 
 def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None, vocabulary: Record | None) -> None:

@@ -35,7 +35,6 @@ from drover.tools.verify.checks import (
     check_plan,
     check_seal,
     check_shard,
-    check_size,
     check_source,
     check_tensorboard,
 )
@@ -237,7 +236,7 @@ class Inventory(Findings):
                 self.shards_read += len(there)
                 self.checks.append(Check(check_shard, (text, token, vocabulary)))
             else:
-                self.checks += [Check(check_size, (side,), counted=False) for side in there]
+                self.checks += [Check(check_file, (side, False), counted=False) for side in there]
         if texts and tokens and len(of_text) != len(records):
             self.problem(tokens[0] / MANIFEST, f"it lists {len(of_text):,} token shards for {len(records):,} text "
                                                f"shards", "Run --stage encode --force")
