@@ -78,7 +78,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
                         metavar="FOLDER", help="where they are looked for (default: configs/tasks)")
     parser.add_argument("--heldout", type=find_run, metavar="RUN",
-                        help="also bits per byte of this run's held-out text")
+                        help="also bits per byte of this run's validation text")
     parser.add_argument("--heldout-documents", type=int, metavar="N",
                         help="only the first N documents of each source (default: all)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N items of each task (default: all)")

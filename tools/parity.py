@@ -70,9 +70,9 @@ def report(reference: Sequence[Record], found: Sequence[Record], band: float) ->
         judge(f"steps {first} to {last}: loss", theirs, ours, judged=number >= WINDOWS // 5)
     measured = heldout(reference, found)
     for source, (theirs, ours) in measured.items():
-        judge(f"held-out {source}:", theirs, ours, " bits per byte")
+        judge(f"validation text {source}:", theirs, ours, " bits per byte")
     if not measured:
-        lines.append("held-out text is not judged: the runs measured it at no common step")
+        lines.append("validation text is not judged: the runs have no common step at which they measured it")
     for factor in ("input", "weight", "gradient"):
         if zeros := [record[key] for record in found if (key := f"fp8_{factor}_zeros") in record]:
             lines.append(f"{factor}s: at most {zeros[-1]:.2%} of a layer's values become zero in fp8, as last measured")

@@ -11,7 +11,7 @@ import yaml
 from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
 from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify.__main__ import main, share_of, verify
-from drover.tools.verify.checks import WENT, check_file, check_seal
+from drover.tools.verify.checks import WENT, check_file
 from drover.tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
 from tests.conftest import run_stage, write_config
 from tests.refusal import printed
@@ -151,25 +151,23 @@ def listed(run):
     return report, report.take()
 
 
-def test_a_record_whose_seal_is_gone_is_told(copied):
+def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
     manifest, config = copied / "encode/manifest.json", copied / "config.yaml"
     content = json.loads(manifest.read_text())
     del content["seal"]
     manifest.write_text(json.dumps(content))
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
-    told = {problem.file: problem.what for problem in verify(copied).problems}
-    assert told == dict.fromkeys(map(str, (manifest, config)), "its checksum is missing: it was cut or edited")
-    config.write_text("name: mini\n")  # what can not be loaded any more
-    assert str(config) in named(verify(copied))
-
-
-def test_what_is_not_made_again_is_not_to_be_deleted(copied):
     names = ("rollbacks.json", "copying.json", "started.json", "tokens-compared.json")
     for name in names:
         (copied / "train" / name).write_text("{")
-    told = {Path(problem.file).name: problem.do for check in listed(copied)[1] if check.function is check_seal
-            for problem in check().problems}
-    assert [told[name].partition(":")[0] for name in names] == ["Restore it from a copy"] * 3 + ["Delete it"]
+    found = {Path(problem.file).relative_to(copied).as_posix(): problem for problem in verify(copied).problems}
+    assert found.keys() == {"encode/manifest.json", "config.yaml", *(f"train/{name}" for name in names)}
+    for name in ("encode/manifest.json", "config.yaml"):
+        assert found[name].what == "its checksum is missing: it was cut or edited"
+    assert [found[f"train/{name}"].do.partition(":")[0] for name in names] == [
+        *["Restore it from a copy"] * 3, "Delete it"]
+    config.write_text("name: mini\n")  # what cannot be loaded any more
+    assert str(config) in named(verify(copied))
 
 
 def test_the_evaluation_of_a_checkpoint_is_in_order_without_its_weights(whole, tmp_path):
