@@ -90,7 +90,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
     damaged = {"event": DAMAGED, "step": 15, "first_step": 16, "set_aside": []}
     found = audit(written(recorded, damaged))
     assert found.damaged == 5 and ["step 11 " in fault or "step 12 " in fault for fault in found.faults] == [True] * 2
-    assert "5 steps had another loss before a damaged token shard was mended" in found.lines()[0]
+    assert "5 steps had another loss before a damaged token shard was repaired" in found.lines()[0]
     recorded.lines.append({**lines_of(recorded, 16)[-1], "loss": 9.0})
     found = audit(written(recorded, damaged))
     assert any("step 16 was done twice with different loss" in fault for fault in found.faults), "one damage, one loss"

@@ -40,7 +40,8 @@ def test_the_command_says_so_by_its_exit_status(tmp_path, capsys):
     for name, worse in (("a", 1.0), ("b", 1.1)):
         for line in records(lambda step, worse=worse: worse):
             append_line(tmp_path / name / "train/metrics.jsonl", line)
-    (tmp_path / "c").mkdir()
+    for name in "abc":
+        (tmp_path / name / "launch").mkdir(parents=True)
     for name, status, said in (("a", 0, "within the band of 1.00%"), ("b", 1, "BEYOND the band"),
                                ("c", 2, "is no run that has trained")):
         assert main(["--reference", str(tmp_path / "a"), "--run", str(tmp_path / name)]) == status
