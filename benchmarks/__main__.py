@@ -1,13 +1,13 @@
 """Measure Drover on this machine.
 
-    python -m benchmarks train        a training step on the CPU, beside transformers
-    python -m benchmarks data         shard and encode, beside datatrove
-    python -m benchmarks gpu          everything worth knowing of one GPU, in nine minutes
-    python -m benchmarks layouts      training steps at the layouts of the recipes, on nodes of eight GPUs
+    python -m benchmarks train        a training step on the CPU, compared with transformers
+    python -m benchmarks data         the stages shard and encode, compared with datatrove
+    python -m benchmarks gpu          matrix products and training steps of one GPU, in nine minutes
+    python -m benchmarks layouts      training steps in the layouts of the recipes, on nodes of eight GPUs
 
-Each says its options with --help. --out FOLDER writes results.json and results.md there. Times are paired: what is
-compared runs by turns in one run, and a ratio is the median of those within a round. The processor's time stands
-beside the clock's; on a busy machine it is the steadier of the two.
+--help after a name shows its options. --out FOLDER writes results.json and results.md there. Contenders take turns in
+one run, and a ratio is the median of the ratios within a round. CPU time is given with wall time: on a busy machine it
+varies less.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drover.pipeline.core.command_line import Parser, Program
 
 MODULES = {"train": "suite", "data": "data", "gpu": "suite", "layouts": "suite"}
 ROUNDS = {"train": 5, "data": 5}
-"""Of what is compared by turns; others are measured once."""
+"""Default rounds of benchmarks whose contenders take turns; others are measured once."""
 
 
 def add_options(parser: Parser) -> None:
@@ -38,7 +38,7 @@ def add_options(parser: Parser) -> None:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Measure; 1 where a benchmark says that something failed."""
+    """Measure; 1 if a case failed."""
     record = Record(options.name, options.out)
     failed = import_module(f"benchmarks.{MODULES[options.name]}").run(options, record)
     record.save()

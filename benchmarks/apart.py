@@ -1,4 +1,4 @@
-"""Work in processes of its own: one that fails, hangs or takes a GPU down is a message, and its memory is its own."""
+"""Run work in separate processes. A failure, a hang or a lost GPU becomes a message, and memory is not shared."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Apart:
             self.processes.append(process)
 
     def send(self, value: Any) -> None:
-        """Give a value to every rank. One that has died since is found out by `receive`."""
+        """Send a value to every rank. `receive` reports ranks that have died."""
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(value)
 
     def receive(self, limit_s: float | None = None) -> Message:
-        """The next message of any rank: "failed" where one raised or died, "late" when the time is up."""
+        """The next message of any rank: "failed" if one raised or died, "late" after `limit_s` seconds."""
         until = None if limit_s is None else time.monotonic() + limit_s
         while self.pipes and (ready := wait(self.pipes, None if until is None else max(0.0, until - time.monotonic()))):
             pipe = ready[0]
@@ -71,10 +71,10 @@ class Apart:
                     return "failed", f"a process ended with status {process.exitcode}"
                 self.processes.remove(process)
                 self.pipes.remove(pipe)
-        return ("late", "took too long; stopped") if self.pipes else ("failed", "the processes ended without a word")
+        return ("late", "took too long; stopped") if self.pipes else ("failed", "the processes ended without a message")
 
     def end(self) -> None:
-        """Stop the processes and whatever they have started."""
+        """Stop the processes and their children."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -86,7 +86,7 @@ class Apart:
 
 def _begin(pipe: Connection, variables: Mapping[str, str], log: Path | None, work: Callable[..., None],
            arguments: tuple[Any, ...]) -> None:
-    os.setpgrp()  # with its children, so that all are ended together
+    os.setpgrp()  # so that its children can be killed with it
     end_with_parent(os.getppid())
     os.environ.update(variables)
     if log is not None:
@@ -95,8 +95,8 @@ def _begin(pipe: Connection, variables: Mapping[str, str], log: Path | None, wor
         os.dup2(file, 2)
     try:
         work(pipe, *arguments)
-    except (EOFError, BrokenPipeError):  # the parent wants no more
+    except (EOFError, BrokenPipeError):  # the parent has closed the pipe
         return
-    except Exception as error:  # noqa: BLE001 - the parent makes a row of it, the log has the rest
+    except Exception as error:  # noqa: BLE001 - the parent makes a row of it, and the log has the trace
         traceback.print_exc()
         pipe.send(("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300]))

@@ -1,8 +1,8 @@
-"""How fast text becomes tokens, beside datatrove, in one run.
+"""Measure how fast text becomes tokens, compared with datatrove.
 
 Sections: encode (the stage with each encoder, and datatrove's DocumentTokenizer with the same tokenizer.json; two
-processes each), shard (the stage with one process and with two). Stages are commands: the start counts. Without
-datatrove its rows are missing.
+processes each), shard (the stage with one process and with two). Stages are commands, so their start is included. If
+datatrove is not installed, its rows are missing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
 
 FILES = 4
-"""That the corpus is cut into, so that two processes have something each."""
+"""Files of the corpus: enough for two processes."""
 PROCESSES = 2
-# Forked workers start faster than those of its default, and their processor time is counted with the command's.
+# Forked workers start faster than its default ones, and their CPU time counts for the command.
 THEIRS = """
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be asked for."""
+    """Add the options."""
     add = parser.add_argument
     add("--mb", type=float, default=12.0, help="MB of text, of the standard library (%(default)s)")
     add("--vocab", type=positive, default=16384, help="ids of the vocabulary (%(default)s)")
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
 
 
 def corpus(most_mb: float) -> list[str]:
-    """Different texts of about `most_mb` in all: the standard library's files."""
+    """Different texts with about `most_mb` MB in all: files of the standard library."""
     found, left = dict[str, None](), most_mb * 1e6
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -83,7 +83,7 @@ def corpus(most_mb: float) -> list[str]:
 
 
 def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace) -> list[Row]:
-    """The stage encode with each encoder, over ranks and over the tokenizer.json that datatrove is given too."""
+    """The stage encode with each encoder, for tiktoken ranks and for the tokenizer.json that datatrove uses too."""
     bpe = ("tokenizer.kind=bpe", f"tokenizer.vocab_size={options.vocab}", f"tokenizer.train_mb={min(mb, 8)}")
     ready = ("tokenizer.kind=huggingface", f"tokenizer.path={place}/ranks/tokenizer/hf")
     kinds = {"ranks": ("tiktoken ranks", bpe), "json": ("tokenizer.json", ready)}
@@ -100,7 +100,7 @@ def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace
     if "datatrove" in contenders:
         total = _manifest(place / "json/encode").counts["total"]
         rows[-1] |= {"tokens": sum(path.stat().st_size for path in (place / "theirs").glob("*.ds")) // 2,
-                     "our_tokens": total["tokens"] - total["docs"]}  # ours have BOS too
+                     "our_tokens": total["tokens"] - total["docs"]}  # ours have BOS as well
         print(f"tokens with EOS alone: ours {rows[-1]['our_tokens']:,}, datatrove {rows[-1]['tokens']:,}")
     return rows
 
@@ -114,7 +114,7 @@ def shard(texts: list[str], mb: float, place: Path, options: argparse.Namespace)
 
 
 def _stage(stage: str, texts: list[str], place: Path, run: str, *settings: str) -> list[str]:
-    """The command of a stage on the corpus, which is written before."""
+    """Write the corpus, and return the command of a stage."""
     folder = place / "corpus"
     folder.mkdir(exist_ok=True)
     for number in range(FILES):
@@ -129,12 +129,12 @@ def _stage(stage: str, texts: list[str], place: Path, run: str, *settings: str) 
 
 def _manifest(folder: Path) -> Manifest:
     found = read_manifest(folder)
-    assert found is not None, f"{folder} has no manifest, though the stage ended well"
+    assert found is not None, f"{folder} has no manifest, though the stage succeeded"
     return found
 
 
 def _tokenize(place: Path) -> Any:
-    """Run datatrove's step with as many processes, each time with new logs: finished tasks it would skip."""
+    """Run datatrove with as many processes, and new logs each time: it would skip finished tasks."""
     tokenizer = place / "ranks/tokenizer/hf/tokenizer.json"
     eos = read_json(tokenizer.with_name("tokenizer_config.json"))["eos_token"]
     with tempfile.TemporaryDirectory(dir=place) as logs:

@@ -1,4 +1,4 @@
-"""The one way to measure: contenders take turns, times become ratios in a round, rows become a table and a record."""
+"""Measure: contenders take turns, ratios are taken within a round, rows become a table and a record."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from drover.pipeline.core.files import write_json, write_text
 
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")
-"""Whose versions are recorded, as far as they are installed."""
+"""Packages whose versions are recorded if they are installed."""
 T = TypeVar("T")
 Row = dict[str, Any]
-"""A measurement: `name`, and `rate` where more is better; other figures by name."""
-RATES = {"": "{name}", "{unit}/s": "{rate:,.2f}", "{unit}/s of the processor": "{cpu_rate:,.2f}",
-         "times as fast as": "{beside}", "clock, median (least - most)": "{wall_ratio:.2f} ({wall_least:.2f} - "
-         "{wall_most:.2f})", "processor, median": "{cpu_ratio:.2f}"}
+"""A measurement: `name`, `rate` (more is better) and other figures by name."""
+RATES = {"": "{name}", "{unit}/s": "{rate:,.2f}", "{unit}/s of CPU time": "{cpu_rate:,.2f}",
+         "times as fast as": "{baseline}", "wall time, median (min - max)": "{wall_ratio:.2f} ({wall_least:.2f} - "
+         "{wall_most:.2f})", "CPU time, median": "{cpu_ratio:.2f}"}
 """Columns for the rows of `compared`."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What one measurement took, in seconds of the clock and of the processor."""
+    """The wall time and CPU time of a measurement, in seconds."""
 
     wall: float
     cpu: float
 
 
 def command(arguments: Sequence[str]) -> Taken:
-    """Run a command to its end; what it and its children took. RuntimeError, with what it said, where it fails."""
+    """Run a command to its end. Returns its time, with its children's. RuntimeError, with its output, if it fails."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -52,30 +52,30 @@ def command(arguments: Sequence[str]) -> Taken:
 
 
 def turns(contenders: Sequence[T], rounds: int) -> list[T]:
-    """Each so many times, in an order that turns round (A B, B A, A B): a slow moment then meets all."""
+    """Each contender `rounds` times, in alternating order (A B, B A, A B), so that a slow moment affects all."""
     return [one for number in range(rounds) for one in contenders[::-1 if number % 2 else 1]]
 
 
 def alternated(contenders: Mapping[str, Callable[[], Taken]], rounds: int) -> dict[str, list[Taken]]:
-    """Measure each `rounds` times, by turns."""
+    """Measure each contender `rounds` times, in turns."""
     taken: dict[str, list[Taken]] = {name: [] for name in contenders}
     for name in turns([*contenders], rounds):
         taken[name].append(contenders[name]())
     return taken
 
 
-def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, beside: str | None = None) -> list[Row]:
-    """A row a contender: `amount` of `unit` over the median time, and ratios to `beside`, each within a round."""
+def compared(taken: Mapping[str, list[Taken]], amount: float, unit: str, baseline: str | None = None) -> list[Row]:
+    """A row per contender: `amount` of `unit` over the median time, and ratios to `baseline` within each round."""
     rows = []
     for name, times in taken.items():
         row: Row = {"name": name, "unit": unit, "seconds": [one.wall for one in times],
                     "rate": amount / statistics.median(one.wall for one in times),
                     "cpu_rate": amount / max(1e-9, statistics.median(one.cpu for one in times))}
-        if beside is not None and beside in taken and name != beside:
-            row["beside"] = beside
+        if baseline is not None and baseline in taken and name != baseline:
+            row["baseline"] = baseline
             for which in ("wall", "cpu"):
                 ratios = [getattr(other, which) / max(1e-9, getattr(own, which))
-                          for own, other in zip(times, taken[beside], strict=True)]
+                          for own, other in zip(times, taken[baseline], strict=True)]
                 row |= {f"{which}_ratio": statistics.median(ratios), f"{which}_least": min(ratios),
                         f"{which}_most": max(ratios)}
         rows.append(row)
@@ -91,21 +91,20 @@ def cell(form: str, row: Row) -> str:
 
 
 class Record:
-    """Rows as they are measured: printed at once, and written after each to results.json and results.md in `folder`.
+    """Prints rows as they are measured, and writes them to results.json and results.md in `folder`.
 
-    A section's columns are formats of a row's figures, such as {"tokens/s": "{rate:,.0f}"}. facts: of the machine and
-    the measurement. notes: sentences that stand before the tables.
+    A section's columns are formats of a row's figures, such as {"tokens/s": "{rate:,.0f}"}. facts: about the machine
+    and the measurement.
     """
 
     def __init__(self, name: str, folder: Path | None, **facts: Any) -> None:
         self.name, self.folder, self.facts = name, folder, {**machine(), **facts}
-        self.notes: list[str] = []
         self.rows: list[Row] = []
         self.sections: dict[str, dict[str, str]] = {}
         self._shown = ""
 
     def add(self, section: str, columns: Mapping[str, str], *rows: Row) -> None:
-        """Take rows into a section."""
+        """Add rows to a section."""
         again = section == self._shown
         self.sections[section], self._shown = dict(columns), section
         self.rows += [{"section": section, **row} for row in rows]
@@ -119,9 +118,8 @@ class Record:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "results.json", {"benchmark": self.name, **self.facts, "rows": self.rows})
             facts = ", ".join(f"{key} {value}" for key, value in self.facts.items() if value is not None)
-            write_text(self.folder / "results.md", "\n\n".join([
-                f"# {self.name}", facts, *(["\n".join(f"- {note}" for note in self.notes)] if self.notes else []),
-                *(f"## {section}\n\n{self._table(section)}" for section in self.sections)]) + "\n")
+            tables = [f"## {section}\n\n{self._table(section)}" for section in self.sections]
+            write_text(self.folder / "results.md", "\n\n".join([f"# {self.name}", facts, *tables]) + "\n")
 
     def _table(self, section: str) -> str:
         columns, rows = self.sections[section], [row for row in self.rows if row["section"] == section]
@@ -141,7 +139,7 @@ def machine() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, if it is."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

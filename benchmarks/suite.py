@@ -1,18 +1,18 @@
-"""Cases in the order of their worth, each in worker processes: one that fails, hangs or takes a GPU down is a row that
-says so, and the rest go on. `train` (train.yaml): our engines and layouts on this machine's CPU beside transformers, at
-the shape of cpu.yaml, in processes of their own and by turns. `gpu` (gpu.yaml): everything worth knowing of one GPU in
-nine minutes: products, training steps. `layouts` (layouts.yaml): training steps at the layouts of the
-shipped recipes, on a node of eight GPUs or on several, beside what torchtitan published for the same:
+"""Measure cases in worker processes, the most important first. A case that fails, hangs or loses a GPU becomes a row
+with a note, and the others continue. `train` (train.yaml): our engines and layouts on this machine's CPU, compared with
+transformers, in the shape of cpu.yaml. `gpu` (gpu.yaml): matrix products and training steps of one GPU in nine minutes.
+`layouts` (layouts.yaml): training steps in the layouts of the shipped recipes, on one or more nodes of eight GPUs, with
+torchtitan's published figures:
 
     python -m benchmarks train
     python -m benchmarks gpu
     python -m benchmarks layouts                                # the GPUs of this machine
     srun -N 4 --ntasks-per-node 1 python -m benchmarks layouts  # 4 nodes, in an allocation of Slurm
-    python -m benchmarks gpu --self-test                        # on the CPU, at its size; so with layouts, on two ranks
+    python -m benchmarks gpu --self-test                        # a small model on the CPU; layouts takes two ranks
 
-MFU full counts 6 x matrix parameters + 12 x layers x width x length FLOP a token; causal: attention halved. Exposed:
-the share of a step in which a GPU only waits for collectives. Compiled: the share of the calls of blocks that ran
-compiled. Recipes that are too large for eight GPUs are measured with fewer layers.
+MFU full counts 6 x matrix parameters + 12 x layers x width x length FLOPs per token; causal counts half the attention.
+Exposed: the share of a step in which a GPU only waits for collectives. Compiled: the share of the calls of blocks that
+ran compiled. Recipes that are too large for eight GPUs are measured with fewer layers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 
 GOOD = ("ok", "missing", "not here", "left out")
-"""How a case may end in the self-test."""
+"""Allowed results of a case in the self-test."""
 HANGS_S = 900.0
-"""After so long a case hangs that does not say how long it takes; compiling takes most of it."""
+"""Time limit of a case that states none; compiling takes most of it."""
 PORT = 29540
-"""Of the first case on several nodes; each has its own, so that ranks of two never meet."""
+"""Port of the first case on several nodes. Each case has its own, so that ranks of two cases never connect."""
 TINY = ModelConfig(dim=64, layers=4, heads=4, kv_heads=2, ffn_dim=128, vocab_size=512, context_length=256)
 """The self-test's model."""
 SECTIONS = {
@@ -52,12 +52,12 @@ SECTIONS = {
         "torchtitan": "{published:,}", "TFLOP/s full": "{tflops_full:.1f}", "MFU full": "{mfu_full:.1%}",
         "MFU causal": "{mfu_causal:.1%}", "of the measured peak": "{of_peak_full:.1%}",
         "step ms, median (min - max)": "{median_ms:.1f} ({min_ms:.1f} - {max_ms:.1f})", "peak GB": "{memory_gb:.1f}",
-        "first step, more by s": "{compile_s:.1f}", "compiled": "{compiled:.0%}", "exposed": "{exposed:.1%}",
+        "first step, extra s": "{compile_s:.1f}", "compiled": "{compiled:.0%}", "exposed": "{exposed:.1%}",
         "clock": "{clocks_sm}", "power": "{power_draw}"}),
     "matrix": ("Peaks", {"": "{name}", "TFLOP/s": "{tflops:.1f}"})}
 """By kind of case: a title, and columns."""
-BESIDE = {**RATES, "TFLOP/s": "{tflops:.3f}", "peak memory GB": "{memory_gb:.3f}"}
-NOT_MEASURED = ("Not measured", {"": "{name}", "why": "{status}", "what was said": "{note}"})
+COMPARED = {**RATES, "TFLOP/s": "{tflops:.3f}", "peak memory GB": "{memory_gb:.3f}"}
+NOT_MEASURED = ("Not measured", {"": "{name}", "why": "{status}", "message": "{note}"})
 
 
 def cases_of(name: str) -> list[Row]:
@@ -67,24 +67,24 @@ def cases_of(name: str) -> list[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what can be asked for."""
+    """Add the options."""
     add = parser.add_argument
-    add("--only", nargs="+", default=[""], metavar="TEXT", help="cases of this name, or whose name contains it")
-    add("--minutes", type=float, help="time for everything (gpu: 9; others: all they take)")
-    add("--steps", type=positive, help="that are timed of each training case (train: 3; on a GPU 8)")
-    add("--threads", type=positive, default=2, help="of the CPU, shared by the ranks of a case of train (%(default)s)")
-    add("--gpus", type=positive, help="of this node, for layouts (default: all it has)")
-    add("--layers", type=positive, help="of Llama 3 8B on one GPU (default: by the card's memory)")
-    add("--self-test", action="store_true", help="on the CPU, at its size; fails if a case fails for no good reason")
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="cases with this name, or whose name contains it")
+    add("--minutes", type=float, help="time limit for all cases (gpu: 9; others: none)")
+    add("--steps", type=positive, help="steps to time of each training case (train: 3; on a GPU 8)")
+    add("--threads", type=positive, default=2, help="CPU threads, shared by the ranks of a case of train (%(default)s)")
+    add("--gpus", type=positive, help="GPUs of this node, for layouts (default: all)")
+    add("--layers", type=positive, help="layers of Llama 3 8B on one GPU (default: by the card's memory)")
+    add("--self-test", action="store_true", help="run a small model on the CPU; fails if a case fails unexpectedly")
 
 
 def run(options: argparse.Namespace, record: Record) -> bool:
-    """Measure the cases that the time allows; whether one failed that should not have."""
+    """Measure the cases that the time allows. Returns whether one failed that should not."""
     name, cases = options.name, chosen(options)
     gpus = 1 if name != "layouts" else options.gpus or (2 if options.self_test else gpus_here())
     if not (name == "train" or options.self_test or gpus_here()):
-        raise UserError("torch sees no GPU on this machine. --self-test needs none; drover rehearse tells what memory "
-                        "a layout needs.")
+        raise UserError("torch sees no GPU on this machine. --self-test needs none; drover rehearse estimates the "
+                        "memory of a layout.")
     suite = Suite(options, record, gpus)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -98,13 +98,13 @@ def run(options: argparse.Namespace, record: Record) -> bool:
     finally:
         suite.end()
     if name == "train":
-        record.add("Side by side", BESIDE, *side_by_side(suite.ok("step")))
+        record.add("Side by side", COMPARED, *side_by_side(suite.ok("step")))
     strict = options.self_test or name != "gpu"
     return node() == 0 and strict and any(row.get("status", "ok") not in GOOD for row in record.rows)
 
 
 def chosen(options: argparse.Namespace) -> list[Row]:
-    """The cases that are asked for; UserError where there are none."""
+    """The cases of `--only`. UserError if there are none."""
     known = {case["name"]: {"number": number, **case} for number, case in enumerate(cases_of(options.name))}
     names = set[str]()
     for text in options.only:
@@ -118,7 +118,7 @@ def chosen(options: argparse.Namespace) -> list[Row]:
 
 
 def side_by_side(rows: list[Row]) -> list[Row]:
-    """What the rounds of training steps on a CPU come to, beside transformers': of cases that were measured in all."""
+    """Training steps on a CPU over all rounds, compared with transformers'. Only of cases that succeeded in each."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["name"], []).append(row)
@@ -133,32 +133,31 @@ def side_by_side(rows: list[Row]) -> list[Row]:
 
 
 class Suite:
-    """The time that is left, the workers, and what has been found. On several nodes each has a suite; the first
-    writes."""
+    """The remaining time, the workers and the results. On several nodes each has a suite; the first writes."""
 
     def __init__(self, options: argparse.Namespace, record: Record, gpus: int) -> None:
         self.record, self.tiny, self.gpus = record, options.self_test, gpus
         self.threads = options.threads if options.name == "train" else 1 if self.tiny else None
-        self.apart = options.name == "train"  # each case in new processes: their memory is told
+        self.apart = options.name == "train"  # each case in new processes, since peak memory is measured
         self.folder = options.out or Path(f"runs/benchmarks/{options.name}-{datetime.now(UTC):%Y-%m-%d}")
         self.folder.mkdir(parents=True, exist_ok=True)
         record.folder = self.folder if node() == 0 else None
-        # Of srun; in an allocation without it, this node alone.
+        # From srun; without it, this node alone.
         self.nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if options.name == "layouts" else 1
         minutes = options.minutes or (9 if options.name == "gpu" and not self.tiny else 24 * 60)
         self.until = time.monotonic() + 60 * minutes
         self.workers: Apart | None = None
 
     def left(self) -> float:
-        """Seconds."""
+        """Remaining seconds."""
         return self.until - time.monotonic()
 
     def ok(self, kind: str) -> list[Row]:
-        """What was measured of a kind."""
+        """The successful rows of a kind."""
         return [row for row in self.record.rows if row["status"] == "ok" and row["kind"] == kind]
 
     def measure(self, case: Row) -> None:
-        """Measure one case, in the worker at hand or new ones; several ranks are always new."""
+        """Measure one case, in the current worker or in new ones. Several ranks are always new."""
         limit, sound = 3 * case["seconds"] + 45 if "seconds" in case and not self.tiny else HANGS_S, True
         until, several = time.monotonic() + min(limit, self.left()), case.get("ranks", self.gpus) * self.nodes > 1
         if self.workers is None:
@@ -170,12 +169,12 @@ class Suite:
                 self.record.facts |= content
             elif kind == "row":
                 self.add(case, **content)
-                # After an error of the device nothing works any more; after a lack of memory some may be lost.
+                # After a device error nothing works any more; after running out of memory, some may be lost.
                 sound = sound and content.get("status") not in ("failed", "oom")
                 if not sound and several:  # the other ranks wait for this one
                     break
             elif kind == "end":
-                sound = sound and content < 0.1  # memory that was not given back would be missing in the next case
+                sound = sound and content < 0.1  # memory that was not freed would be missing in the next case
                 break
             else:
                 self.add(case, status="timeout" if kind == "late" else "failed", note=content)
@@ -200,7 +199,7 @@ class Suite:
             self.workers = None
 
     def add(self, case: Row, part: str = "", **figures: Any) -> None:
-        """Keep a row, with what follows from it."""
+        """Add a row, with derived figures."""
         kind = case.get("kind", "step")
         row = {"name": case["name"] + (f": {part}" if part else ""), "case": case["name"], "kind": kind, "status": "ok",
                "published": None if self.tiny else case.get("published"), **figures}
@@ -210,7 +209,7 @@ class Suite:
 
 
 def derived(row: Row, datasheet: float | None, measured: float | None) -> Row:
-    """Add rates and utilisation, of the data sheet's peak and the measured one, as far as these are known."""
+    """Add rates and utilisation, relative to the peaks of the data sheet and of the measurement if they are known."""
     if row["status"] == "ok" and "step_s" in row:
         middle = statistics.median(row["step_s"])
         row |= {"rate": row["tokens"] / row["gpus"] / middle, "median_ms": 1e3 * middle,
@@ -224,12 +223,12 @@ def derived(row: Row, datasheet: float | None, measured: float | None) -> Row:
 
 
 def config_of(case: Row, gpus: int, tiny: bool = False) -> Config:
-    """The run of a case on so many GPUs: its recipe with its settings, and `accumulation` micro-batches a rank and
-    step, by default two, in a pipeline four for each of its ranks.
+    """The configuration of a case on `gpus` GPUs: its recipe and settings, with `accumulation` micro-batches per rank
+    and step (default: two; in a pipeline four per stage).
 
-    tiny: at a CPU's size, with axes of 2 at most.
+    tiny: a small model for a CPU, with axes of 2 at most.
     """
-    # Recipes beside these cases, whichever checkout's code is measured.
+    # Recipes of this checkout, whichever checkout's code is measured.
     recipe = Path(__file__).resolve().parents[1] / f"{case['recipe']}.yaml"
     config = load_config(recipe, case.get("settings", []))
     if config.model.vocab_size is None:
@@ -253,8 +252,8 @@ def config_of(case: Row, gpus: int, tiny: bool = False) -> Config:
 
 
 def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
-    """Be a worker, one of the ranks: facts of the device first, then ("row", ...) for all that a case finds and ("end",
-    the share of memory in use) after each case. Only the first rank of a node speaks, and others of their failures."""
+    """Run as a worker, one of the ranks. Send facts about the device, then ("row", ...) for each figure of a case and
+    ("end", share of memory in use) after it. Only the first rank of a node sends; others send their failures."""
     import torch
 
     from benchmarks.cases import Bench, classify
@@ -272,7 +271,7 @@ def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
         print(f"\n==== {case['name']}", flush=True)
         try:
             bench.run(case, report)
-        except Exception as error:  # noqa: BLE001 - told to the parent, with the trace in the log
+        except Exception as error:  # noqa: BLE001 - sent to the parent; the trace is in the log
             traceback.print_exc()
             pipe.send(("row", classify(error, bench.on_gpu)))
         if speaks:
@@ -280,12 +279,12 @@ def work(pipe: Connection, tiny: bool, threads: int | None) -> None:
 
 
 def node() -> int:
-    """The number of this node in a step of Slurm's; 0 elsewhere."""
+    """The number of this node in a Slurm step; 0 outside of Slurm."""
     return int(os.environ.get("SLURM_NODEID", "0"))
 
 
 def first_address() -> str:
-    """By which the first node of this allocation of Slurm is reached."""
+    """The address of the first node of this Slurm allocation."""
     from drover.launch.slurm.nodes import address
     from drover.launch.slurm.scheduler import Scheduler
 
@@ -294,6 +293,6 @@ def first_address() -> str:
 
 
 def gpus_here() -> int:
-    """How many GPUs this machine has."""
+    """The number of GPUs of this machine."""
     import torch
     return torch.cuda.device_count()

@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from drover.tools.ledger import Ledger, Line
 
 ROUNDING = 1e-3
-"""Relative difference allowed in the loss of a repeated step where the ranks or engine changed: sums are then added in
-another order, and in bf16 a few such steps drift apart. On equal ranks the losses must be equal to the last bit, if the
-device is deterministic."""
+"""Allowed relative difference in the loss of a repeated step if the ranks or the engine changed. Sums are then added in
+another order, and in bf16 a few such steps drift apart. On the same ranks and a deterministic device the losses must be
+equal to the last bit."""
 NOT_DETERMINISTIC = 1e-2
-"""The same on a device that gives other bits at every start (GPUs, unless train.deterministic is true): there a step
-drifts with every step that was repeated before it."""
+"""The same on a device that is not deterministic (GPUs, unless train.deterministic is true). There a step drifts with
+every repeated step before it."""
 PLACES = ("ranks", "parallel", "device", "micro_batch", "compile", "torch")
-"""What a start or resume event tells of where the steps after it were computed."""
+"""Fields of a start or resume event: where the steps after it were computed."""
 
 
 @dataclass
 class Audit:
-    """What was found. `faults` are sentences; empty means proven.
+    """The result of an audit. `faults` are sentences; without any, the run is proven.
 
-    largest: relative difference between the losses of a step that was done twice; tolerance: what is allowed, and why.
-    replanned: steps that a change of the plan undid.
-    damaged: steps whose loss came of a damaged token shard, and that were done again once it was mended.
+    largest: largest relative difference between the losses of a repeated step. tolerance, why: the allowed one, and the
+        reason for it. replanned: steps that a change of the plan undid.
+    damaged: steps whose loss came from a damaged token shard; they were repeated after its repair.
     """
 
     steps: int = 0
@@ -69,13 +69,13 @@ class Audit:
     faults: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The finding for a person."""
+        """The result as lines of text."""
         undone = f"{self.abandoned} undone by rollbacks, " if self.abandoned else ""
         undone += f"{self.replanned} undone by changes of the plan, " if self.replanned else ""
         head = (f"{self.steps:,} steps, samples [0, {self.samples:,}), {self.restarts} restarts, {self.repeated} steps "
                 f"done again, {undone}{self.checkpoints} checkpoints")
         if self.damaged:
-            head += f"; {self.damaged} steps had another loss before a damaged token shard was mended"
+            head += f"; {self.damaged} steps had another loss before a damaged token shard was repaired"
         told = [head, *(f"left out on purpose: {entry}" for entry in self.left_out)]
         if self.repeated and self.why:
             told.append(f"repeated steps: {self.why}; their losses differ by at most {self.largest:.1e} of the loss "
@@ -111,9 +111,9 @@ def audit(folder: Path) -> Audit:
 
 
 def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
-    """The relative difference that is allowed between losses of a repeated step, and why; 0 is equal to the last bit.
+    """The allowed relative difference between the losses of a repeated step, and the reason. 0: equal to the last bit.
 
-    starts: the start and resume events. An attempt says whether it was deterministic on its device.
+    starts: the start and resume events. Each records whether its device was deterministic.
     """
     if loose := sorted({str(event.get("device")) for event in starts if not event.get("deterministic", True)}):
         return NOT_DETERMINISTIC, (f"not deterministic on this device ({', '.join(loose)}; train.deterministic=true "
@@ -124,10 +124,10 @@ def _tolerance(starts: Sequence[dict[str, Any]]) -> tuple[float, str]:
 
 
 def _repeats(ledger: Ledger, found: Audit) -> None:
-    """A step done again after a kill must have been the same step.
+    """A step that is repeated after a kill must be the same step.
 
-    After a rollback, steps up to the samples left out are the same again, and those from there on see others. A step
-    that read a damaged token shard, or came after one that did, may have had another loss: once for each damage.
+    After a rollback, the steps before the left-out samples are repeated, and later ones see other samples. A step that
+    read a damaged token shard, or followed one that did, may have another loss, once per damaged shard.
     """
     from drover.pipeline.training.data.token_check import DAMAGED
 
@@ -160,7 +160,7 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
 
 
 def _difference(earlier: Line, line: Line) -> float:
-    """Between two losses, as a share of the later one; infinite where one of them is no number."""
+    """Difference of two losses as a share of the later one; infinite if only one of them is a finite number."""
     before, now = float(earlier["loss"]), float(line["loss"])
     if before == now or (math.isnan(before) and math.isnan(now)):
         return 0.0
@@ -175,7 +175,7 @@ def _coverage(final: dict[int, Line], found: Audit) -> None:
     for step in range(1, found.steps + 1):
         if step not in final:
             found.faults.append(f"step {step} has no line in metrics.jsonl (train.log_every above 1?), so its samples "
-                                f"cannot be told")
+                                f"are unknown")
             continue
         first, stop = final[step]["samples"]
         if first > end:

@@ -52,10 +52,10 @@ def work(options: argparse.Namespace) -> None:
 
 
 class Session:
-    """One model, and the texts or the conversation that it is asked for."""
+    """One model and the texts, or the conversation, that it generates."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        asked_sampling(options, frozenset())  # what is wrong there is said before a model is loaded
+        asked_sampling(options, frozenset())  # refuses wrong settings before a model is loaded
         self.opened = opened_model(options)
         self.sampling = asked_sampling(options, ending_ids(self.opened))
         self.template = _template(self.opened) if options.chat else None
@@ -64,7 +64,7 @@ class Session:
         self.written = 0
 
     def write(self, prompts: Sequence[str]) -> None:
-        """Continue all prompts together, and print them in their order, each as far as it is certain."""
+        """Continue all prompts together. Print them in their order, as they are generated."""
         ids = [self._ids(prompt) for prompt in prompts]
         settings = [replace(self._fitting(row), seed=self.sampling.seed + self.written + number)
                     for number, row in enumerate(ids)]
@@ -78,11 +78,11 @@ class Session:
                 answers[number] += text
         finally:
             show("\n")
-            if self.template and len(prompts) == 1:  # of a reply that was ended, what was seen
+            if self.template and len(prompts) == 1:  # an interrupted reply is remembered as far as it was shown
                 self.messages += [{"role": "user", "content": prompts[0]}, {"role": "assistant", "content": answers[0]}]
 
     def ask(self) -> None:
-        """Prompts from the terminal, until there are no more."""
+        """Read prompts from the terminal until it ends."""
         while True:
             try:
                 prompt = input("> ")
@@ -100,7 +100,7 @@ class Session:
         try:
             self.write([prompt])
         except KeyboardInterrupt:
-            pass  # the reply has ended; the next prompt is asked for
+            pass  # only the reply ends: ask for the next prompt
         except UserError as error:  # too long, or not what the template takes
             complain(str(error))
 
@@ -110,11 +110,11 @@ class Session:
         return self.template.ids([*self.messages, {"role": "user", "content": prompt}])
 
     def _fitting(self, ids: Sequence[int]) -> Sampling:
-        """The settings, with no more tokens than the context has room for. UserError where there is none."""
+        """The settings, with at most as many tokens as the context has room for. UserError if there is no room."""
         context = self.opened.config.context_length
         room = context - len(ids)
         if room < 1:
-            more = f", or begin anew with {NEW}" if self.template else ""
+            more = f", or start a new conversation with {NEW}" if self.template else ""
             raise UserError(f"The prompt has {len(ids)} tokens, which leaves no room in the model's context of "
                             f"{context}. Shorten it{more}.")
         return replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
@@ -122,8 +122,8 @@ class Session:
 
 def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
              samplings: Sequence[Sampling]) -> Iterator[tuple[int, str]]:
-    """(number, text) of prompts that are continued together: the first one's pieces as they come, then those of the
-    second, which has been going on meanwhile ... Every prompt has a piece, and a line end is between two."""
+    """Continue prompts together and yield (number, text): first the pieces of the first prompt as they come, then those
+    of the second, and so on. Every prompt has at least one piece, and a line end separates two prompts."""
     from drover.model.generation.writer import stream
 
     waiting = dict.fromkeys(range(len(prompts)), "")
@@ -146,7 +146,7 @@ def in_order(opened: OpenedModel, prompts: Sequence[Sequence[int]],
 
 
 def show(text: str) -> None:
-    """Print at once, without what would control a terminal."""
+    """Print without delay. On a terminal, replace control characters."""
     sys.stdout.write(text.translate(CONTROL) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -154,8 +154,8 @@ def show(text: str) -> None:
 def _template(opened: OpenedModel) -> ChatTemplate:
     template = chat_template(opened)
     if template is None:
-        raise UserError(f"The tokenizer of {opened.path} has no chat template, as that of a model that was only "
-                        f"pretrained: leave --chat out, and the model continues texts.")
+        raise UserError(f"The tokenizer of {opened.path} has no chat template; a model that was only pretrained has "
+                        f"none. Leave --chat out: the model then continues texts.")
     return template
 
 

@@ -46,7 +46,7 @@ NOTES = (
     "Differences: paired, on each item; higher and lower: items on which the second model has the larger value; the "
     "sign test is exact (of right and wrong answers it is McNemar's; so it is of f1, where higher and lower are items "
     "that the second model alone classifies rightly, or wrongly), the normal one is of difference / std. error. Fewer "
-    "bits per byte and lower perplexities are better. No p-value knows how many others stand beside it.")
+    "bits per byte and lower perplexities are better. No p-value is corrected for the number of comparisons.")
 
 
 def work(options: argparse.Namespace) -> None:
@@ -78,7 +78,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--task-folders", nargs="+", type=Path, default=[REPOSITORY / "configs/tasks"],
                         metavar="FOLDER", help="where they are looked for (default: configs/tasks)")
     parser.add_argument("--heldout", type=find_run, metavar="RUN",
-                        help="also bits per byte of this run's held-out text")
+                        help="also bits per byte of this run's validation text")
     parser.add_argument("--heldout-documents", type=int, metavar="N",
                         help="only the first N documents of each source (default: all)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N items of each task (default: all)")

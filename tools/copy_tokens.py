@@ -24,14 +24,14 @@ def add_options(parser: Parser) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Copy, and compare where that is asked for."""
+    """Copy, and compare if --compare is given."""
     run = run_in(options.run)
     from drover.pipeline.data.stored.copying import copy_shards
     from drover.pipeline.storage.mirror import Mirror
     from drover.pipeline.storage.store import Store
 
     manifest, folder = run.finished("encode"), run.stage_folder("encode")
-    held = lock(folder.parent, "encode", shared=True)  # nobody rebuilds it meanwhile
+    held = lock(folder.parent, "encode", shared=True)  # so that nobody rebuilds the shards meanwhile
     with ProgressBar("copy", "token shards", len(manifest.outputs), "shards") as progress:
         copied = copy_shards(folder, manifest.outputs, options.to, progress.advance)
     say("copy", f"{copied} in {options.to}")

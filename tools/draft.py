@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and whose making continues where it was interrupted."""
+"""An output folder that appears complete or not at all. An interrupted process continues where it stopped."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import lock_file, publish, read_json, remove_temporary, sha256_json, write_json
 
 _WORK = ".work"
-"""Folder inside the draft: plan.json, what the folder is made of, and the ledger of finished parts."""
+"""Folder inside the draft: plan.json, which holds the inputs, and the ledger of finished parts."""
 
 
 class Draft:
-    """The folder `OUT.partial` beside OUT, in the hands of this process alone until it is closed. Use it in a `with`.
+    """The folder `OUT.partial` next to OUT, locked by this process until it is closed. Use it in a `with`.
 
     Args:
-        out: where the folder is to appear.
+        out: the folder to make.
         manifest: name of the file in it that describes it.
-        made_of: what decides its content, as JSON; it stands in the manifest.
+        made_of: the inputs that decide its content, as JSON. The manifest records them.
 
     Attributes:
         folder: where to write.
-        complete: whether the folder of this content is there already, under its final name.
+        complete: whether `out` exists already with this content.
         done: the records of finished parts, by name.
 
     Raises:
-        UserError: something else is at `out` or in the draft, or another process is at work on it.
+        UserError: something else is at `out` or in the draft, or another process is writing it.
     """
 
     def __init__(self, out: Path, manifest: str, made_of: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class Draft:
         self._lock: int | None = None
         self.complete = self._is_made()
         if self.complete:
-            shutil.rmtree(out / _WORK, ignore_errors=True)  # of a process that was killed before its last step
+            shutil.rmtree(out / _WORK, ignore_errors=True)  # left by a process that was killed before its last step
             return
         self.folder = out.with_name(f"{out.name}.partial")
         self._ledger, self._key = Ledger(self.folder / _WORK), sha256_json(made_of)
@@ -61,7 +61,7 @@ class Draft:
                 print(f"\n{self.folder} keeps what is finished; the same command continues.", file=sys.stderr)
 
     def add(self, name: str, record: Any) -> None:
-        """Note that a part is finished."""
+        """Record that a part is finished."""
         self._ledger.add(name, self._key, record)
         self.done[name] = record
 
@@ -70,7 +70,7 @@ class Draft:
         write_json(self.folder / self.manifest, {**content, "made_of": self.made_of})
 
     def publish(self) -> None:
-        """Put the folder at its place. UserError if something has appeared there meanwhile."""
+        """Rename the folder to `out`. UserError if something has appeared there meanwhile."""
         try:
             publish(self.folder, self.out)
         except OSError:
@@ -86,11 +86,11 @@ class Draft:
         raise self._in_the_way()
 
     def _in_the_way(self) -> UserError:
-        return UserError(f"There is something else at {self.out} already, and it is left as it is. Give another "
-                         f"folder, or remove it first.")
+        return UserError(f"There is something else at {self.out} already. It is not overwritten: give another folder, "
+                         f"or remove it first.")
 
     def _take(self) -> int:
-        """Make the folder if it is not there, and lock it until this process ends."""
+        """Make the folder if it does not exist, and lock it until this process ends."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -105,18 +105,18 @@ class Draft:
         return descriptor
 
     def _continue(self) -> None:
-        """Take over what is finished of the same; UserError for the beginning of something else."""
+        """Take over the finished parts of an interrupted process. UserError if it was making something else."""
         plan, new = self.folder / _WORK / "plan.json", self.made_of
         if not plan.is_file():
             if strangers := [path.name for path in self.folder.iterdir() if path.name != _WORK]:
-                raise UserError(f"{self.folder} is in the way: it has {strangers[0]!r} and is not the beginning of "
-                                f"this. Remove it, or give another folder.")
+                raise UserError(f"{self.folder} is in the way: it has {strangers[0]!r} and was not started by this "
+                                f"command. Remove it, or give another folder.")
             write_json(plan, new)
         old = read_json(plan)
         if differing := [f"{key} was {_short(old.get(key))} and is {_short(new.get(key))}"
                          for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
-            raise UserError(f"{self.folder} is the beginning of something else: {'; '.join(differing)}. Remove it to "
-                            f"start anew, or give the command that started it.")
+            raise UserError(f"{self.folder} was started with other inputs: {'; '.join(differing)}. Remove it to start "
+                            f"from scratch, or give the command that started it.")
         remove_temporary(self.folder)
         self.done = self._ledger.of_key(self._key)
 

@@ -4,7 +4,7 @@
     drover init notes/ --minutes 60 --to notes.yaml
     drover init notes/ --params 10M
 
-Each value that is proposed stands in the file with its reason, to be changed there.
+The file gives the reason for each value. Change what you know better.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from drover.pipeline.data.readers import file_format
 from drover.tools.presets import CHINCHILLA
 
 CPU_SHARE = 0.6
-"""Of the speed of matrix products, what training reaches on CPUs: the middle of what was measured
+"""Share of the speed of matrix products that training reaches on CPUs: the middle of what was measured
 (`drover.launch.forecast`)."""
 GPU_FLOPS = 0.35 * 300e12
-"""Of a GPU: a careful guess, since its model is not looked at."""
+"""FLOP/s of a GPU: a careful guess that does not depend on its model."""
 EPOCHS = 4
-"""Up to so many, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
+"""Up to so many epochs, repeated text teaches nearly as much as new text (Muennighoff et al., 2023)."""
 PACKED = {".gz": 4.0, ".zst": 4.0, ".parquet": 2.0}
 """Bytes of text in a byte of such a file, about."""
 BYTES = 512
 """Ids of the vocabulary of bytes, with the special ones. Smaller corpora than 0.5 MB take it: one of 1,024 learned ids
 may need more text than there is."""
 FEW_DOCUMENTS = 500
-"""Below, held-out text is the end of each source: too few documents could be drawn."""
+"""With fewer, the validation text is the end of each source: too few documents could be drawn at random."""
 MUON_WIDTH = 512
 """Up to this width a short training learns more under Muon (benchmarks/RESULTS.md)."""
 
@@ -69,9 +69,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is proposed: the network, and how long it is trained on what.
+    """A proposed model and training.
 
-    corpus_tokens: of the text, about. tokens: trained on in all. limit: what decided their number, in words.
+    corpus_tokens: tokens in the text, about. tokens: to train on. limit: what decided their number, in words.
     """
 
     shape: ModelConfig
@@ -109,7 +109,7 @@ def _count(text: str) -> int:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Write the configuration, and print what was found and proposed."""
+    """Write the configuration, and print what it is based on."""
     refuse_low(options, "minutes", "params")
     target = options.to or Path(f"{_name(options.data)}.yaml")
     if target.exists():
@@ -128,7 +128,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def look(folder: Path) -> Corpus:
-    """What a folder holds; UserError where there is no text."""
+    """Count the text in a folder. UserError if there is none."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder. Give the folder that holds your text files.")
     endings: Counter[str] = Counter()
@@ -149,7 +149,7 @@ def look(folder: Path) -> Corpus:
     if not size:
         found = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in others.most_common(5))
         there = f" (its files: {found})" if found else ""
-        raise UserError(f"{folder} holds no text that is read{there}. Readable are .txt, .md, .rst, .tex, .py, .html, "
+        raise UserError(f"{folder} holds no text that Drover reads{there}. It reads .txt, .md, .rst, .tex, .py, .html, "
                         f".jsonl, .json, .csv, .parquet and .arrow, each also with .gz or .zst.")
     return Corpus(folder, endings, int(size), prompts)
 
@@ -162,7 +162,7 @@ def _beginning(path: Path) -> list[str]:
 
 
 def propose(corpus: Corpus, flops: float, minutes: float, params: int | None) -> Proposal:
-    """The network and its training, for text and FLOP/s; `params` decides in place of the minutes."""
+    """A model and its training, from the text and the FLOP/s. `params`, if given, replaces the minutes."""
     vocabulary = min(32768, max(BYTES, 2 ** round(math.log2(math.sqrt(corpus.text_bytes)))))
     token_bytes = 1.0 if vocabulary == BYTES else 0.37 * math.log2(vocabulary) - 1.5  # as measured
     text = 1 + int(corpus.text_bytes / token_bytes)

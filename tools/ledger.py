@@ -1,4 +1,4 @@
-"""A run's ledger: what its train stage recorded of steps and rollbacks, beside the order of its samples."""
+"""A run's ledger: the steps and rollbacks that its train stage recorded, with the order of its samples."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Ledger:
 
     Attributes:
         work: its train stage.
-        table, data: the token shards, and the order in which training reads them, without what rollbacks left out.
-        events: of starts, rollbacks, damages, the oldest first.
+        table, data: the token shards, and the order in which training reads them, without samples that rollbacks left
+            out.
+        events: starts, rollbacks and damaged shards, the oldest first.
         lines: of steps, in the order of the file, without those that a change of the plan undid.
     """
 
@@ -38,21 +39,21 @@ class Ledger:
         self.data.leave_out(self.excluded())  # phases lie after what rollbacks left out of those before
 
     def excluded(self, rollbacks: int | None = None) -> Excluded:
-        """The samples that the first so many rollbacks left out; by default all of them."""
+        """The samples that the first `rollbacks` rollbacks left out; by default all of them."""
         return excluded_by(self.rollbacks[:rollbacks], self.data.order.links)
 
     def is_abandoned(self, line: Line, rollbacks: int | None = None) -> bool:
-        """Whether the first so many rollbacks undid the step of this line, to do it on other samples."""
+        """Whether one of the first `rollbacks` rollbacks undid the step of this line."""
         return is_abandoned(line, self.rollbacks[:rollbacks], self.data.order.links)
 
     @cached_property
     def final(self) -> dict[int, Line]:
-        """The line that counts of each step: its last one, unless a rollback undid it."""
+        """The last line of each step, unless a rollback undid it."""
         last = {line["step"]: line for line in self.lines}
         return {step: line for step, line in sorted(last.items()) if not self.is_abandoned(line)}
 
 
 def trained_on(line: Line) -> list[tuple[int, int]]:
-    """The samples of a step, as ranges: without those that it passed over."""
+    """The samples of a step as ranges, without those that it skipped."""
     first, end = line["samples"]
     return Excluded(line.get("left_out", ())).outside(first, end)

@@ -6,9 +6,8 @@
     torchrun --standalone --nproc-per-node 2 -m drover.tools.lm_eval --model drover --model_args ... --tasks ...
 
 All arguments are lm_eval's (docs/evaluation.md names those of the model), but for `--plugin FILE`, which imports a
-plugin. Data files that a task under --include_path names are found beside its YAML file, wherever this is started.
-`--use_cache FILE` keeps every answer as it is there, so that an interrupted command goes on; with several ranks use the
-stage evaluate, which keeps every task.
+plugin. Data files of a task under --include_path are relative to its YAML file, not to the working directory. With
+`--use_cache FILE` an interrupted command continues. With several ranks use the stage evaluate, which caches every task.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CACHE = "--use_cache"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: `arguments` for lm_eval, by default those of this process."""
+    """Run lm_eval with `arguments`, by default those of this process."""
     parser = argparse.ArgumentParser(prog="python -m drover.tools.lm_eval", add_help=False, allow_abbrev=False)
     add_plugin_option(parser)
     parser.add_argument(INCLUDE, type=Path)
@@ -40,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options, given = parser.parse_known_args(arguments)
         if several and any(one.split("=")[0] in (CACHE, "-c") for one in given):
-            raise UserError(f"{CACHE} would give ranks different requests after an interruption. Leave it out, or "
-                            f"take one process, or the stage evaluate, which keeps every task on any number of ranks.")
+            raise UserError(f"{CACHE} would give ranks different requests after an interruption. Leave it out, use "
+                            f"one process, or use the stage evaluate, which caches every task on any number of ranks.")
         with tempfile.TemporaryDirectory(prefix="drover-tasks-") as folder, _printing_once():
             if options.include_path is not None:  # the same tasks, with the whole paths of their data files
                 write_absolute(find_tasks([options.include_path]).values(), Path(folder))
@@ -73,7 +72,7 @@ def _hand_over() -> None:
 
 @contextmanager
 def _printing_once() -> Iterator[None]:
-    """Nothing is printed by ranks other than the first, which know the same results."""
+    """Let only the first rank print: the others have the same results."""
     if int(os.environ.get("RANK", "0")) == 0:
         yield
         return

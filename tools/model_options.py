@@ -1,4 +1,4 @@
-"""What the tools that write text with a model are asked on the command line."""
+"""Command-line options of the tools that generate text."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def opened_model(options: argparse.Namespace) -> OpenedModel:
-    """The model that is asked for. UserError where there is none, or no such device."""
-    weights_folder(options.model)  # refuses what is not there, before torch is imported
+    """Open the model of `--model`. UserError if there is none, or no such device."""
+    weights_folder(options.model)  # refuses a missing model before torch is imported
     import torch
 
     from drover.model.devices import automatic, find_device
@@ -50,7 +50,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
             ("max-tokens", int, 256, "N", "the most tokens to generate (default 256)"),
             ("temperature", float, 0.8, "T", "sampling temperature; 0: the most likely token, always (default 0.8)"),
             ("top-k", int, None, "K", "sample from the K most likely tokens (default: all)"),
-            ("top-p", float, 0.95, "P", "sample from the most likely tokens, of probability P together (default 0.95)"),
+            ("top-p", float, 0.95, "P", "sample from the most likely tokens with probability P in sum (default 0.95)"),
             ("min-p", float, 0.0, "P", "sample tokens at least P times as likely as the most likely one (default 0)"),
             ("repetition-penalty", float, 1.0, "X", "above 1, tokens that occurred become less likely (default 1)"),
             ("seed", int, 0, "N", "random seed of the first text; the next takes N + 1 (default 0)")):
@@ -60,7 +60,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_sampling(options: argparse.Namespace, ending_ids: frozenset[int]) -> Sampling:
-    """The settings that are asked for. UserError with everything that is wrong with them."""
+    """The sampling settings of the command line. UserError with everything that is wrong with them."""
     try:
         given = {own.name: getattr(options, own.name) for own in fields(Sampling) if hasattr(options, own.name)}
         return Sampling(**{**given, "stop": tuple(options.stop), "stop_ids": ending_ids})

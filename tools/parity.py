@@ -1,10 +1,10 @@
-"""Has a run the losses of another one? For a run in fp8 beside the same one in bf16: the gate before the long run.
+"""Compare the losses of two runs, such as fp8 with bf16, before a long run is started.
 
     python -m drover.tools.parity --reference runs/bf16 --run runs/fp8 --band 0.01
 
-Both runs must have seen the same samples, step by step. Losses are compared in windows of steps, as means, and so are
-held-out bits per byte at the last step that both measured (not judged where there is none). Exits with 1 where a window
-after the first fifth of the steps, or held-out text, is worse than the reference by more than the band.
+Both runs must have trained on the same samples, step by step. Mean losses are compared in ten windows of steps, and so
+are bits per byte of the validation text at the last step that both measured. Exit status: 1 if a window after the first
+fifth of the steps, or the validation text, is worse than the reference by more than the band.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.metrics import read_metrics
 
 WINDOWS = 10
-"""Into how many windows the steps that both runs have are cut."""
+"""Windows of the steps that both runs have."""
 
 
 Record = dict[str, Any]
@@ -70,9 +70,9 @@ def report(reference: Sequence[Record], found: Sequence[Record], band: float) ->
         judge(f"steps {first} to {last}: loss", theirs, ours, judged=number >= WINDOWS // 5)
     measured = heldout(reference, found)
     for source, (theirs, ours) in measured.items():
-        judge(f"held-out {source}:", theirs, ours, " bits per byte")
+        judge(f"validation text {source}:", theirs, ours, " bits per byte")
     if not measured:
-        lines.append("held-out text is not judged: the runs measured it at no common step")
+        lines.append("validation text is not judged: the runs have no common step at which they measured it")
     for factor in ("input", "weight", "gradient"):
         if zeros := [record[key] for record in found if (key := f"fp8_{factor}_zeros") in record]:
             lines.append(f"{factor}s: at most {zeros[-1]:.2%} of a layer's values become zero in fp8, as last measured")

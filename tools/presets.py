@@ -1,4 +1,4 @@
-"""What each preset is: parameters, heads, memory of its KV cache, work per token.
+"""Show the presets: parameters, heads, memory of the KV cache, FLOPs per token.
 
     drover presets
     drover presets llama3.1_8b llama3.2_1b
@@ -23,8 +23,8 @@ from drover.pipeline.core.errors import UserError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TRAINING_BYTES = 16
-"""Of a parameter while it trains under AdamW in mixed precision: weight and gradient in bf16, and in float32 the weight
-and both moments."""
+"""Bytes per parameter in mixed-precision training with AdamW: weight and gradient in bf16; weight and two optimizer
+states in float32."""
 CHINCHILLA = 20
 """Tokens a parameter: Hoffmann et al., 2022, table 3, rounded as it is quoted. Llama 3 8B was trained on 1,900."""
 TABLE = {"preset": "{preset}", "parameters": "{parameters:,}", "blocks": "{layers}", "width": "{dim:,}",
@@ -60,7 +60,7 @@ def add_options(parser: Parser) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Print what is asked for."""
+    """Print a table."""
     refuse_low(options, "vocab_size", "batch", "length", "tokens_per_parameter", "peak_tflops", "mfu")
     try:
         shapes = {name: known_vocabulary(preset(name), options.vocab_size) for name in options.names or PRESETS}

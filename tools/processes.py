@@ -1,4 +1,4 @@
-"""Work of tools in processes of their own, whose results come in the order of what was asked."""
+"""Work of tools in worker processes, with results in the order of the items."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.core.orphans import end_with_parent
 
 AHEAD = 2
-"""Batches handed out for each process: what is done too early waits in memory."""
+"""Batches handed out per process. Results that are early wait in memory."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int,
              at_once: int = 1) -> Generator[Result]:
-    """`function` of each item, in their order; one process works in place. Who has seen enough closes the iterator.
-    at_once: how many items a process is given together.
+    """`function` of each item, in their order. With one process it runs in place. Close the iterator to stop early.
+    at_once: items that a process gets together.
 
     Raises:
-        UserError: what `function` raises, or a process was killed.
+        UserError: `function` raised it, or a process was killed.
     """
     if processes == 1:
         yield from map(function, items)
@@ -41,7 +41,7 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], processe
 
 
 def processes_asked(asked: int | None) -> int:
-    """How many processes to take: as asked, or one for each core that this process may use, eight at most."""
+    """The number of processes: as given, or one for each core that this process may use, at most eight."""
     if asked is not None and asked < 1:
         raise UserError(f"--processes counts from 1; asked: {asked}.")
     return asked or min(8, usable_cores())

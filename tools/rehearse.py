@@ -1,4 +1,4 @@
-"""Compute what one training step needs on any number of ranks, without their GPUs: memory, traffic, waits.
+"""Estimate what one training step needs on any number of ranks, without GPUs: memory, traffic, waits.
 
     drover rehearse --config configs/llama3_8b.yaml --ranks 128
     drover rehearse --config configs/llama3_405b.yaml --ranks 16384 --rank 8192
@@ -9,7 +9,7 @@ The real engine takes one step on tensors without contents, in a process group t
 0, or for the first, a middle and the last rank of a pipeline, or for those of --rank. Each rank takes seconds to a
 minute and about 1 GB of memory. --memory GB says whether the step fits and, if not, which settings do, the fastest
 first. --spend searches for settings that use the free memory to save time (minutes). Exit status: 0; 1 it does not fit;
-2 it cannot be rehearsed. More is in docs/memory.md.
+2 it cannot be estimated. More is in docs/memory.md.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("--rank", type=int, action="append", metavar="R", help="rehearse this rank; may be repeated")
+    parser.add_argument("--rank", type=int, action="append", metavar="R", help="estimate this rank; may be repeated")
     parser.add_argument("--memory", type=float, metavar="GB",
-                        help="memory of a GPU: say whether the step fits, or which settings do")
+                        help="memory of a GPU: print whether the step fits, or which settings do")
     parser.add_argument("--spend", action="store_true", help="with --memory: search for faster settings that fit")
     parser.add_argument("--cpu", action="store_true", help="ranks on CPUs, with their kernels and precision")
     add_json(parser)
@@ -38,7 +38,7 @@ def add_options(parser: Parser) -> None:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Rehearse and print; 1 where it does not fit."""
+    """Estimate and print; 1 if it does not fit."""
     if options.config is None or options.ranks is None:
         raise UserError("Give --config FILE and --ranks N (--help shows complete commands).")
     refuse_low(options, "ranks")
@@ -48,7 +48,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def rehearsed(config: Config, options: argparse.Namespace) -> int:
-    """Rehearse and print; the exit status."""
+    """Estimate and print; the exit status."""
     from drover.pipeline.rehearsal.apart import rehearse_apart
     from drover.pipeline.rehearsal.fitting import verdict
     from drover.pipeline.rehearsal.report import ends_and_middle, fullest, lines
@@ -66,7 +66,7 @@ def rehearsed(config: Config, options: argparse.Namespace) -> int:
 
 
 def spent(config: Config, options: argparse.Namespace) -> int:
-    """Search what spare memory buys, and print each layout when it was rehearsed; the exit status."""
+    """Search for faster settings that fit, and print each layout when it is estimated; the exit status."""
     from drover.pipeline.rehearsal.apart import refuse
     from drover.pipeline.rehearsal.fitting import TIGHT
     from drover.pipeline.rehearsal.spending import spend

@@ -1,9 +1,9 @@
-"""Serve a model over HTTP as OpenAI's completions are served, with a page to try it on.
+"""Serve a model over HTTP with OpenAI's completions API, and a page to try it on.
 
     drover serve --model runs/demo
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def ", "max_tokens": 40}'
 
-Requests that come together are written together. It listens on this machine alone unless --host says otherwise. With
+Concurrent requests are generated in one batch. Only this machine can connect, unless --host says otherwise. With
 --api-key FILE, or DROVER_API_KEY in the environment, requests need that key (`Authorization: Bearer KEY`); the page and
 /health do not.
 """
@@ -26,7 +26,7 @@ from drover.tools.model_options import add_model_options, opened_model
 
 KEY_VARIABLE = "DROVER_API_KEY"
 CLOSING_S = 5
-"""How long open answers may take to end after Ctrl-C."""
+"""Seconds that open answers may take to end after Ctrl-C."""
 
 
 def add_options(parser: Parser) -> None:
@@ -37,7 +37,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--api-key", type=Path, metavar="FILE", help="a file with the key that requests must bring; "
                         f"without it, {KEY_VARIABLE} of the environment, if it is set")
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
-                        help="another host name of this server that clients may use, beside addresses and its own name")
+                        help="another host name that clients may use, besides addresses and the server's own name")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="texts generated at once (default 8)")
     parser.add_argument("--queue", type=int, default=32, metavar="N",
                         help="texts that may wait; further requests get status 429 (default 32)")
@@ -45,13 +45,13 @@ def add_options(parser: Parser) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Listen until Ctrl-C. UserError for what cannot be served, or not there."""
+    """Listen until Ctrl-C. UserError if there is no such model, address or package."""
     if options.batch < 1 or options.queue < 0:
         raise UserError(f"--batch must be at least 1 and --queue at least 0; they are {options.batch} and "
                         f"{options.queue}.")
     key = _key(options.api_key)
     with _listening(options.host, options.port) as listening:
-        weights_folder(options.model)  # refuses what is not there, before the server and torch are imported
+        weights_folder(options.model)  # refuses a missing model before the server and torch are imported
         for package in ("uvicorn", "starlette"):
             require("the server", package)
         import uvicorn
@@ -79,7 +79,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def _key(file: Path | None) -> str | None:
-    """The key that requests need. UserError where it is no key."""
+    """The key that requests need. UserError if it cannot be read or is not one line of ASCII."""
     if file is None:
         key, place = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
         if key is None:

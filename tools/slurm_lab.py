@@ -1,6 +1,6 @@
 """Start a real Slurm cluster on this machine, to try runs on: any number of nodes, and faults on request.
 
-    eval "$(drover lab up 4)"     start four nodes; sbatch, squeue ... then speak to them
+    eval "$(drover lab up 4)"     start four nodes; sbatch, squeue ... then use them
     drover lab kill-node n2       n2 loses power; start-node n2 brings it back
     drover lab down               stop all of it and remove its folder
 
@@ -38,12 +38,12 @@ PACKAGES = ["slurm-wlm", "slurmdbd", "munge", "mariadb-server"]
 PROGRAMS = ["slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "munged"]
 ACCOUNTING_PROGRAMS = ["slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"]
 PATIENCE_S = 600.0
-"""For whatever is waited for, lest it be for ever: an idle machine needs seconds, a busy one minutes."""
+"""Time limit of every wait: an idle machine needs seconds, a busy one minutes."""
 TAIL = 8
-"""Lines of each log that are told when the lab fails."""
+"""Last lines of each log to show if the lab fails."""
 USABLE = {"idle", "mixed", "allocated", "completing"}
 PORTS = range(10000, 20000, 64)
-"""Where labs find their blocks: below the ports that the kernel hands out and those that training ranks meet at."""
+"""First ports of the labs: below those that the kernel hands out, and those of training ranks."""
 LONGEST_FOLDER = 108 - len("/spool/n99/n99_1234567.4294967291") - 1
 """The path of a local socket has room for 108 characters, its end included; Slurm's longest is that of a step."""
 
@@ -52,7 +52,7 @@ ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
-# A requeued job is held back until its old credential has expired: 120 s if this were left out.
+# A requeued job waits until its old credential has expired, by default 120 s.
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge.sock,cred_expire=5
@@ -63,7 +63,7 @@ SlurmdSpoolDir={folder}/spool/%n
 StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd-%n.log
-# No control groups, no systemd, no MPI: a container without rights has to do.
+# No control groups, no systemd, no MPI: it has to run in a container without privileges.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -76,11 +76,11 @@ SlurmdParameters=config_overrides
 # Quick decisions: tests wait for them.
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
-# But patience with whatever is only slow: these decide only where something is gone for good.
+# Long limits for what is only slow: they matter only if something is lost.
 SlurmdTimeout=60
 KillWait=30
 ReturnToService=2
-# An srun that looks for a controller that is away in vain gives up after a few of these.
+# Without a controller, srun gives up after a few of these.
 MessageTimeout=5
 TCPTimeout=1
 InactiveLimit=0
@@ -96,7 +96,7 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort={database_port}
 AccountingStoragePass={folder}/munge.sock
 """
-# The database listens on a socket only, in a folder closed to others.
+# The database listens on a socket only, in a folder that others cannot enter.
 SLURMDBD_CONF = """\
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.sock
@@ -112,7 +112,7 @@ LogFile={folder}/log/slurmdbd.log
 PidFile={folder}/slurmdbd.pid
 """
 NO_REQUEUE = """\
--- A site where no job may be requeued, whatever it asks for: slurm.conf's JobRequeue is only a default.
+-- A site that forbids requeueing. JobRequeue in slurm.conf would only be a default.
 function slurm_job_submit(job, partitions, user)
   job.requeue = 0
   return slurm.SUCCESS
@@ -124,8 +124,8 @@ end
 """
 STEP_DAEMON = """\
 #!/bin/sh
-# Becomes Slurm's step daemon as a sub-reaper (prctl 36): it then inherits, and finds to kill, what a task's death
-# leaves behind. On a real cluster control groups see to that; without them such a process keeps a job COMPLETING.
+# Becomes Slurm's step daemon as a sub-reaper (prctl 36): it then inherits, and can kill, the orphans of a dead task.
+# On a real cluster control groups do that. Without them an orphan keeps its job COMPLETING.
 exec {python} -I -S -c 'import ctypes, os, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 os.execv(sys.argv[1], ["slurmstepd", *sys.argv[2:]])' {program} "$@"
@@ -134,7 +134,7 @@ os.execv(sys.argv[1], ["slurmstepd", *sys.argv[2:]])' {program} "$@"
 
 @dataclass(frozen=True)
 class LabSettings:
-    """A lab as it was asked for. Ports from `port` on: the controller, the accounting daemon, the nodes."""
+    """Settings of a lab. Ports from `port` on: the controller, the accounting daemon, the nodes."""
 
     folder: str
     nodes: int
@@ -145,9 +145,9 @@ class LabSettings:
     port: int = 0
 
     def filled(self, template: str) -> str:
-        """A configuration file."""
+        """Fill in the template of a configuration file."""
         first, last = self.port + 2, self.port + 1 + self.nodes
-        several = self.nodes > 1  # Slurm takes no range of one
+        several = self.nodes > 1  # Slurm does not accept a range of one
         return template.format(**asdict(self), host=socket.gethostname().split(".")[0], user=user_name(),
                                database_port=self.port + 1, ports=f"[{first}-{last}]" if several else first,
                                names=f"n[1-{self.nodes}]" if several else "n1")
@@ -159,12 +159,12 @@ class LabSettings:
 
 
 def missing_programs(accounting: bool = True) -> list[str]:
-    """The programs that a lab needs and this machine lacks."""
+    """Programs that a lab needs and this machine does not have."""
     return [name for name in PROGRAMS + ACCOUNTING_PROGRAMS * accounting if _which(name) is None]
 
 
 class Lab:
-    """The lab in a folder, running or not; several objects and processes may speak for the same one."""
+    """The lab in a folder, running or not. Several objects and processes may control the same lab."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = Path(folder or default_folder()).resolve()
@@ -172,7 +172,7 @@ class Lab:
 
     @property
     def settings(self) -> LabSettings:
-        """What the lab was started with. UserError where there is no lab in this folder."""
+        """The settings with which the lab was started. UserError if there is no lab in this folder."""
         try:
             return LabSettings(**json.loads((self.folder / "lab.json").read_text()))
         except FileNotFoundError:
@@ -186,25 +186,26 @@ class Lab:
 
     @property
     def is_up(self) -> bool:
-        """Whether any of its Slurm daemons lives: the controller, or a node while that is stopped."""
+        """Whether any of its Slurm daemons runs, the controller or a node's."""
         return any(name.startswith("slurm") and self.daemon(name) for name in self.daemons())
 
     def environment(self) -> dict[str, str]:
-        """What to add to a process's environment so that Slurm's programs speak to this lab."""
+        """Environment variables with which Slurm's programs use this lab."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def up(self, nodes: int = 4, *, accounting: bool = True, cpus: int = 4, memory_mb: int = 6000,
            requeue: bool = True) -> None:
-        """Start the lab and return when every node is idle; one that does not come up is tried once more.
+        """Start the lab and return when every node is idle. If it fails, try once more.
 
-        requeue=False: a site that lets no job be requeued.
+        requeue=False: a site that forbids requeueing.
 
         Raises:
-            UserError: programs are missing, the folder does not do, or it did not come up; with the ends of its logs.
+            UserError: programs are missing, the folder cannot be used, or the lab did not start; with the ends of its
+                logs.
         """
         if missing := missing_programs(accounting):
-            raise UserError(f"Slurm is not (all) here: no {', '.join(missing)}. On Debian or Ubuntu "
-                            f"`drover lab install` brings it, as root.")
+            raise UserError(f"Programs of Slurm are missing: no {', '.join(missing)}. On Debian or Ubuntu "
+                            f"`drover lab install` installs them, as root.")
         if self.is_up:
             raise UserError(f"The lab in {self.folder} is running already.")
         check_folder(self.folder)
@@ -245,30 +246,29 @@ class Lab:
                     self.stop_daemon(name, grace_s=5.0 if keep else 0.0)
             if prefix == "slurmd-":
                 self._kill_jobs(self.nodes)
-        for _ in range(0 if keep else 2):  # what was killed may have written meanwhile
+        for _ in range(0 if keep else 2):  # a killed process may have written meanwhile
             shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- faults
 
-    def kill_node(self, node: str, told: bool = True) -> None:
-        """The node loses power: its daemon, and everything that runs on it, is gone at once.
+    def kill_node(self, node: str, reported: bool = True) -> None:
+        """Simulate a power loss of a node: kill its daemon, and everything that runs on it, at once.
 
-        told: the controller hears of it at once, as from a site's health check; else it finds out by itself, after
-        SlurmdTimeout.
+        reported: set the node to DOWN, as a site's health check would; else the controller notices after SlurmdTimeout.
         """
         self._check(node)
         self.stop_daemon(f"slurmd-{node}")
         self._kill_jobs([node])
-        if told:
-            self.tell_of_loss(node)
+        if reported:
+            self.report_loss(node)
 
-    def tell_of_loss(self, node: str) -> None:
-        """Have the controller, if there is one, take a node for lost without waiting for SlurmdTimeout."""
+    def report_loss(self, node: str) -> None:
+        """Set a node to DOWN, if the controller runs, without waiting for SlurmdTimeout."""
         if self.daemon("slurmctld"):
             self._ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def start_node(self, node: str) -> None:
-        """The node comes back; returns when the controller will give it jobs."""
+        """Start a node again. Returns when the controller can give it jobs."""
         self._check(node)
         self._start_slurmd(node)
         port = self.settings.port + 2 + self.nodes.index(node)
@@ -276,16 +276,16 @@ class Lab:
         patient_until = time.monotonic() + 5
         while self.daemon("slurmctld") and self.node_states().get(node) not in USABLE:
             if time.monotonic() > patient_until:
-                self._run("scontrol", "update", f"NodeName={node}", "State=RESUME")  # refused where it needs none
+                self._run("scontrol", "update", f"NodeName={node}", "State=RESUME")  # fails if the node needs none
                 self._wait(f"{node} usable", lambda: self.node_states().get(node) in USABLE)
             time.sleep(0.05)
 
     def stop_controller(self) -> None:
-        """slurmctld ends in good order: jobs go on, and no command of Slurm's is answered."""
+        """Stop slurmctld in an orderly way: jobs continue, and Slurm's commands get no answer."""
         self.stop_daemon("slurmctld", PATIENCE_S)
 
     def start_controller(self) -> None:
-        """slurmctld takes over what the last one left; returns when it has heard from every living node."""
+        """Start slurmctld from its saved state. Returns when every running node has registered."""
         self._start_slurm("slurmctld")
         living = [node for node in self.nodes if self.daemon(f"slurmd-{node}")]
 
@@ -296,17 +296,17 @@ class Lab:
         self._wait("slurmctld answering", heard)
 
     def restart_controller(self) -> None:
-        """slurmctld goes and comes."""
+        """Stop slurmctld and start it again."""
         self.stop_controller()
         self.start_controller()
 
     def stop_accounting(self) -> None:
-        """sacct is no longer answered; everything else is."""
+        """Stop the accounting: sacct gets no answer; everything else works."""
         self.stop_daemon("slurmdbd", PATIENCE_S)
         self.stop_daemon("mariadbd", PATIENCE_S)
 
     def start_accounting(self) -> None:
-        """sacct is answered (again); does nothing in a lab without accounting."""
+        """Start the accounting, so that sacct works. Does nothing in a lab without accounting."""
         data, settings = self.folder / "database", self.settings
         if not settings.accounting or self.daemon("slurmdbd"):
             return
@@ -322,11 +322,11 @@ class Lab:
     # ---- daemons: `pids/<name>` holds the id and the starting time of each
 
     def daemons(self) -> list[str]:
-        """The daemons that were started and not stopped, whether they live or not."""
+        """Names of the daemons that were started and not stopped, running or dead."""
         return sorted(path.name for path in self.folder.glob("pids/*"))
 
     def daemon(self, name: str) -> psutil.Process | None:
-        """A daemon's process; None if it was not started or has died."""
+        """A daemon's process; None if it is not running."""
         for child in self._children:
             child.poll()  # reap it, if it has ended
         with suppress(FileNotFoundError, ValueError, psutil.Error):
@@ -337,7 +337,7 @@ class Lab:
         return None
 
     def start_daemon(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        """Start a daemon in a session of its own; what it says before its own log opens is in log/<name>.out."""
+        """Start a daemon in its own session. Its output, before its log opens, goes to log/<name>.out."""
         with open(self.folder / "log" / f"{name}.out", "ab") as out:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder,
                                      env=environment, start_new_session=True)
@@ -348,7 +348,7 @@ class Lab:
         (self.folder / "pids" / name).write_text(f"{child.pid} {started}\n")
 
     def stop_daemon(self, name: str, grace_s: float = 0.0) -> None:
-        """End a daemon: asked to, and killed when it has not gone after `grace_s` seconds (0: killed at once)."""
+        """Send SIGTERM to a daemon, and SIGKILL after `grace_s` seconds (0: SIGKILL at once)."""
         until = time.monotonic() + grace_s
         if (process := self.daemon(name)) is not None and grace_s:
             _signal(process, signal.SIGTERM)
@@ -359,10 +359,10 @@ class Lab:
         (self.folder / "pids" / name).unlink(missing_ok=True)
 
     def job_processes(self, nodes: Iterable[str]) -> set[psutil.Process]:
-        """What runs on the given nodes for jobs: Slurm's step daemons, all below them, and what has escaped those.
+        """Processes of jobs on the given nodes: Slurm's step daemons, their descendants, and orphans of those.
 
-        A step daemon overwrites its command line and environment, but holds the log of its node open; the processes
-        of a job carry the name of their node and our slurm.conf in their environment.
+        A step daemon overwrites its command line and environment, but keeps the log of its node open. Processes of a
+        job have the name of their node and our slurm.conf in their environment.
         """
         nodes, found = set(nodes), set[psutil.Process]()
         logs = {str(self.folder / "log" / f"slurmd-{node}.log") for node in nodes}
@@ -378,10 +378,10 @@ class Lab:
         return found - {psutil.Process()}
 
     def _kill_jobs(self, nodes: Iterable[str], limit_s: float = 300.0) -> None:
-        """SIGKILL everything that runs on the nodes, until nothing is left. TimeoutError where some cannot be killed.
+        """SIGKILL the processes of jobs on the nodes, until none is left. TimeoutError if some cannot be killed.
 
-        All of it is stopped before any of it is killed, as when power is lost: a step daemon that saw its script die
-        would tell the controller that the job has failed.
+        All are stopped before the first is killed, as in a power loss: a step daemon that sees its script die would
+        report the job as failed.
         """
         nodes, until = list(nodes), time.monotonic() + limit_s
         while found := self.job_processes(nodes):
@@ -433,12 +433,12 @@ class Lab:
         self.start_daemon(daemon, [str(_which(program)), *arguments], {**self._environment(), **variables})
 
     def _environment(self) -> dict[str, str]:
-        """Ours without the traces of a job that we may be part of."""
+        """Our environment without the variables of a Slurm job that we may be part of."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         return {**kept, **self.environment()}
 
     def node_states(self) -> dict[str, str]:
-        """The state of each node as sinfo says it, such as idle, mixed, allocated*, down*; empty if nobody answers."""
+        """The state of each node from sinfo, such as idle, mixed, allocated*, down*; empty without a controller."""
         answer = self._run("sinfo", "--noheader", "--Node", "--format=%N %T")
         return dict(line.split() for line in answer.stdout.splitlines()) if answer.returncode == 0 else {}
 
@@ -461,7 +461,7 @@ class Lab:
             raise UserError(f"The lab has no node {node}; it has {', '.join(self.nodes)}.")
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
-        """Wait for something that daemons bring about, but not when one of them has died meanwhile."""
+        """Wait until a condition holds. UserError if a daemon dies, or after PATIENCE_S."""
         until = time.monotonic() + PATIENCE_S
         while not condition():
             dead = [name for name in self.daemons() if self.daemon(name) is None]
@@ -472,7 +472,7 @@ class Lab:
             time.sleep(0.05)
 
     def _log_ends(self) -> str:
-        """The last lines of what each daemon said, or logged where it says nothing, for the account of a failure."""
+        """The last lines of each daemon's output, or of its log if there is no output."""
         said = {path.stem: path for ending in ("log", "out")
                 for path in sorted((self.folder / "log").glob(f"*.{ending}")) if path.stat().st_size}
         return "".join(f"\n==> {name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
@@ -490,7 +490,7 @@ class Lab:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder in whose path Slurm cannot live: UserError, which says why."""
+    """Raise UserError, with the reason, if Slurm cannot use the path of a folder."""
     if not re.fullmatch(r"[A-Za-z0-9._/+@~-]+", str(folder)):
         raise UserError(f"slurm.conf cannot hold the path {folder}: choose a folder of letters, digits and ._+@~- "
                         f"with --folder.")
@@ -501,12 +501,12 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def free_ports(count: int) -> Iterator[int]:
-    """The first of `count` ports in a row that nobody listens at. No other lab gets them while the block lasts.
-    UserError where no such block is left."""
+    """The first of `count` free ports in a row, reserved for this lab while the block runs. UserError if there are
+    none."""
     for first in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket(socket.AF_UNIX) as claim:
             try:
-                claim.bind(f"\0slurm_lab:{first}")  # a name without a file: it goes with this process
+                claim.bind(f"\0slurm_lab:{first}")  # an abstract name: it vanishes with this process
                 for port in range(first, first + count):
                     socket.create_server(("", port)).close()
             except OSError:
@@ -517,7 +517,7 @@ def free_ports(count: int) -> Iterator[int]:
 
 
 def is_open(place: int | Path) -> bool:
-    """Whether something listens at a port, or a local socket, of this machine."""
+    """Whether something listens on a port, or on a local socket, of this machine."""
     local = isinstance(place, Path)
     with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as probe:
         probe.settimeout(10.0)
@@ -525,27 +525,27 @@ def is_open(place: int | Path) -> bool:
 
 
 def user_name() -> str:
-    """The user whose processes these are."""
+    """The name of the user of this process."""
     return pwd.getpwuid(os.geteuid()).pw_name
 
 
 def default_folder() -> Path:
-    """Where a lab lives unless told otherwise."""
+    """The default folder of a lab."""
     return Path(os.environ.get("TMPDIR", "/tmp")) / f"slurm_lab-{user_name()}"
 
 
 def install() -> None:
-    """Install the packages as root. UserError, which says how: not root, no apt-get, or it failed."""
+    """Install the packages as root. UserError, with the command to run, without root or apt-get, or if it fails."""
     command = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise UserError(f"Installing needs root on Debian or Ubuntu: sudo {shlex.join(command)}")
     for step in (["apt-get", "update"], command):
         if subprocess.run(step, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, stdout=sys.stderr).returncode:
-            raise UserError(f"`{shlex.join(step)}` failed; its words are above.")
+            raise UserError(f"`{shlex.join(step)}` failed; its output is above.")
 
 
 def _as_user() -> list[str]:
-    """MariaDB's programs refuse to be root's unless told to."""
+    """MariaDB's programs run as root only with this option."""
     return ["--user=root"] if os.geteuid() == 0 else []
 
 
@@ -554,30 +554,31 @@ def _which(program: str) -> str | None:
 
 
 def _signal(process: psutil.Process, number: int) -> None:
-    with suppress(psutil.Error):  # it has ended meanwhile
+    with suppress(psutil.Error):  # it may have ended meanwhile
         process.send_signal(number)
 
 
-COMMANDS = {"kill_node": "a node loses power", "start_node": "it comes back", "status": "daemons, nodes and jobs",
-            "stop_controller": "no command is answered", "start_controller": "answered again",
-            "restart_controller": "stop and start slurmctld", "stop_accounting": "sacct stops answering",
-            "start_accounting": "answers again"}
-"""Those that are a method of Lab, by its name, and what they do."""
+COMMANDS = {"kill_node": "simulate the power loss of a node", "start_node": "start a killed node again",
+            "status": "show daemons, nodes and jobs",
+            "stop_controller": "stop slurmctld: no command is answered",
+            "start_controller": "start slurmctld again", "restart_controller": "stop and start slurmctld",
+            "stop_accounting": "stop slurmdbd: sacct is not answered", "start_accounting": "start slurmdbd again"}
+"""Commands that call the method of Lab with this name, and their help."""
 
 
 def add_options(parser: Parser) -> None:
     """The commands and their options."""
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("install", help="the Debian packages (root)")
+    commands.add_parser("install", help="install Slurm's Debian packages (as root)")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         found = commands.add_parser(name.replace("_", "-"), help=text)
-        found.add_argument("--folder", type=Path, default=default_folder(), help="where it lives (%(default)s)")
+        found.add_argument("--folder", type=Path, default=default_folder(), help="the lab's folder (%(default)s)")
         return found
-    up = command("up", "start; prints the line for eval")
+    up = command("up", "start a lab; prints the line for eval")
     up.add_argument("nodes", type=int, nargs="?", default=4)
     up.add_argument("--no-accounting", action="store_true", help="no slurmdbd: sacct is not answered")
-    up.add_argument("--no-requeue", action="store_true", help="a site that lets no job be requeued")
+    up.add_argument("--no-requeue", action="store_true", help="a site that forbids requeueing")
     up.add_argument("--cpus", type=int, default=4, help="of each node; the machine may have fewer (%(default)s)")
     up.add_argument("--mem", type=int, default=6000, help="MB of each node; not enforced (%(default)s)")
     for name, text in COMMANDS.items():
@@ -601,7 +602,7 @@ def _up(lab: Lab, options: argparse.Namespace) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Do what a command says."""
+    """Run a command."""
     if options.command == "install":
         install()
     elif options.command == "up":

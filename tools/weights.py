@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from drover.pipeline.formats.base import Weights
     from drover.pipeline.formats.huggingface import OutputFile, Read
-    from drover.tools.weights_beside import Beside
+    from drover.tools.weights_companions import Companions
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FORMS = ("hf", "meta", "drover")
@@ -49,18 +49,18 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the source")
     parser.add_argument("--shard-gb", type=float, metavar="GB", help=f"largest file, but for a tensor that is larger "
                         f"(default {SHARD_GB:g}); not for meta")
-    parser.add_argument("--parts", type=int, choices=PARTS, help="files of a model in Meta's form (default 1)")
+    parser.add_argument("--parts", type=int, choices=PARTS, help="files of a model in Meta's format (default 1)")
 
 
 def work(options: argparse.Namespace) -> None:
     """Convert."""
     if options.format == "meta" and options.shard_gb is not None:
-        raise UserError("--shard-gb does not go with --format meta, which has a file for each part: take --parts.")
+        raise UserError("--shard-gb does not go with --format meta, which has a file for each part: give --parts.")
     if options.format != "meta" and options.parts is not None:
         raise UserError(f"--parts goes with --format meta only; asked: {options.format}.")
     if options.shard_gb is not None and not 1e-9 <= options.shard_gb < float("inf"):
         raise UserError(f"--shard-gb must be above 0, not {options.shard_gb}.")
-    weights_folder(options.source)  # refuses what is not there, before torch is imported
+    weights_folder(options.source)  # refuses a missing model before torch is imported
     import torch
 
     convert(options.source, options.target, options.format,
@@ -69,11 +69,11 @@ def work(options: argparse.Namespace) -> None:
 
 
 def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, shard_bytes: int, parts: int) -> None:
-    """Make the folder `target` of the weights in `source`, or go on making it.
+    """Write the weights in `source` to the folder `target`. Continues an interrupted conversion.
 
     Raises:
-        UserError: see `open_weights`, `Draft` and the forms in `drover.pipeline.formats`; nothing is at the target
-        then.
+        UserError: see `open_weights`, `Draft` and the modules of `drover.pipeline.formats`. The target then does not
+            exist.
     """
     import torch
 
@@ -81,10 +81,10 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     from drover.pipeline.formats.huggingface import Source, huggingface_files
     from drover.pipeline.formats.meta import meta_files, meta_reads
     from drover.pipeline.formats.weights import drover_files, open_weights
-    from drover.tools.weights_beside import beside, goes_along
+    from drover.tools.weights_companions import carried_files, companions_of
 
     with open_weights(source) as weights:
-        config, found = weights.config, beside(weights)
+        config, found = weights.config, companions_of(weights)
         kept = reduce(torch.promote_types, {weights.dtype(name) for name in weights.names()})
         dtype = dtype or kept
         say("weights", f"{weights.path} ({weights.form}): {_counted(weights)} in {_spelled(kept)}")
@@ -92,20 +92,20 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
         made = Source(config, dtype, reader(weights, dtype, progress.advance))
         files = meta_files(made, parts) if form == "meta" else drover_files(made, shard_bytes) if form == "drover" \
             else huggingface_files(made, shard_bytes, found.token_ids)
-        others, told = goes_along(found, form)
+        others, sentences = carried_files(found, form)
         files = [*{file.name: file for file in (*files, *others)}.values()]
         progress.total = sum(file.rectangles for file in files)
         made_of = {"from": str(weights.path.resolve()), "format": form, "dtype": _spelled(dtype), "parts": parts,
                    "shard_bytes": shard_bytes, "source": _stamped(weights.path, found)}
         with Draft(target, RECORD, made_of) as draft:
             if draft.complete:
-                say("weights", f"{target} is there already, of these very weights")
+                say("weights", f"{target} exists already, with these weights")
                 return
             with progress:
                 for file in files:
                     if not _make(draft, file):
                         progress.already(progress.done + file.rectangles)
-                        say("weights", f"{file.name} was finished before, and its hash is right")
+                        say("weights", f"{file.name} was finished before, and its hash matches")
             draft.describe({"format": FORMAT, "model": config.model_dump(mode="json"), "token_ids": found.token_ids,
                             "files": list(draft.done.values())})
             _prove(draft.folder, reader(weights, dtype))
@@ -113,14 +113,14 @@ def convert(source: Path, target: Path, form: str, dtype: torch.dtype | None, sh
     count = f"{parts} part{'s' * (parts > 1)}" if form == "meta" else f"{sum(bool(f.rectangles) for f in files)} files"
     size = sum(record["bytes"] for record in draft.done.values())
     say("weights", f"{target} ({form}): {_counted(weights)} in {_spelled(dtype)}, {count}, {size / 1e6:,.1f} MB, read "
-        f"back and equal to the bit. {' '.join(told)}")
+        f"back and equal to the bit. {' '.join(sentences)}")
     if form == "meta" and (context := meta_reads(config, parts).context_length) != config.context_length:
-        say("weights", f"Meta's params.json has no context length: its readers take {context:,} tokens for this shape; "
-            f"weights.json beside it has the {config.context_length:,} of this model, which Drover reads.")
+        say("weights", f"Meta's params.json has no context length: its readers assume {context:,} tokens for this "
+            f"shape. Drover reads the {config.context_length:,} of this model from weights.json in the same folder.")
 
 
 def _prove(folder: Path, read: Read) -> None:
-    """Open what was written, and read every tensor of it back."""
+    """Read every tensor back, and compare it to the bit."""
     from drover.pipeline.formats.comparison import prove_equal
     from drover.pipeline.formats.weights import open_weights
 
@@ -129,7 +129,7 @@ def _prove(folder: Path, read: Read) -> None:
 
 
 def _make(draft: Draft, file: OutputFile) -> bool:
-    """Write a file, unless an earlier process finished it, as its hash proves. Whether it was written."""
+    """Write a file, unless its hash shows that an earlier process finished it. Returns whether it was written."""
     path = draft.folder / file.name
     if path.is_file() and output_record(draft.folder, path) == draft.done.get(file.name):
         return False
@@ -149,8 +149,8 @@ def _spelled(dtype: torch.dtype) -> str:
     return next((short for short, known in DTYPES.items() if known == name), name)
 
 
-def _stamped(folder: Path, found: Beside) -> dict[str, list[int]]:
-    """The source's files with size and time of change: what an interrupted conversion must find as it was."""
+def _stamped(folder: Path, found: Companions) -> dict[str, list[int]]:
+    """The source's files with size and modification time: they must not change before a conversion continues."""
     others = [path for path in (*found.files.values(), found.vocabulary) if path is not None]
     paths = {path.resolve() for path in (*(path for path in folder.iterdir() if path.is_file()), *others)}
     return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(paths)}

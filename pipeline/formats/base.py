@@ -1,4 +1,4 @@
-"""What every form of weights can do: give any rectangle of any parameter, by our names."""
+"""The interface of all formats of weights: any rectangle of any parameter, by our names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Weights(ABC):
     """The weights of one Llama. Close it, or use it in a `with`.
 
     Attributes:
-        form: name of the form in FORMS.
+        form: name of the format in FORMS.
         path: of the folder.
         config: the network's shape, `vocab_size` known.
     """
@@ -42,11 +42,11 @@ class Weights(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """The element type it is stored in."""
+        """The stored element type."""
 
     @abstractmethod
     def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """As `read`, for a rectangle that is inside."""
+        """As `read`, for a valid rectangle."""
 
     @abstractmethod
     def close(self) -> None:
@@ -54,37 +54,36 @@ class Weights(ABC):
 
     def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
         """The rectangle of a parameter that starts at `offset` (default: the beginning) and has `shape` (default: to
-        the end), on the host, in the type it is stored in.
+        the end), on the host, in the stored element type.
 
         Raises:
             UserError: a file is missing or damaged.
-            ValueError: the rectangle is not inside.
+            ValueError: the rectangle is not inside the parameter.
         """
         return self._read(name, *rectangle_in(self.shapes[name], offset, shape))
 
     def finite(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
-        """As `read`. UserError also for values that are NaN or infinite: training and arithmetic would only spread
-        them."""
+        """As `read`. Raises UserError also for NaN and infinite values, which arithmetic would spread."""
         found = self.read(name, offset, shape)
         if not bool(found.isfinite().all()):
             count = int((~found.isfinite()).sum())
             raise UserError(f"{self.stored_name(name)} in {self.path} has NaN or infinite values ({count:,}). "
-                            f"Fetch or make these weights again, or take others.")
+                            f"Fetch or make these weights again, or use others.")
         return found
 
     def stored_name(self, name: str) -> str:
-        """What the files call a parameter."""
+        """The name of a parameter in the files."""
         return name
 
     def _fit(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]],
              passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
-        """Close, and raise UserError, unless the files hold what is expected: no more, no less, each of its shape.
+        """Close, and raise UserError, unless the files have exactly the expected tensors, each with its shape.
 
         Args:
-            found, expected: shapes by the names of this form.
-            passed_over: names that may be there.
-            stated: where the shape is said.
-            wrong: what is wrong besides.
+            found, expected: shapes by the names of this format.
+            passed_over: names to ignore.
+            stated: the place that states the shape.
+            wrong: further problems.
         """
         wrong = [*(f"{name} is missing" for name in expected if name not in found),
                  *(f"{name} is no parameter of a Llama of {self.config.layers} layers" for name in found
@@ -107,22 +106,22 @@ class Weights(ABC):
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors are equal to the bit: a NaN is itself, and -0 is not 0."""
+    """Whether two contiguous tensors are equal to the bit: NaN equals the same NaN, and -0 differs from 0."""
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def reader(weights: Weights, dtype: torch.dtype, done: Callable[[], None] = lambda: None) -> Read:
-    """Reads rectangles in another type: what is rounded is the user's wish. `done` is called after each.
+    """Read rectangles in another element type. `done` is called after each.
 
-    Raises UserError, when read, for NaN and infinite values, and for those that float16 cannot hold: they would become
-    infinite in silence.
+    Reading raises UserError for NaN and infinite values, and for values that float16 cannot hold: they would silently
+    become infinite.
     """
     def read(name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None, /) -> Tensor:
         found = weights.finite(name, offset, shape)
         converted = found.to(dtype)
         if dtype == torch.float16 and bool(converted.isinf().any()):
             raise UserError(f"{weights.stored_name(name)} in {weights.path} has values beyond the largest of fp16, "
-                            f"{torch.finfo(dtype).max:,.0f}. Take --dtype bf16 or fp32.")
+                            f"{torch.finfo(dtype).max:,.0f}. Give --dtype bf16 or fp32.")
         done()
         return converted
     return read

@@ -1,8 +1,7 @@
-"""One forward pass by several programs at once, a part of the network after the other.
+"""Run one forward pass in several programs side by side, one part of the network after the other.
 
-Only the weights of the part that computes are in memory, of transformers' network too. What one part has computed is
-carried to the next and compared there, so that a model of any size is compared in all its layers, and in one reading of
-its weights.
+Only the weights of the current part are in memory, also in transformers' network. The output of each part is compared
+and passed to the next. So all layers of a model of any size are compared, and its weights are read once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from drover.pipeline.core.console import quiet_imports
 from drover.pipeline.formats.weights import HuggingFaceWeights
 
 Read = Callable[[str], Tensor]
-"""One of the checkpoint's weights by our name, rounded to the type of the export."""
+"""Reads one of the checkpoint's weights by our name, rounded to the type of the export."""
 
 
 def read_part(config: ModelConfig, name: str, read: Read) -> dict[str, Tensor]:
@@ -37,16 +36,16 @@ def read_part(config: ModelConfig, name: str, read: Read) -> dict[str, Tensor]:
 @torch.no_grad()
 def our_part(config: ModelConfig, name: str, weights: Mapping[str, Tensor], dtype: torch.dtype, table: RotaryTable,
              tokens: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
-    """`Llama`'s own forward pass of one part, without gradients; by name what it gave, the last one's norm by itself.
+    """`Llama`'s own forward pass of one part, without gradients. Returns outputs by name, the last part's norm also.
 
     Args:
         dtype: of weights and arithmetic, float32 or float64.
         table: the rotary angles.
         tokens: (1, length) int64.
-        hidden: what the part before gave: (1, length, dim).
+        hidden: output of the part before, (1, length, dim); None for the first.
     """
     count = config.layers
-    # A part predicts if none follows, so the last layer is told of one more.
+    # The part with the last layer would predict: pretend that another layer follows.
     part = Part(range(0), count + 1) if name == "tok_embeddings" else Part(range(count, count), count)
     if name.startswith("layers."):
         layer = int(name.removeprefix("layers."))
@@ -54,7 +53,7 @@ def our_part(config: ModelConfig, name: str, weights: Mapping[str, Tensor], dtyp
     with torch.device("meta"):
         model = Llama(config, part).eval()
     model.rotary_table = table
-    # What else it has would fail on the meta device.
+    # If a weight is missing here, the forward pass fails on the meta device.
     model.load_state_dict({key: weight.to(dtype) for key, weight in weights.items()}, strict=False, assign=True)
     found: dict[str, Tensor] = {}
     if name == "output":
@@ -65,15 +64,15 @@ def our_part(config: ModelConfig, name: str, weights: Mapping[str, Tensor], dtyp
 
 @torch.no_grad()
 def transformers_pass(folder: Path, tokens: Tensor, after: Callable[[str, Tensor], None]) -> tuple[Tensor, list[str]]:
-    """What transformers computes of an export in float32: its logits, and the weights that it does not find.
+    """Run an export in transformers, in float32. Returns its logits, and the weights that it does not find.
 
-    Its network is made without weights, of which the files must have each under its very name and in its shape; each
-    part is given its own when it computes, and loses them after.
+    Its network is built without weights. Each part gets its weights from the files, by transformers' names and shapes,
+    just before it computes, and loses them after.
 
     Args:
-        folder: in Hugging Face's shape.
+        folder: in Hugging Face's format.
         tokens: (1, length) int64.
-        after: told the output of each part, by our names: tok_embeddings, layers.0 ..., norm, output.
+        after: called with the name and the output of each part: tok_embeddings, layers.0 ..., norm, output.
     """
     with quiet_imports():
         from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils  # noqa: F401 - imports torchao
@@ -89,7 +88,7 @@ def transformers_pass(folder: Path, tokens: Tensor, after: Callable[[str, Tensor
         if absent := [name for name, wanted in model.state_dict().items()
                       if name != tied and weights.stored_shape(name) != tuple(wanted.shape)]:
             return torch.empty(0), absent
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its angles are no weights
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its angles are not stored
         _stream(_their_parts(model), model, weights, after)
         return model.eval()(tokens).logits.float(), []
 
@@ -103,8 +102,8 @@ def _their_parts(model: Any) -> dict[str, nn.Module]:
 
 def _stream(parts: Mapping[str, nn.Module], model: nn.Module, weights: HuggingFaceWeights,
             after: Callable[[str, Tensor], None]) -> None:
-    """Give each part its weights, from the files and by transformers' own names, while it computes; then tell `after`
-    what it gave."""
+    """Load each part's weights before it computes, by transformers' names, and drop them after. Then call `after` with
+    its output."""
     prefixes = {module: name for name, module in model.named_modules()}
 
     def load(module: nn.Module, _: Any, prefix: str) -> None:

@@ -1,8 +1,8 @@
-"""Whether an exported folder is the checkpoint's model: its config, every tensor, and what transformers computes of it.
+"""Compare an exported folder with the checkpoint: config, every tensor, and the logits of transformers.
 
-Two float32 programs differ by rounding, and how much depends on the weights: logits of a small, fresh model by 1e-6, of
-a sharp one by 1e-3 and more. So neither is taken as the truth. Both are compared with a float64 forward pass of the
-checkpoint's weights, which never sees the export, and with what single precision itself is off there.
+Two float32 programs differ by rounding. The difference depends on the weights: 1e-6 in the logits of a small new model,
+1e-3 and more if the model is confident. So neither is the reference. Both are compared with a float64 forward pass of
+the checkpoint's weights, which does not use the export. The yardstick is the error of single precision itself.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from drover.pipeline.formats.block_by_block import Read, our_part, read_part, tr
 from drover.pipeline.formats.weights import HuggingFaceWeights
 
 FACTOR = 10.0
-"""How many times single precision's own error either side may be off. Correct programs that add in another order stay
-below 4 (measured for logits up to 96, contexts up to 4,096); a wrong weight or layout is off by many thousands."""
+"""Allowed error of both sides, as a multiple of single precision's own error. Correct programs that add in another
+order stay below 4 (logits up to 96, contexts up to 4,096, measured); a wrong weight or layout is off by thousands."""
 
 _DEFECT = "This is a defect of the export, of the disk or of the installed transformers; nothing was committed."
 
 SHAPE = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab_size", "context_length", "rope_theta", "rope_scaling",
          "norm_eps", "tied_embeddings", "head_width", "qkv_bias", "qk_norm", "layer_kinds")
-"""What of a ModelConfig a config.json says; `hidden` stands for the three ways to give the feed-forward width."""
+"""Attributes of a ModelConfig that a config.json states. `hidden` replaces the three settings of the feed-forward
+width."""
 
 
 def compare_folder(folder: Path, config: ModelConfig, read: Read) -> int:
-    """Open an export as a reader would, and compare its config and every tensor; how many tensors there are.
+    """Open an export as a reader would, and compare its config and every tensor. Returns the number of tensors.
 
     Args:
-        read: gives one weight of the checkpoint, rounded to the type of the export.
+        read: reads one weight of the checkpoint, rounded to the type of the export.
 
     Raises:
         UserError: naming every value in which config.json is not the network that was trained, or the tensor that is
@@ -85,12 +86,12 @@ class Agreement:
         training_logit_error, transformers_logit_error: largest difference of a logit from the float64 pass.
         single_precision_logit_error: the same of our network wholly in single precision, rotary angles too, as
             transformers computes them; at least float32's resolution at the largest logit. The yardstick.
-        argmax_equal, argmax_decided: tokens where both sides' likeliest next token is the float64 pass's; tokens
-            where its lead is beyond rounding, so that it has to be.
+        argmax_equal, argmax_decided: tokens where both sides have the float64 pass's argmax; tokens where the lead of
+            that argmax is beyond rounding, so that both must have it.
         token_loss: mean next-token loss of the float64 pass in nats.
         training_loss_error, transformers_loss_error, single_precision_loss_error: largest difference of one token's
             loss.
-        factor: how many times single precision's own error was allowed.
+        factor: allowed multiple of single precision's own error.
     """
 
     tokens_compared: int
@@ -111,7 +112,7 @@ class Agreement:
 
     @property
     def problems(self) -> list[str]:
-        """What is beyond rounding, as sentences; empty for a sound export. NaN is beyond everything."""
+        """Differences beyond rounding, as sentences; empty for a correct export. NaN is beyond everything."""
         resolution = self.largest_logit * torch.finfo(torch.float32).eps
         limits = [limit for whose, logit, loss in (
             ("transformers'", self.transformers_logit_error, self.transformers_loss_error),
@@ -124,35 +125,34 @@ class Agreement:
                        "the training model's logits are off by up to {:.1e}, transformers' by only {:.1e}"))
         found = [text.format(error, known) for error, known, text in limits if not error <= self.factor * known]
         if self.argmax_wrong:
-            found.append(f"the likeliest next token is another on {self.argmax_wrong} of {self.argmax_decided} tokens "
-                         f"where rounding cannot decide it")
+            found.append(f"the argmax differs on {self.argmax_wrong} of {self.argmax_decided} tokens where rounding "
+                         f"cannot change it")
         return found
 
     @property
     def sentence(self) -> str:
-        """All of it in one line."""
+        """The comparison in one line."""
         return (f"off a float64 forward pass by at most: transformers {self.transformers_logit_error:.1e}, training "
                 f"model {self.training_logit_error:.1e}, float32 itself {self.single_precision_logit_error:.1e} "
                 f"(x {self.factor:g} allowed; logits up to {self.largest_logit:.1f}); argmax equal on "
-                f"{self.argmax_equal} of {self.tokens_compared} held-out tokens (rounding decides "
+                f"{self.argmax_equal} of {self.tokens_compared} validation tokens (rounding decides "
                 f"{self.tokens_compared - self.argmax_decided}); token losses off by at most "
                 f"{max(self.transformers_loss_error, self.training_loss_error):.1e} nats")
 
 
 def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor) -> Agreement:
-    """Judge what transformers and the training model compute in float32 by a float64 pass of the checkpoint's weights.
+    """Compare the float32 logits of transformers and of the training model with a float64 pass of the checkpoint.
 
-    All of them go through the network together, and hold one part of it at a time: 16 bytes a parameter of the largest
-    layer or embedding. transformers reads nothing but the export, the training model nothing of it.
+    They go through the network together, and have one part of it in memory at a time: 16 bytes per parameter of the
+    largest layer or embedding. transformers reads only the export, the training model only the checkpoint.
 
     Args:
-        folder: the export, in Hugging Face's shape.
-        read: gives one weight of the checkpoint, rounded to the export's type: that rounding is the user's wish, not a
-            difference to find.
+        folder: the export, in Hugging Face's format.
+        read: reads one weight of the checkpoint, rounded to the export's type, so that this rounding is no difference.
         tokens: (1, length) int64.
 
     Raises:
-        UserError: saying what is beyond rounding, and after which part of the network the two begin to differ.
+        UserError: with the differences beyond rounding, and the first part of the network that differs.
     """
     ours = _Passes(config, read, tokens)
     theirs, absent = transformers_pass(folder, tokens, ours.step)
@@ -161,11 +161,11 @@ def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor
     reference, training, single = (ours.outputs[kind] for kind in ("exact", "training", "single"))
     if not bool(reference.isfinite().all()):
         raise UserError(f"The model that was trained has logits that are NaN or infinite on {tokens.numel()} tokens, "
-                        f"even in float64, so its export cannot be compared. Convert an earlier checkpoint, or look "
-                        f"for NaN in its weights.")
+                        f"even in float64, so its export cannot be compared. Convert an earlier checkpoint, or "
+                        f"search its weights for NaN.")
     found = agreement(reference, training, theirs, single, tokens, config.layers)
     if found.problems:
-        where = ours.parting or ("No part of transformers' model differs by more than rounding: look at the training "
+        where = ours.parting or ("No part of transformers' model differs by more than rounding: check the training "
                                  "model.")
         raise UserError(f"The exported model in {folder} does not compute what the training model does, compared with "
                         f"a float64 forward pass of the checkpoint on {tokens.numel()} tokens:\n"
@@ -174,12 +174,12 @@ def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor
 
 
 class _Passes:
-    """The checkpoint's passes, which take each part after transformers has: exact, the training model's, and wholly in
-    single precision.
+    """The checkpoint's passes: exact, the training model's, and entirely in single precision. They compute each part
+    after transformers.
 
     Attributes:
-        outputs: of the last part that each computed.
-        parting: after which part transformers began to differ by more than rounding; None while it does not.
+        outputs: of each pass's last part.
+        parting: a sentence with the first part in which transformers differs by more than rounding; None if none does.
     """
 
     def __init__(self, config: ModelConfig, read: Read, tokens: Tensor) -> None:
@@ -191,7 +191,7 @@ class _Passes:
         self._normed: Tensor | None = None  # transformers', until ours is there
 
     def step(self, name: str, theirs: Tensor) -> None:
-        """theirs: what transformers' part of this name gave."""
+        """Compute a part, and compare. theirs: the output of transformers' part with this name."""
         if name == "norm":
             self._normed = theirs
             return
@@ -216,7 +216,7 @@ def agreement(reference: Tensor, ours: Tensor, theirs: Tensor, single: Tensor, t
 
     Args:
         reference: float64 logits, (1, length, vocabulary).
-        ours, theirs, single: float32 logits of the training model, of transformers, and wholly in single precision.
+        ours, theirs, single: float32 logits of the training model, of transformers, and entirely in single precision.
         tokens: (1, length) int64: each is the target of the one before.
     """
     largest = float(reference.abs().max())

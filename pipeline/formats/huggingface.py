@@ -1,4 +1,4 @@
-"""The files of a folder in Hugging Face's form."""
+"""Write a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Read(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Weights to be written: the network's shape, the element type, and what reads them in that type."""
+    """Weights to write: the network's shape, the element type, and a function that reads them in that type."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file to be written: its name, how many rectangles of parameters it takes, and how to write it to a path."""
+    """A file to write: its name, the number of rectangles that it reads, and a function that writes it to a path."""
 
     name: str
     rectangles: int
@@ -54,10 +54,10 @@ def huggingface_files(source: Source, shard_bytes: int, token_ids: Mapping[str, 
     """The safetensors files, their index, config.json and generation_config.json.
 
     Args:
-        shard_bytes: of a file at most, but for a tensor that is larger. A tensor is read when its turn to be written
-            has come, so that memory is needed for two or three of them.
-        token_ids: bos_token_id, eos_token_id and others of that kind, as both configurations name them.
-        generation: what else generation_config.json says.
+        shard_bytes: largest size of a file, unless one tensor is larger. A tensor is read just before it is written, so
+            that two or three are in memory at a time.
+        token_ids: bos_token_id, eos_token_id and so on, for both configurations.
+        generation: further settings of generation_config.json.
     """
     files, where, size = list[OutputFile](), dict[str, str](), 0
     for file, layouts in tensor_files(source, shard_bytes, lambda number, count:
@@ -78,9 +78,9 @@ def tensor_files(source: Source, most_bytes: int, named: Callable[[int, int], st
     """The safetensors files of all parameters, each with the layouts of its tensors.
 
     Args:
-        most_bytes: of a file, but for a single tensor that is larger.
-        named: a file's name, by its number from 0 and how many there are.
-        stored: what a parameter is in the files: names and tensors.
+        most_bytes: largest size of a file, unless one tensor is larger.
+        named: returns a file's name, from its number (from 0) and the number of files.
+        stored: returns a parameter's names and tensors in the files.
     """
     shapes, groups = parameter_shapes(source.config), list[list[str]]()
     room = 0
@@ -105,7 +105,7 @@ def _write(path: Path, source: Source, names: list[str], layouts: dict[str, Layo
 
 
 def write_folder(folder: Path, files: list[OutputFile]) -> None:
-    """Write files into a folder, plainly: who needs it to appear at once, renames it."""
+    """Write files into a folder, one after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         file.write(folder / file.name)

@@ -1,10 +1,10 @@
-"""A network's shape as Hugging Face's config.json; pipeline/config/shapes.py reads it.
+"""Write a network's shape as Hugging Face's config.json. pipeline/config/shapes.py reads it.
 
-A Llama is a LlamaForCausalLM. With queries and keys normed, or with layers that have a sliding window or no rotary
-embedding, it is the descendant of Llama that transformers computes the same by: Qwen3 or SmolLM3. Biases of queries,
-keys and values are `attention_bias` of each of these classes, which add a fourth, of the product after attention: it is
-written as zeros. Qwen2 has three, but a config.json of that name makes transformers split text by Qwen's rules,
-whatever tokenizer lies beside it. Qwen2 and Mistral are read.
+A Llama becomes a LlamaForCausalLM. With normed queries and keys, or with layers that have a sliding window or no rotary
+embedding, it becomes the class of transformers that computes the same: Qwen3 or SmolLM3. Biases of queries, keys and
+values become `attention_bias`. In these classes it includes a fourth bias, of the output projection, which is written
+as zeros. Qwen2 has the three biases only, but then transformers would split text by Qwen's rules, whatever the folder's
+tokenizer. Qwen2 and Mistral are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drover.pipeline.config.shapes import CLASSES, FULL, SLIDING, export_problem
 
 
 def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json but for token ids. Raises ValueError for a network that transformers has not."""
+    """The content of config.json without token ids. Raises ValueError if transformers has no such network."""
     if problem := export_problem(config):
         raise ValueError(problem)
     scaling = None
@@ -53,7 +53,7 @@ def config_to_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _family(config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """transformers' name for the network, and the settings that others of that name do not share."""
+    """transformers' name for the network, and settings that depend on it."""
     types = [SLIDING if config.window_of(layer) else FULL for layer in range(config.layers)]
     windowed, rotated = SLIDING in types, [int(config.rotates(layer)) for layer in range(config.layers)]
     windows = {"use_sliding_window": windowed, "sliding_window": config.sliding_window if windowed else None,

@@ -1,14 +1,14 @@
-"""Meta's own form of a Llama's weights: `params.json` and `consolidated.NN.pth`, a file for each part of a model split
+"""Meta's format of a Llama's weights: `params.json`, and `consolidated.NN.pth` for each part of a model that is split
 over GPUs.
 
-Names and rotary layout are ours. A part holds a slice of each matrix (llama-models' reshard_mp):
+Names and rotary layout are ours. A part has a slice of each matrix (llama-models' reshard_mp):
 
     wq, wk, wv, w1, w3, output   rows
     wo, w2                       columns
     tok_embeddings               rows in Llama 3, columns in Llama 1 and 2
-    norms                        all of them, in each part
+    norms                        complete in each part
 
-With more parts than KV heads, neighbouring parts hold copies of one head's wk and wv.
+With more parts than KV heads, neighbouring parts have copies of one head's wk and wv.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from drover.pipeline.formats.tensor_file import DamagedFileError, PickleFile, ov
 
 _PART = re.compile(r"consolidated\.(\d\d)\.pth")
 _PASSED_OVER = {"rope.freqs"}
-"""In Llama 2 files; the config says the same."""
+"""Ignored tensors: Llama 2's files have them, and the config determines them."""
 
 
 class Split:
-    """Which part of a model holds what.
+    """How a model is cut into parts.
 
     Attributes:
         parts: how many there are.
-        embedding_axis: along which tok_embeddings is cut: 0 as Llama 3 has it, 1 as Llama 1 and 2.
+        embedding_axis: the axis along which tok_embeddings is cut: 0 in Llama 3, 1 in Llama 1 and 2.
     """
 
     def __init__(self, parts: int, kv_heads: int, embedding_axis: int) -> None:
@@ -49,14 +49,14 @@ class Split:
         self._kv_copies = max(1, parts // kv_heads)
 
     def cut(self, name: str) -> tuple[int, int]:
-        """(axis, copies): along which axis a parameter is cut, and how many neighbouring parts hold the same."""
+        """(axis, copies): the axis along which a parameter is cut, and how many neighbouring parts share a slice."""
         axis = self.embedding_axis if name == EMBEDDING else module_of(name)[1].axis
         if axis is None:
             return 0, self.parts
         return axis, self._kv_copies if name.endswith((".wk.weight", ".wv.weight")) else 1
 
     def rectangle(self, name: str, shape: tuple[int, ...], part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, size) of what a part holds of a parameter; ValueError if it cannot be cut evenly."""
+        """(offset, size) of a part's slice of a parameter. ValueError if it cannot be cut evenly."""
         axis, copies = self.cut(name)
         groups = self.parts // copies
         if shape[axis] % groups or self.parts % copies:
@@ -69,10 +69,10 @@ class Split:
 
 
 class MetaWeights(Weights):
-    """A folder in Meta's form, in any number of parts.
+    """A folder in Meta's format, in any number of parts.
 
-    Where several parts hold copies of the same, they are compared when they are read. Raises UserError for what is
-    missing, torn, no Llama, or does not fit params.json.
+    Copies in several parts are compared when they are read. Raises UserError if a file is missing or truncated, is not
+    of a Llama, or does not fit params.json.
     """
 
     form = "meta"
@@ -88,7 +88,7 @@ class MetaWeights(Weights):
         except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             self.close()
             what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-            raise UserError(f"{path / PARAMS} and the weights beside it do not make a Llama: {what}.") from None
+            raise UserError(f"{path / PARAMS} and the weights in its folder do not make a Llama: {what}.") from None
         except BaseException:
             self.close()
             raise
@@ -104,11 +104,11 @@ class MetaWeights(Weights):
             part.close()
 
     def _open(self) -> None:
-        """Open all parts, in order; UserError if one is missing, torn, or not like the first."""
+        """Open all parts, in order. UserError if one is missing, truncated, or not like the first."""
         numbers = sorted(int(found[1]) for path in self.path.iterdir() if (found := _PART.fullmatch(path.name)))
         if not numbers or numbers != list(range(len(numbers))):
             there = ", ".join(f"{number:02d}" for number in numbers) or "none"
-            raise UserError(f"{self.path} should hold consolidated.00.pth and so on, without gaps; of these numbers "
+            raise UserError(f"{self.path} needs consolidated.00.pth and so on, without gaps; of these numbers "
                             f"there are: {there}. Fetch the rest.")
         try:
             for number in numbers:
@@ -138,13 +138,13 @@ class MetaWeights(Weights):
                 again = torch.empty_like(rows)
                 other.read_into(again, name, inside)
                 if not same_bits(rows, again):
-                    raise UserError(f"{first.path} and {other.path} should hold the same {name}, and do not: they are "
+                    raise UserError(f"{first.path} and {other.path} should have the same {name}, and do not: they are "
                                     f"not parts of one model, or damaged. Fetch them again.")
         return target
 
     def _shape(self, params: dict[str, object]) -> ModelConfig:
-        """The network's shape: from Drover's own record where it is of these very parameters, else from these, and
-        from the weights what they do not tell."""
+        """The network's shape: from Drover's own record if that matches the parameters, else from the parameters and
+        the weights."""
         parts, layouts = len(self._parts), self._parts[0].layouts
         rows, width = _whole(layouts[EMBEDDING].shape)
         axis = 1 if parts > 1 and width * parts == params["dim"] else 0
@@ -162,7 +162,7 @@ class MetaWeights(Weights):
         return config_of(params, vocab_size=vocab_size, kv_heads=kv_heads, tied=self._is_tied(vocab_size))
 
     def _kv_heads(self, params: dict[str, object]) -> int:
-        """How many KV heads differ. Parameters that say as many as there are parts may count copies."""
+        """The number of different KV heads. If the parameters have as many as there are parts, some may be copies."""
         stated, parts, layers = params.get("n_kv_heads") or params["n_heads"], len(self._parts), params["n_layers"]
         if not isinstance(stated, int) or not isinstance(layers, int) or min(stated, layers) < 1:
             raise TypeError(f"n_kv_heads = {stated!r}, n_layers = {layers!r}")
@@ -178,7 +178,7 @@ class MetaWeights(Weights):
         return parts // copies
 
     def _repeated(self, name: str, copies: int) -> bool:
-        """Whether that many neighbouring parts begin with the same row: heads that were trained never do."""
+        """Whether groups of `copies` neighbouring parts begin with the same row. Trained heads never do."""
         rows = []
         for part in self._parts:
             row = torch.empty((1, _whole(part.layouts[name].shape)[1]), dtype=part.layouts[name].dtype)
@@ -187,7 +187,7 @@ class MetaWeights(Weights):
         return all(same_bits(row, rows[number // copies * copies]) for number, row in enumerate(rows))
 
     def _is_tied(self, vocab_size: int) -> bool:
-        """Whether embedding and output are one matrix: only one is there, or both have the same values."""
+        """Whether embedding and output are one matrix: one is missing, or both have the same values."""
         if (output := self._parts[0].layouts.get(OUTPUT)) is None:
             return True
         height, width = _whole(output.shape)
@@ -196,18 +196,18 @@ class MetaWeights(Weights):
 
 
 def _whole(shape: Sequence[int]) -> tuple[int, int]:
-    """Height and width of a matrix; ValueError if it is none."""
+    """Height and width of a matrix. ValueError for other shapes."""
     if len(shape) != 2 or not all(shape):
         raise ValueError(f"a matrix is {list(shape)}")
     return shape[0], shape[1]
 
 
 def meta_files(source: Source, parts: int) -> list[OutputFile]:
-    """The parts, and params.json. Models with Llama 2's rotary base have their embedding cut along its columns.
+    """The parts, and params.json. With Llama 2's rotary base, the embedding is cut along its columns.
 
-    Memory is needed for one part, which torch.save writes.
+    Writing needs memory for one part.
 
-    Raises UserError if the model cannot be cut evenly into so many parts, or if params.json has no words for it.
+    Raises UserError if the model cannot be cut evenly into so many parts, or if params.json cannot describe it.
     """
     config = source.config
     _refuse_unsaid(config, parts)
@@ -221,7 +221,7 @@ def meta_files(source: Source, parts: int) -> list[OutputFile]:
             [] if shared else [f"KV heads ({config.kv_heads})"])
     if parts not in PARTS or uneven(parts):
         why = f": {', '.join(uneven(parts))} cannot be divided" if uneven(parts) else ""
-        raise UserError(f"This model cannot be cut into {parts} parts{why}. Take --parts "
+        raise UserError(f"This model cannot be cut into {parts} parts{why}. Give --parts "
                         f"{' or '.join(str(count) for count in PARTS if not uneven(count))}.")
     split = Split(parts, config.kv_heads, 1 if config.rope_theta == LLAMA2_THETA else 0)
     return [*(OutputFile(f"consolidated.{part:02d}.pth", len(shapes), _part_writer(source, split, part))
@@ -229,7 +229,7 @@ def meta_files(source: Source, parts: int) -> list[OutputFile]:
 
 
 def meta_reads(config: ModelConfig, parts: int) -> ModelConfig:
-    """What a reader of params.json alone takes the model for."""
+    """The shape that a reader of params.json alone assumes."""
     return config_of(params_of(config, parts), vocab_size=config.vocab_size or 0, kv_heads=config.kv_heads,
                      tied=config.tied_embeddings)
 
@@ -240,13 +240,13 @@ def _refuse_unsaid(config: ModelConfig, parts: int) -> None:
             or config.no_rope_layer_interval is not None):
         raise UserError("Meta's model has no heads of another width, biases, normed queries and keys, sliding windows "
                         "or layers without a rotary embedding (head_dim, qkv_bias, qk_norm, sliding_window, "
-                        "no_rope_layer_interval), and would compute something else with these weights. Take "
+                        "no_rope_layer_interval), and would compute something else with these weights. Give "
                         "--format hf.")
     read = meta_reads(config, parts)
     if read.rope_scaling != config.rope_scaling:
-        raise UserError(f"Meta's {PARAMS} can only say that rotary wavelengths are stretched, and of a model of this "
-                        f"shape its readers take that for {read.rope_scaling or 'none'}; here it is "
-                        f"{config.rope_scaling}. Take --format hf.")
+        raise UserError(f"Meta's {PARAMS} only states whether rotary wavelengths are stretched. For this shape its "
+                        f"readers assume {read.rope_scaling or 'none'}; here it is {config.rope_scaling}. Give "
+                        f"--format hf.")
 
 
 def _part_writer(source: Source, split: Split, part: int) -> Callable[[Path], None]:
@@ -263,6 +263,6 @@ def _part_writer(source: Source, split: Split, part: int) -> Callable[[Path], No
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own: torch.save writes all of the memory that a view is of."""
+    """The tensor in its own memory: of a view, torch.save would write the whole memory."""
     own = tensor.contiguous()
     return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()

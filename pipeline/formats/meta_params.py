@@ -1,10 +1,10 @@
-"""Meta's params.json and our ModelConfig, both ways.
+"""Convert between Meta's params.json and our ModelConfig.
 
-The keys are those of llama-models' ModelArgs. Three things that a network is made of do not stand there:
+The keys are those of llama-models' ModelArgs. Three properties of a network are missing there:
 
-- the context length: that of the published model of this shape, else that of its generation;
-- by how much `use_scaled_rope` stretches: 32 for the shapes of Llama 3.2 1B and 3B, else 8, always from 8,192 tokens
-  (the reference has 8 for all, which is wrong for those two: llama-models issues 166 and 241);
+- the context length: we take that of the published model with this shape, else that of its generation;
+- the factor of `use_scaled_rope`: 32 for the shapes of Llama 3.2 1B and 3B, else 8, always from 8,192 tokens (the
+  reference has 8 for all, which is wrong for those two: llama-models issues 166 and 241);
 - whether embedding and output are one matrix: the weights show it.
 """
 
@@ -19,21 +19,20 @@ from drover.pipeline.core.files import read_json
 
 PARAMS = "params.json"
 PARTS = (1, 2, 4, 8, 16)
-"""Into how many parts Meta's form divides a model."""
+"""Numbers of parts into which Meta's format divides a model."""
 LLAMA2_THETA = 10000.0
-"""The rotary base of Llama 1 and 2, whose files do not name it; later ones do."""
+"""The rotary base of Llama 1 and 2. Their files do not state it; later ones do."""
 _LLAMA3_CONTEXT, _LLAMA31_CONTEXT, _LLAMA2_CONTEXT = 8192, 131072, 4096
 _FACTOR = 8.0
 _CHANGES_ARITHMETIC = ("moe_args", "lora_args", "quantization_args", "use_qk_norm", "attention_chunk_size",
                        "nope_layer_interval", "vision_args")
-"""Keys of descendants that compute something else. All others that are not known are passed over, as the reference
-does."""
+"""Keys of descendants that compute something else. Other unknown keys are ignored, as in the reference."""
 
 
 def read_params(folder: Path) -> dict[str, Any]:
-    """The parameters in a folder's params.json, whether they are nested under "model" or not.
+    """The parameters in a folder's params.json, nested under "model" or not.
 
-    Raises UserError if there are none, or if they are those of a network that is no Llama of ours.
+    Raises UserError if there are none, or if the network is not one of our Llamas.
     """
     path = folder / PARAMS
     try:
@@ -52,9 +51,9 @@ def read_params(folder: Path) -> dict[str, Any]:
 
 
 def config_of(params: dict[str, Any], *, vocab_size: int, kv_heads: int, tied: bool) -> ModelConfig:
-    """The shape that parameters describe, together with what only the weights tell.
+    """The shape, from the parameters and from what only the weights show.
 
-    Raises ValueError, TypeError or KeyError for values that make no sense.
+    Raises ValueError, TypeError or KeyError for invalid values.
     """
     scaled, multiplier = bool(params.get("use_scaled_rope")), params.get("ffn_dim_multiplier")
     plain = ModelConfig(
@@ -78,10 +77,10 @@ def config_of(params: dict[str, Any], *, vocab_size: int, kv_heads: int, tied: b
 
 
 def params_of(config: ModelConfig, parts: int) -> dict[str, Any]:
-    """The parameters that Meta's tools read with a model in that many parts.
+    """The parameters for Meta's tools, with a model in `parts` parts.
 
-    Where there are more parts than KV heads, each part has a copy of one, and the parameters say as many KV heads as
-    there are parts (so does the published Llama 3.1 405B in 16 parts). `config_of` tells what is lost.
+    With more parts than KV heads, each part has a copy of one head, and the parameters have as many KV heads as parts
+    (as the published Llama 3.1 405B in 16 parts). `config_of` shows what is lost.
     """
     multiplier, multiple_of = _width_rule(config)
     params: dict[str, Any] = {"dim": config.dim, "n_layers": config.layers, "n_heads": config.heads,
@@ -100,11 +99,11 @@ def _width_rule(config: ModelConfig) -> tuple[float | None, int]:
         return config.ffn_dim_multiplier, config.multiple_of
     from drover.model.presets import PRESETS
 
-    for known in sorted(PRESETS.values(), key=lambda shape: shape.dim != config.dim):  # of its own width first
+    for known in sorted(PRESETS.values(), key=lambda shape: shape.dim != config.dim):  # presets of the same width first
         rule = {"ffn_dim_multiplier": known.ffn_dim_multiplier, "multiple_of": known.multiple_of}
         if known.ffn_dim is None and config.model_copy(update={"ffn_dim": None, **rule}).hidden == config.ffn_dim:
             return known.ffn_dim_multiplier, known.multiple_of
-    return (config.ffn_dim + 0.5) / int(2 * (4 * config.dim) / 3), 1  # cut off, it is the width
+    return (config.ffn_dim + 0.5) / int(2 * (4 * config.dim) / 3), 1  # rounded down, this is the width
 
 
 def _published(config: ModelConfig, scaled: bool) -> ModelConfig | None:

@@ -1,12 +1,12 @@
-"""`weights.json`: what Drover says of a folder of weights that it wrote, in whatever form.
+"""`weights.json`: Drover's description of a folder of weights that it wrote, in any format.
 
     format       of this file
-    model        the network's shape, in full: Meta's params.json has no place for the context length, for one
-    token_ids    bos_token_id, eos_token_id and pad_token_id, where they are known
-    made_of      the command's meaning, and the source's files with size and time
+    model        the network's complete shape (Meta's params.json, for one, lacks the context length)
+    token_ids    bos_token_id, eos_token_id and pad_token_id, if they are known
+    made_of      the options of the command, and the source's files with size and modification time
     files        of the folder, each with bytes and sha256
 
-It is no checkpoint's COMPLETE.json: there is no state of an optimizer here, and training cannot resume from it.
+A folder with it is not a checkpoint: there is no optimizer state, and training cannot resume from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 class WeightsRecord(TypedDict):
-    """What the file holds."""
+    """The content of the file."""
 
     format: int
     model: Annotated[dict[str, Any], shape_from]
@@ -33,11 +33,11 @@ class WeightsRecord(TypedDict):
 
 
 def weights_record(folder: Path) -> WeightsRecord | None:
-    """The record in a folder, None where there is none; UserError if it is torn or of another version."""
+    """The record in a folder; None if there is none. UserError if it is truncated or of another version."""
     return read_record(folder / RECORD, WeightsRecord, "Make the folder again.", FORMAT)
 
 
 def recorded_config(folder: Path) -> ModelConfig | None:
-    """The shape that the record in a folder states; None where there is none. Raises as `weights_record`."""
+    """The shape in a folder's record; None if there is none. Raises as `weights_record`."""
     record = weights_record(folder)
     return ModelConfig(**record["model"]) if record else None

@@ -1,8 +1,8 @@
-"""Which rectangle of which tensor lies in which file.
+"""The index of a checkpoint: which rectangle of which tensor is in which file.
 
-Tensors of one shape are most often cut alike, so pieces are said once for all tensors that have the same ones: a cut.
-The number of cuts follows from the network, so an index grows with tensors and with ranks, not with their product.
-Indexes of neighbouring files are joined into one of all, in any number of steps.
+Tensors of one shape are usually cut in the same way, so tensors with the same pieces share one list of them: a cut. The
+number of cuts depends on the network only. So an index grows with tensors and with ranks, not with their product.
+Indexes of neighbouring files are joined into one for all files, in any number of steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """What lies in some files. files: their records (path, bytes, sha256). tensors: by name."""
+    """The content of some files. files: their records (path, bytes, sha256). tensors: by name."""
 
     files: tuple[dict[str, Any], ...]
     tensors: dict[str, Entry]
@@ -49,7 +49,7 @@ class Index:
 
     @classmethod
     def of(cls, file: dict[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[Rectangle]]]) -> Index:
-        """Of one file: of each tensor its element type, its shape and the rectangles of it."""
+        """The index of one file. tensors: element type, shape and rectangles of each."""
         cuts, entries = dict[tuple[Rectangle, ...], int](), dict[str, Entry]()
         for name, (dtype, shape, pieces) in tensors.items():
             entries[name] = Entry(dtype, shape, cuts.setdefault(tuple(pieces), len(cuts)))
@@ -58,7 +58,7 @@ class Index:
 
     @classmethod
     def joined(cls, parts: Iterable[Index]) -> Index:
-        """Of all files of all parts, in order.
+        """The index of all files of all parts, in order.
 
         Raises:
             ValueError: the parts disagree on what a tensor is.
@@ -82,7 +82,7 @@ class Index:
                                                 for held in cuts))
 
     def check(self) -> None:
-        """ValueError unless the pieces of each tensor are of its dimensions and cover it exactly once."""
+        """ValueError unless the pieces of each tensor have its dimensions and cover it exactly once."""
         seen = set[tuple[int, tuple[int, ...]]]()
         for name, entry in self.tensors.items():
             if (entry.cut, entry.shape) in seen:
@@ -95,14 +95,14 @@ class Index:
 
 
 def corners(cut: Cut, dimensions: int) -> tuple[Cut, Cut]:
-    """Offsets and sizes of pieces, (pieces, dimensions) each; ValueError if they are of another number of these."""
+    """Offsets and sizes of pieces, (pieces, dimensions) each. ValueError for another number of dimensions."""
     if cut.ndim != 2 or cut.shape[1] != 1 + 2 * dimensions:
         raise ValueError(f"pieces of {dimensions} dimensions are {list(cut.shape)}")
     return cut[:, 1:1 + dimensions], cut[:, 1 + dimensions:]
 
 
 def _wrong(shape: Sequence[int], low: Cut, high: Cut) -> tuple[list[int], int] | None:
-    """An element of a tensor that does not lie in exactly one rectangle, and in how many it lies."""
+    """An element of a tensor that is not in exactly one rectangle, and the number of rectangles that it is in."""
     if not shape:
         return None if len(low) == 1 else ([], len(low))
     for start, stop in pairwise(np.unique(np.concatenate([[0, shape[0]], low[:, 0], high[:, 0]])).tolist()):
@@ -113,10 +113,10 @@ def _wrong(shape: Sequence[int], low: Cut, high: Cut) -> tuple[list[int], int] |
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
-    """Elements [start, stop) of a tensor laid out flat, as (offset, size) of rectangles, in their flat order.
+    """Elements [start, stop) of a flattened tensor, as (offset, size) of rectangles, in the order of the elements.
 
-    For engines that cut tensors without regard to rows: the elements of the first rectangle come first in the flat
-    range, and so on. A matrix gives at most three: the end of a row, whole rows, the beginning of a row.
+    For engines that cut flattened tensors. A matrix gives at most three rectangles: the end of a row, complete rows,
+    the beginning of a row.
     """
     if start >= stop:
         return
@@ -138,7 +138,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangl
 
 
 def overlapping(cut: Cut, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
-    """(number of its file, rectangle) of all pieces that have something of the rectangle at `offset`."""
+    """(number of its file, rectangle) of all pieces that overlap with the rectangle at `offset`."""
     low, sizes = corners(cut, len(offset))
     start = np.array(offset, np.int64)
     inside = np.minimum(low + sizes, start + np.array(size, np.int64)) > np.maximum(low, start)

@@ -1,14 +1,14 @@
-"""The one form of a training checkpoint's tensors, whatever engine trained them and however they were spread.
+"""The format of a training checkpoint's tensors, the same for every engine and layout.
 
     rank-00000.safetensors ...   one file per rank, with the rectangles ("pieces") of tensors that the rank owns
-    index.json                   which rectangle of which tensor lies in which file
+    index.json                   which rectangle of which tensor is in which file
 
-Any number of ranks, spread in any way, reads any rectangle back. Names are flat: "model.<parameter>",
-"exp_avg.<parameter>", or another state of the optimizer. A tensor's only piece in a file goes by the tensor's name
-there; of several, each by the name and where it starts: "model.output.weight@512,0". Tensors that are cut alike share
-their pieces in the index (shard_index.py), which so grows with tensors and with ranks, not with their product.
+Any number of ranks, in any layout, can read any rectangle. Names are flat: "model.<parameter>", "exp_avg.<parameter>",
+or another optimizer state. In a file, a tensor's only piece has the tensor's name. If there are several, each has the
+name and its offset: "model.output.weight@512,0". Tensors that are cut in the same way share their pieces in the index
+(shard_index.py), so that it grows with tensors and with ranks, not with their product.
 
-Writing takes no memory beside the tensors, reading none beside what is asked for.
+Writing needs no memory besides the tensors, reading none besides the result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from drover.pipeline.formats.tensor_file import (
 
 INDEX = "index.json"
 _VERSION = 4
-"""Of the index."""
+"""Version of the index."""
 _OPEN_FILES = 128
 """Files that a reader keeps open; systems allow 1,024 or more in all."""
 
@@ -63,13 +63,13 @@ class TensorShard:
 
 
 def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorShard]]) -> Index:
-    """Write what one rank owns as one safetensors file, hashed on the way and fsynced; what lies in it.
+    """Write the pieces of one rank to a safetensors file, hash it on the way and fsync it. Returns the file's index.
 
-    Pieces without elements are left out. A rank may own nothing; its file is written all the same.
+    Pieces without elements are left out. The file is also written if a rank owns nothing.
 
     Raises:
-        OSError: the disk is full, or does not work; the file is left as far as it came.
-        ValueError: a tensor is not contiguous or not in host memory, or pieces of one differ in what it is.
+        OSError: the disk is full or fails; the file is left incomplete.
+        ValueError: a tensor is not contiguous or not in host memory, or its pieces differ in element type or shape.
     """
     entries = dict[str, tuple[str, tuple[int, ...], list[Rectangle]]]()
     tensors: dict[str, Tensor] = {}
@@ -98,8 +98,7 @@ def write_index(folder: Path, index: Index) -> dict[str, Any]:
     """Write index.json over all files, atomically; returns its record (path, bytes, sha256).
 
     Raises:
-        ValueError: the pieces do not cover each tensor exactly once. An engine that hands out its state wrongly does
-            that; nothing is written.
+        ValueError: the pieces do not cover each tensor exactly once, by a defect of an engine. Nothing is written.
     """
     index.check()
     content = {"version": _VERSION, "files": [record["path"] for record in index.files],
@@ -116,7 +115,7 @@ def _key(name: str, offset: Sequence[int]) -> str:
 
 
 def read_index(folder: Path) -> bytes | None:
-    """The content of a checkpoint's index; None where it cannot be read: a reader then tries it, and tells why."""
+    """The content of a checkpoint's index; None if it cannot be read: a reader then raises the error."""
     try:
         return (folder / INDEX).read_bytes()
     except OSError:
@@ -131,19 +130,22 @@ class _Content(TypedDict):
 
 
 class CheckpointReader:
-    """Reads rectangles of the tensors of a checkpoint's folder, from whatever pieces they lie in.
+    """Reads rectangles of the tensors in a checkpoint's folder, from any pieces.
 
-    Close it, or use it in a `with`. One thread at a time. `mend` says what helps against damage. `index`: what
-    `read_index` gave somebody who read it for all.
+    Close it, or use it in a `with`. It is for one thread at a time.
+
+    Args:
+        fix: what a user can do if a file is damaged.
+        index: content of the index, if `read_index` has read it for all ranks.
 
     Raises:
-        UserError: the index or a part is missing, torn or too short: now, or when something of it is read.
-        KeyError: a tensor that the checkpoint does not have.
+        UserError: the index or a part is missing, truncated or too short: now, or when it is read.
+        KeyError: the checkpoint does not have the tensor.
     """
 
-    def __init__(self, folder: Path, mend: str = "Run the train stage again: it continues from the newest sound one.",
+    def __init__(self, folder: Path, fix: str = "Run the train stage again: it continues from the newest valid one.",
                  index: bytes | None = None) -> None:
-        self.folder, self._mend = folder, mend
+        self.folder, self._fix = folder, fix
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
         try:
             content = parsed_json((folder / INDEX).read_bytes() if index is None else index)
@@ -157,9 +159,9 @@ class CheckpointReader:
             for entry in self._tensors.values():
                 corners(self._cuts[entry.cut], len(entry.shape))
             if any(Path(name).name != name for name in self._files):
-                raise ValueError("it names a file that is not beside it")
+                raise ValueError("it names a file in another folder")
         except (OSError, ValueError, IndexError, OverflowError) as error:
-            raise self._problem(f"{INDEX} is missing or torn ({error})") from error
+            raise self._problem(f"{INDEX} is missing or damaged ({error})") from error
 
     def close(self) -> None:
         """Close the files."""
@@ -181,15 +183,15 @@ class CheckpointReader:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The element type it is stored in."""
+        """The stored element type."""
         return DTYPES[self._tensors[name].dtype]
 
     def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None,
              out: Tensor | None = None) -> Tensor:
         """The rectangle of tensor `name` that starts at `offset` (default: the beginning).
 
-        shape: of the rectangle; by default that of `out`, or else up to the tensor's end. out: filled and returned,
-        instead of a new tensor on the host; it may be strided, on any device, and of another element type.
+        shape: of the rectangle; default: that of `out`, or else up to the tensor's end. out: the tensor to fill and
+        return, instead of a new one on the host. It may be strided, on any device, and of another element type.
         Raises ValueError if the rectangle is not inside the tensor, or `out` has another shape.
         """
         offset, size = rectangle_in(self.shape(name), offset, out.shape if shape is None and out is not None else shape)
@@ -203,17 +205,17 @@ class CheckpointReader:
         return target
 
     def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
-        """(number of its file, rectangle) of all pieces that have something of a rectangle of tensor `name`."""
+        """(number of its file, rectangle) of all pieces that overlap with a rectangle of tensor `name`."""
         yield from overlapping(self._cuts[self._tensors[name].cut], offset, size)
 
     def _copy(self, target: Tensor, number: int, name: str, at: Sequence[int], size: Sequence[int],
               inside: tuple[int, ...]) -> None:
-        """Fill `target` from place `inside` of the piece at `at` in part `number`."""
+        """Fill `target` from the piece at `at` in file `number`, starting at `inside`."""
         try:
             file = self._file(number)
             key = name if name in file.layouts else _key(name, at)
             if file.layouts.get(key) != Layout(self.dtype(name), tuple(size)):
-                raise DamagedFileError(f"{file.path} does not hold {list(size)} of {name}, as {INDEX} says")
+                raise DamagedFileError(f"{file.path} does not have {list(size)} of {name}, as {INDEX} states")
             file.read_into(target, key, inside)
         except DamagedFileError as error:
             raise self._problem(str(error)) from error
@@ -221,7 +223,7 @@ class CheckpointReader:
     def _file(self, number: int) -> TensorFile:
         if number not in self._open:
             if not 0 <= number < len(self._files):
-                raise DamagedFileError(f"{INDEX} speaks of the file {number} of {len(self._files)}")
+                raise DamagedFileError(f"{INDEX} refers to the file {number} of {len(self._files)}")
             if len(self._open) >= _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
             self._open[number] = TensorFile(self.folder / self._files[number])
@@ -229,4 +231,4 @@ class CheckpointReader:
         return self._open[number]
 
     def _problem(self, what: str) -> UserError:
-        return UserError(f"The checkpoint {self.folder} cannot be read: {what}. {self._mend}")
+        return UserError(f"The checkpoint {self.folder} cannot be read: {what}. {self._fix}")

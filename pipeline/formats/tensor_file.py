@@ -1,9 +1,9 @@
-"""Files of named tensors: safetensors, written tensor by tensor and hashed on the way, and torch.save's; read in parts.
+"""Files of named tensors, read in parts: safetensors, which are also written here, and those of torch.save.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, the header as JSON,
-the tensors' bytes, little-endian and without gaps. The library of that name writes only what lies in memory as a
-whole, and a hash takes a second reading; it reads through a memory map, where a damaged disk ends the process
-instead of raising an error. And a training rank gets by without it.
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, the header as JSON, the
+tensors' bytes, little-endian and without gaps. The library safetensors can write only what is in memory as a whole, and
+a hash needs a second reading. It reads through a memory map, so that a damaged disk ends the process instead of raising
+an error. Here a tensor is written and hashed at a time, and read errors are raised.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _CHUNK = 1 << 20
-"""Bytes hashed and written at a time: what was hashed is still in the cache when it is written."""
+"""Bytes to hash and write at a time, so few that they are still in the cache when they are written."""
 _BLOCK = 16 << 20
-"""Bytes read at a time where they cannot go straight to their place."""
+"""Bytes to read at a time if they cannot be read straight into the target."""
 _RUN = 64 << 10
-"""Bytes from which a part of a row is read by itself, rather than with the row around it."""
+"""Smallest part of a row, in bytes, that is read without the rest of its row."""
 
 
 class Header(TypedDict):
-    """What the header of a file says of a tensor."""
+    """A tensor in the header of a file."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -50,7 +50,7 @@ class Header(TypedDict):
 
 
 class DamagedFileError(Exception):
-    """A tensor file is missing, torn, too short, or not what it should be."""
+    """A tensor file is missing, truncated, or has other content than it should."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Layout:
 
 def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
                  size: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A rectangle of a tensor: where it starts (default: the beginning) and its size (default: up to the end).
-    ValueError if it is not inside."""
+    """A rectangle of a tensor: offset (default: the beginning) and size (default: up to the end). ValueError if it is
+    not inside."""
     start = tuple(offset or (0,) * len(whole))
     if size is None and len(start) == len(whole):
         size = [end - at for at, end in zip(start, whole, strict=True)]
@@ -81,8 +81,8 @@ def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
 
 def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
             held: Sequence[int]) -> tuple[tuple[slice, ...], tuple[int, ...]]:
-    """What the rectangle at `offset` has of the one at `at`, of size `held`: where it is in the first, and where it
-    begins in the second. It may be empty."""
+    """The overlap of the rectangle at `offset` with the one at `at`, of size `held`: its slices in the first, and its
+    offset in the second. It may be empty."""
     place, inside = list[slice](), list[int]()
     for start, length, begin, count in zip(offset, size, at, held, strict=True):
         low = max(start, begin)
@@ -92,15 +92,15 @@ def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
 
 
 def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> dict[str, Any]:
-    """Write a safetensors file; returns its record: path (the name alone), bytes, sha256 of what was written.
+    """Write a safetensors file. Returns its record: path (the name alone), bytes, sha256.
 
-    `tensors` gives the contents in the order of `layouts`, contiguous and in host memory. They are asked for one
-    at a time, and not copied. The file is fsynced, its name in the folder is not (`sync` does
-    that); after an error it is left as far as it came.
+    `tensors` yields the contents in the order of `layouts`, contiguous and in host memory. They are taken one at a
+    time, and not copied. The file is fsynced, but not its name in the folder (use `sync`). After an error it is left
+    incomplete.
 
     Raises:
-        OSError: the disk is full, or does not work.
-        ValueError: a tensor is not what its layout says.
+        OSError: the disk is full or fails.
+        ValueError: a tensor does not match its layout.
     """
     digest, size = hashlib.sha256(), 0
     with open(path, "wb", buffering=0) as file:
@@ -116,7 +116,7 @@ def write_tensors(path: Path, layouts: Mapping[str, Layout], tensors: Iterable[T
 
 
 def _contents(layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of a file in order: header first."""
+    """The bytes of a file, in order: the header, then the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, layout in layouts.items():
@@ -134,7 +134,7 @@ def _contents(layouts: Mapping[str, Layout], tensors: Iterable[Tensor]) -> Itera
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, of any element type (numpy has no bfloat16)."""
+    """The memory of a contiguous tensor on the host, with any element type (numpy has no bfloat16)."""
     if not tensor.is_contiguous():
         raise ValueError(f"The tensor {tuple(tensor.shape)} is not contiguous.")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
@@ -144,8 +144,7 @@ class TensorFile:
     """A safetensors file, open for reading any rectangle of its tensors. Close it.
 
     Raises:
-        DamagedFileError: now, if it is missing or its size is not what its header says; later, if a read comes up
-            short.
+        DamagedFileError: now, if it is missing or its size does not match its header; later, if a read comes up short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -163,16 +162,16 @@ class TensorFile:
             raise
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._file.close()
 
     def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
         """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape.
 
-        A target of another element type gets the values converted; it may be strided, and on any device.
+        The target may have another element type, to which values are converted. It may be strided, and on any device.
         """
         layout, start = self.layouts[name], self._starts[name]
-        if not layout.shape:  # a scalar is a row of one
+        if not layout.shape:  # read a scalar as a row of one
             layout, target, offset = Layout(layout.dtype, (1,)), target.view(1), (0,)
         if target.numel():
             self._fill(target, layout, start, offset)
@@ -216,7 +215,7 @@ class TensorFile:
                     raise ValueError(f"the bytes of {name} are not those of its shape")
                 end = max(end, stop)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedFileError(f"{self.path} has no sound header ({error})") from error
+            raise DamagedFileError(f"{self.path} has no valid header ({error})") from error
         if size != 8 + length + end:
             raise DamagedFileError(f"{self.path} has {size} bytes instead of {8 + length + end}")
         return layouts, starts
@@ -224,48 +223,48 @@ class TensorFile:
 
 _PICKLE_PROBLEMS = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, TypeError, LookupError,
                     AttributeError, AssertionError, OverflowError)
-"""What torch raises for files that are torn, or hold something else than tensors."""
+"""Exceptions of torch for files that are truncated, or do not contain tensors."""
 
 
 class PickleFile:
-    """A file that torch.save wrote (.pth, .bin), mapped and open for reading any rectangle; nothing else is unpickled.
+    """A file of torch.save (.pth, .bin), mapped and open for reading any rectangle. Only tensors are unpickled.
 
-    A pickle may call any function. `torch.load(weights_only=True)` knows tensors and a few containers and refuses the
-    rest before anything of it runs. A page of a mapped file comes into memory when a rectangle on it is read, and may
-    leave it again; but the system must be ready to grant the memory of one file, and limits count it.
+    A pickle may call any function. `torch.load(weights_only=True)` accepts tensors and a few containers, and refuses
+    everything else before it runs. Pages of a mapped file are loaded when they are read, and may be dropped again. But
+    the system must be able to grant the memory of one file, and limits count it.
 
-    Raises DamagedFileError if it is missing, torn, or holds anything but named tensors on the host.
+    Raises DamagedFileError if it is missing or truncated, or contains anything but named tensors on the host.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             if not _is_zip(path) and path.stat().st_size:
-                raise DamagedFileError(f"{path} is torn, or is no zip file, as torch.save has written since torch 1.6. "
-                                       f"An older file can be read with torch.load(path, weights_only=True) and saved "
-                                       f"again with torch.save")
+                raise DamagedFileError(f"{path} is truncated, or is not a zip file, as torch.save has written since "
+                                       f"torch 1.6. Read an older file with torch.load(path, weights_only=True) and "
+                                       f"save it again with torch.save")
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except FileNotFoundError as error:
             raise DamagedFileError(f"{path} is missing") from error
         except _PICKLE_PROBLEMS as error:
             if os.strerror(errno.ENOMEM) in str(error):
-                raise DamagedFileError(f"{path} cannot be mapped, for which a process must be allowed its "
-                                       f"{path.stat().st_size / 1e9:,.1f} GB of memory, though it takes less (ulimit "
-                                       f"-v, ulimit -d, vm.overcommit_memory)") from error
-            said = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences advise what is not safe
-            raise DamagedFileError(f"{path} is torn, or holds something else than tensors; nothing of it was executed "
+                raise DamagedFileError(f"{path} cannot be mapped: the process must be allowed "
+                                       f"{path.stat().st_size / 1e9:,.1f} GB of memory for it, though it uses less "
+                                       f"(ulimit -v, ulimit -d, vm.overcommit_memory)") from error
+            said = re.search(r"unsupported.*", str(error), re.IGNORECASE)  # other sentences give unsafe advice
+            raise DamagedFileError(f"{path} is truncated, or contains more than tensors; nothing of it was executed "
                                    f"({(said[0] if said else str(error)).partition('. ')[0][:200]})") from error
         if not isinstance(content, dict):
-            raise DamagedFileError(f"{path} holds a {type(content).__name__} instead of named tensors")
+            raise DamagedFileError(f"{path} contains a {type(content).__name__} instead of named tensors")
         for name, value in content.items():
             if not (isinstance(name, str) and type(value) in (Tensor, torch.nn.Parameter) and not value.is_quantized
                     and value.layout == torch.strided and value.device.type == "cpu" and value.dtype in DTYPE_NAMES):
-                raise DamagedFileError(f"{path} has {str(name)[:100]!r}, which is no plain tensor of a known type")
+                raise DamagedFileError(f"{path} has {str(name)[:100]!r}, which is not a plain tensor of a known type")
         self._tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in content.items()}
         self.layouts = {name: Layout(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._tensors.clear()
 
     def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
@@ -275,8 +274,8 @@ class PickleFile:
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether a file has the end of a zip file, and one that Python reads."""
+    """Whether a file ends as a zip file does, and Python can read that end."""
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # an end that says what cannot be
+    except zipfile.BadZipFile:  # its end has impossible values
         return False

@@ -1,11 +1,11 @@
-"""Weights of a Llama by our names, rectangle by rectangle, whatever form they lie in.
+"""Read the weights of a Llama in any format, by our names and in rectangles.
 
     weights = open_weights(Path("runs/demo"))   # of a run, its newest checkpoint
     weights.config                              # the network's shape
     weights.read("layers.0.attention.wq.weight", (0, 0), (64, 288))
 
-Nothing is read before it is asked for, and memory is needed for what is asked for only: a rank that holds a part of a
-model reads that part. Another form is another `Weights` (base.py) and a line in FORMS.
+Only requested rectangles are read and need memory: a rank that owns a part of a model reads that part. A new format is
+a new `Weights` (base.py) and a line in FORMS.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ from drover.pipeline.records.checkpoints import read_marker
 from drover.pipeline.records.weight_files import weights_folder
 
 MODEL = "model."
-"""Before the names of weights in a training checkpoint; other states of the optimizer have other words."""
+"""Prefix of the names of weights in a training checkpoint; optimizer states have other prefixes."""
 
 
 class CheckpointWeights(Weights):
-    """A training checkpoint, whatever engine wrote it on whatever ranks; or a folder with its tensors' form and weights
-    alone, which `weights.json` describes."""
+    """A training checkpoint of any engine and layout; or a folder in the same format with weights alone, which
+    `weights.json` describes."""
 
     form = "drover"
 
     def __init__(self, path: Path, config: ModelConfig | None = None) -> None:
         recorded = recorded_config(path)
         marker = None if recorded else read_marker(path)
-        self._reader = CheckpointReader(path, mend="Make it again.") if recorded else CheckpointReader(path)
+        self._reader = CheckpointReader(path, fix="Make it again.") if recorded else CheckpointReader(path)
         try:
             if marker and config is None:
                 rows = self._reader.shape(MODEL + EMBEDDING)[0]
                 config = shape_from({**marker["config"]["model"], "vocab_size": rows})
         except (ValueError, LookupError) as error:
-            raise UserError(f"{path} does not say what network it is of ({error}). Take another checkpoint.") from None
+            raise UserError(f"{path} does not state its network's shape ({error}). Use another checkpoint.") from None
         super().__init__(path, recorded or config)  # type: ignore[arg-type]
         self._fit({name.removeprefix(MODEL): self._reader.shape(name) for name in self._reader.names(MODEL)},
-                  self.shapes, {OUTPUT} if self.config.tied_embeddings else (), "the shape stated beside them")
+                  self.shapes, {OUTPUT} if self.config.tied_embeddings else (), "the shape stated with them")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.dtype(MODEL + name)
@@ -82,10 +82,10 @@ class CheckpointWeights(Weights):
 
 
 class MeanWeights(Weights):
-    """The mean of the weights of several checkpoints of a run, as Llama 3 averaged those of its annealing (Polyak
-    1991); of one, its own.
+    """The mean of the weights of one or more checkpoints of a run, as Llama 3 averaged those of its annealing (Polyak
+    1991).
 
-    Sums are float64, in the order of the folders, so that the mean depends on nothing but the weights.
+    Sums are float64, in the order of the folders, so that the mean depends only on the weights.
     """
 
     form = "drover"
@@ -113,15 +113,15 @@ class MeanWeights(Weights):
 
 
 class TensorIndex(TypedDict):
-    """Which file each tensor lies in, as transformers writes it."""
+    """The file of each tensor, as transformers writes it."""
 
     weight_map: dict[str, Inside]
 
 
 class HuggingFaceWeights(Weights):
-    """A folder in Hugging Face's form, in one file or many: safetensors, or the pickled .bin of earlier years.
+    """A folder in Hugging Face's format, in one file or many: safetensors, or the pickled .bin of earlier years.
 
-    Raises UserError for what is no Llama, is missing, or has weights that do not fit config.json.
+    Raises UserError if it is not a Llama, if a file is missing, or if the weights do not fit config.json.
     """
 
     form = "hf"
@@ -154,7 +154,7 @@ class HuggingFaceWeights(Weights):
         theirs, heads = their_name(name), rotated_heads(name, self.config)
         if heads is None or not all(shape):
             return self._filled(theirs, offset, shape)
-        # Their rows of a head are in another order: whole heads are read and put into ours.
+        # Their rows of a head are in another order: read whole heads and reorder them.
         height = self.shapes[name][0] // heads
         first, last = offset[0] // height, -(-(offset[0] + shape[0]) // height)
         rows = self._filled(theirs, (first * height, *offset[1:]), ((last - first) * height, *shape[1:]))
@@ -166,11 +166,11 @@ class HuggingFaceWeights(Weights):
             file.close()
 
     def stored_shape(self, theirs: str) -> tuple[int, ...] | None:
-        """The shape of the tensor that has this name in the files; None where there is none."""
+        """The shape of the tensor with this name in the files; None if there is none."""
         return self._where[theirs].layouts[theirs].shape if theirs in self._where else None
 
     def stored(self, theirs: str) -> Tensor:
-        """The tensor that has this name in the files, as it lies there. Raises as `read`."""
+        """The tensor with this name in the files, as it is stored. Raises as `read`."""
         shape = self._where[theirs].layouts[theirs].shape
         return self._filled(theirs, (0,) * len(shape), shape)
 
@@ -184,14 +184,14 @@ class HuggingFaceWeights(Weights):
         return target
 
     def _open(self) -> None:
-        """Find in which file each of their tensors lies."""
+        """Find the file of each tensor."""
         single = next((name for name in SINGLE_FILES if any((self.path / file).is_file() for file in
                                                             (name, f"{name}.index.json"))), SINGLE_FILES[0])
         index = self.path / f"{single}.index.json"
         said = read_record(index, TensorIndex, "Fetch or export the folder again.")
         for name in sorted(set(said["weight_map"].values())) if said else [single]:
             if Path(name).name != name:
-                raise UserError(f"The index {index} names {name!r}, which is no file beside it.")
+                raise UserError(f"The index {index} names {name!r}, which is not a file in its folder.")
             try:
                 file = (TensorFile if name.endswith(".safetensors") else PickleFile)(self.path / name)
             except (DamagedFileError, OSError) as error:
@@ -201,28 +201,28 @@ class HuggingFaceWeights(Weights):
 
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
-"""What a folder in Hugging Face's form has, or has an index of: the first that is there is taken."""
+"""Weights of a folder in Hugging Face's format, in one file of this name or with an index. The first found is used."""
 
 FORMS: dict[str, tuple[str, Callable[[Path], Weights], str]] = {
     "drover": (INDEX, CheckpointWeights, f"a training checkpoint ({INDEX}), or weights alone ({INDEX} and {RECORD})"),
     "hf": ("config.json", HuggingFaceWeights, "a Hugging Face folder (config.json)"),
     "meta": (PARAMS, MetaWeights, f"a folder of Meta's ({PARAMS})"),
 }
-"""By name: the file by which a folder is known, how to open it, and what it is in words."""
+"""By name: the file that identifies a folder, the class that opens it, and a description."""
 
 
 def open_weights(path: Path) -> Weights:
-    """The weights in a folder of any form, or the newest checkpoint of a run. UserError where there are none."""
+    """Open the weights in a folder of any format, or the newest checkpoint of a run. UserError if there are none."""
     folder = weights_folder(path)
     for known_by, opened, _ in FORMS.values():
         if (folder / known_by).is_file():
             return opened(folder)
-    raise UserError(f"{path} holds no weights that Drover knows. It would be "
+    raise UserError(f"{path} has no weights in a format that Drover knows: "
                     f"{', '.join(words for _, _, words in FORMS.values())}, or a run's folder.")
 
 
 def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Llama:
-    """The network with these weights, on a device; memory for one tensor beside it."""
+    """The network with these weights, on a device. Loading needs memory for one further tensor."""
     with torch.device("meta"):
         model = Llama(weights.config)
     state = {name: weights.read(name).to(device, dtype) for name in weights.names()}
@@ -234,7 +234,7 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
 
 
 def drover_files(source: Source, shard_bytes: int) -> list[OutputFile]:
-    """The files of weights alone in the form of a training checkpoint's tensors (sharded_tensors.py)."""
+    """The files of weights alone, in the format of a training checkpoint's tensors (sharded_tensors.py)."""
     files, parts = list[OutputFile](), list[Index]()
     for file, layouts in tensor_files(source, shard_bytes, lambda number, _: f"weights-{number:05d}.safetensors",
                                       lambda name, tensor: [(MODEL + name, tensor)]):

@@ -110,22 +110,16 @@ def replaced(name, function):
     return change
 
 
-OUT, QUERY, DOWN = (f"model.layers.2.{name}.weight" for name in ("self_attn.o_proj", "self_attn.q_proj",
-                                                                 "mlp.down_proj"))
+OUT, QUERY = "model.layers.2.self_attn.o_proj.weight", "model.layers.2.self_attn.q_proj.weight"
 THETA = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
 @pytest.mark.parametrize(("plant", "message"), [
     (edited(one_element), r"layers.1.feed_forward.w3.weight .* 1 of 6,144 values differ, the first at \[17, 3\]"),
     (edited(replaced(OUT, torch.t)), r"layers.2.attention.wo.weight .* values differ"),
-    (edited(replaced(DOWN, torch.t)), r"layers.2.mlp.down_proj.weight is \[96, 64\]; by .* \[64, 96\]"),
-    (edited(replaced(DOWN, lambda tensor: tensor[:-1])), r"down_proj.weight is \[63, 96\]; by .* \[64, 96\]"),
     (edited(replaced(QUERY, lambda tensor: tensor[:-1])), r"layers.2.self_attn.q_proj.weight is \[63, 64\]"),
     (edited(replaced(QUERY, lambda tensor: tensor.bfloat16())), r"2.attention.wq.weight .* of torch.bfloat16, not"),
-    (edited(lambda tensors: tensors.pop("model.norm.weight")), r"model.norm.weight is missing"),
-    (edited(lambda tensors: tensors.update(bias=torch.zeros(1))), r"bias is no parameter of a Llama of 3 layers"),
     (reconfigured(**THETA), r"rope_theta is 10000.0; trained with 500000.0"),
-    (reconfigured(tie_word_embeddings=True), r"tied_embeddings is True; trained with False"),
     (reconfigured(rms_norm_eps=1e-6, num_key_value_heads=4),
      r"(?s)kv_heads is 4; trained with 2.*norm_eps is 1e-06; trained with 1e-05"),
     (reconfigured(hidden_act="gelu"), r"can read: config.json has hidden_act"),
@@ -186,7 +180,7 @@ def test_each_side_is_judged():
     assert "transformers' logits" in problems(near, off, near)[0]
     assert any("transformers' by only" in line for line in problems(off, near, off)), "ours is as near as transformers"
     told = problems(near, bent, near)
-    assert any("likeliest next token is another on 1 of" in line for line in told)
+    assert any("the argmax differs on 1 of" in line for line in told)
     assert any("token losses" in line for line in told)
     assert len(problems(near, near * float("nan"), near)) >= 2
     found = agreement(reference, near, bent, near, ids, 1)

@@ -63,10 +63,8 @@ def test_what_is_written_are_metas_parts_and_params_and_every_bit_comes_back(con
     assert [part.keys() for part in state] == [part.keys() for part in expected]
     for part, known in zip(state, expected, strict=True):
         assert all(torch.equal(part[name], tensor) for name, tensor in known.items())
-    scaled = {"use_scaled_rope": True} if config.rope_scaling else {}
-    shape, found = (config_of(each, vocab_size=160, kv_heads=config.kv_heads, tied=config is TIED)
-                    for each in (params_for(config, **scaled), params))
-    assert found.model_copy(update={"multiple_of": 96, "ffn_dim_multiplier": 0.5}) == shape
+    assert params | {"ffn_dim_multiplier": 0.5, "multiple_of": 96} == params_for(
+        config, n_kv_heads=max(config.kv_heads, parts), **({"use_scaled_rope": True} if config.rope_scaling else {}))
     here = carried(carried(made, tmp_path / "drover", "drover", shard_bytes=50_000), tmp_path / "back", "hf",
                    shard_bytes=40_000)
     names = [path.name for path in source.iterdir()]
@@ -77,7 +75,6 @@ def test_what_is_written_are_metas_parts_and_params_and_every_bit_comes_back(con
 
 FOREIGN = {
     "one part": lambda folder, model: as_meta(folder, model, 1),
-    "rows": lambda folder, model: as_meta(folder, model, 4),
     "columns, no vocabulary": lambda folder, model: as_meta(folder, model, 4, True, vocab_size=-1),
     "more parts than heads": lambda folder, model: as_meta(folder, model, 16),
     "copies counted": lambda folder, model: as_meta(folder, model, 16, n_kv_heads=16),
@@ -142,16 +139,16 @@ def test_any_width_can_be_said():
 
 
 @pytest.mark.parametrize(("config", "parts", "said"), [
-    (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Take --parts 1\."),
-    (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Take --parts 1 or 2 or 4\."),
+    (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Give --parts 1\."),
+    (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Give --parts 1 or 2 or 4\."),
     (WIDE.model_copy(update={"kv_heads": 16, "heads": 16, "ffn_dim": 100}), 8, r"feed-forward width \(100\)"),
-    (WIDE.model_copy(update={"qk_norm": True}), 1, r"normed queries and keys.*Take --format hf"),
-    (WIDE.model_copy(update={"head_dim": 6}), 1, r"heads of another width.*Take --format hf"),
-    (WIDE.model_copy(update={"qkv_bias": True}), 1, r"biases.*Take --format hf"),
-    (WIDE.model_copy(update={"sliding_window": 8}), 1, r"sliding windows.*Take --format hf"),
-    (WIDE.model_copy(update={"no_rope_layer_interval": 2}), 1, r"without a rotary embedding.*Take --format hf"),
+    (WIDE.model_copy(update={"qk_norm": True}), 1, r"normed queries and keys.*Give --format hf"),
+    (WIDE.model_copy(update={"head_dim": 6}), 1, r"heads of another width.*Give --format hf"),
+    (WIDE.model_copy(update={"qkv_bias": True}), 1, r"biases.*Give --format hf"),
+    (WIDE.model_copy(update={"sliding_window": 8}), 1, r"sliding windows.*Give --format hf"),
+    (WIDE.model_copy(update={"no_rope_layer_interval": 2}), 1, r"without a rotary embedding.*Give --format hf"),
     (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1,
-     r"take that for factor 8 .*here it is factor 32")])
+     r"readers assume factor 8 .*here it is factor 32")])
 def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts, said, tmp_path):
     write(built(config), tmp_path / "hf")
     refused(UserError, said, convert, tmp_path / "hf", tmp_path / "meta", "meta", None, 10**9, parts)
@@ -179,26 +176,23 @@ def test_nothing_in_a_file_is_executed(folder, tmp_path):
     torch.save({**sound, "norm.weight": Hostile(tmp_path / "executed")}, part)
     refused(UserError, "nothing of it was executed .*posix", open_weights, folder)
     part.write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
-    refused(UserError, "is no zip file", open_weights, folder)
+    refused(UserError, "is not a zip file", open_weights, folder)
     torch.save({**sound, "extra": [1, 2]}, part)
-    refused(UserError, "'extra', which is no plain tensor", open_weights, folder)
+    refused(UserError, "'extra', which is not a plain tensor", open_weights, folder)
     torch.save([1], part)
-    refused(UserError, "holds a list", open_weights, folder)
+    refused(UserError, "contains a list", open_weights, folder)
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()  # it would have
 
 
-def test_torn_and_forged_files_are_said(folder):
+def test_a_forged_size_and_a_missing_part_are_said(folder):
+    """Files that are cut off anywhere are tried by tests/test_fuzz.py."""
     part = folder / "consolidated.00.pth"
-    sound = part.read_bytes()
-    for length in (0, len(sound) // 2):
-        part.write_bytes(sound[:length])
-        refused(UserError, "is torn", open_weights, folder)
-    said = b"M" + struct.pack("<H", 160 // 2 * 64)  # how many values the pickle says that lie in an embedding
-    assert sound.count(said) == 2
-    part.write_bytes(sound.replace(said, b"M" + struct.pack("<H", 10)))
-    refused(UserError, "is torn", open_weights, folder)
+    valid, said = part.read_bytes(), b"M" + struct.pack("<H", 160 // 2 * 64)
+    assert valid.count(said) == 2  # how many values the pickle says that lie in an embedding
+    part.write_bytes(valid.replace(said, b"M" + struct.pack("<H", 10)))
+    refused(UserError, "is truncated", open_weights, folder)
     part.unlink()
     refused(UserError, "of these numbers there are: 01", open_weights, folder)
 
@@ -209,7 +203,7 @@ def test_torn_and_forged_files_are_said(folder):
     ({"n_layers": 3}, "layers.2.* is missing"),
     ({"n_layers": 1}, "layers.1.* is no parameter"), ({"vocab_size": 161}, "vocab_size is 161"),
     ({"n_heads": 5}, "cannot be built: .*divisible"), ({"n_kv_heads": 0.5}, "n_kv_heads"),
-    ({"n_layers": 10**12}, "n_layers is"), ({"norm_eps": None}, "do not make"),
+    ({"n_layers": 10**12}, "n_layers is"),
     ({"use_qk_norm": True}, "use_qk_norm"), ({"moe_args": {"num_experts": 8}}, "moe_args")])
 def test_params_that_do_not_fit_are_said(folder, change, said):
     params = json.loads((folder / "params.json").read_text())
@@ -218,10 +212,9 @@ def test_params_that_do_not_fit_are_said(folder, change, said):
 
 
 def test_params_that_are_none_are_said(folder):
-    for text, said in (("[]", "params.json"), ('{"model": 3}', "params.json"), ('{"dim": 64}', "params.json"),
-                       ("[" * 5000, "nested too deeply")):
+    for text in ('{"dim": 64}', "[" * 5000):
         (folder / "params.json").write_text(text)
-        refused(UserError, said, open_weights, folder)
+        refused(UserError, "params.json", open_weights, folder)
 
 
 def test_parts_of_two_models_are_told_apart(folder, tmp_path):
@@ -230,7 +223,7 @@ def test_parts_of_two_models_are_told_apart(folder, tmp_path):
         other.norm.weight.add_(1)
     as_meta(tmp_path / "other", other, 2)
     (tmp_path / "other/consolidated.01.pth").rename(folder / "consolidated.01.pth")
-    with open_weights(folder) as weights, pytest.raises(UserError, match=r"should hold the same norm\.weight"):
+    with open_weights(folder) as weights, pytest.raises(UserError, match=r"should have the same norm\.weight"):
         weights.read("norm.weight")
 
 

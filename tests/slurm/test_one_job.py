@@ -134,7 +134,7 @@ def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run):
     job, last, old, count = run.job(), run.starts[-1], {run.runner(), run.rank(0)}, len(run.starts)
     first = last["nodes"][0]
     run.cluster.stop_daemon(f"slurmd-{first}")
-    run.cluster.tell_of_loss(first)
+    run.cluster.report_loss(first)
     start = run.next_start(count)
     assert start["job"] == job and start["restart"] > last["restart"] and first not in start["nodes"]
     run.go_on()  # the old rank 0: nobody can tell it to end, and its partner is gone

@@ -64,7 +64,7 @@ def kill(soak: Soak, word: str = "drover.pipeline.train", number: int = signal.S
 
 def lose_node(soak: Soak) -> None:
     node, lab = soak.dice.choice(soak.training.cluster.nodes), soak.training.cluster
-    lab.kill_node(node, told=soak.dice.random() < 0.5)
+    lab.kill_node(node, reported=soak.dice.random() < 0.5)
     time.sleep(soak.dice.uniform(2, 15))
     lab.start_node(node)
 

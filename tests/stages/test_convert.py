@@ -79,7 +79,7 @@ def test_any_pieces_are_exported_and_compute_what_was_trained(spread, dtype, ten
     assert (counts["layers_compared"], counts["tensors_compared"]) == (layers, tensors)
     said = capsys.readouterr().out
     assert f"transformers computes it block by block ({layers} layers)" in said
-    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} held-out tokens" in said
+    assert f"argmax equal on {counts['argmax_equal']} of {counts['tokens_compared']} validation tokens" in said
     assert AutoTokenizer.from_pretrained(out)("def f():").input_ids[0] == exported.config.bos_token_id
 
 

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 
-from drover.pipeline.contract.manifest import Manifest, read_manifest
-from drover.pipeline.data.exclusion import Excluded
-from drover.pipeline.records.rollbacks import Rollback, add_rollback, excluded_by, read_rollbacks
+from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.records.rollbacks import Rollback, add_rollback
 from drover.pipeline.training.data.token_check import DAMAGED
 from drover.tools.audit import _tolerance, audit, main
 from tests.refusal import printed
@@ -70,9 +69,7 @@ def test_rollbacks_and_skipped_updates_are_left_out_on_purpose(recorded):
 def test_planted_faults_are_named(recorded, step, changes, expected, capsys):
     edit(recorded, step, **changes)
     assert main(["--run", str(written(recorded)), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["faults"]
-    assert main([str(recorded.folder)]) == 1
-    assert expected in capsys.readouterr().out
+    assert any(expected in fault for fault in json.loads(capsys.readouterr().out)["faults"])
 
 
 def test_a_lost_line_and_lost_rollbacks_are_named(recorded):
@@ -93,7 +90,7 @@ def test_steps_that_read_a_damaged_shard_had_another_loss_once(recorded):
     damaged = {"event": DAMAGED, "step": 15, "first_step": 16, "set_aside": []}
     found = audit(written(recorded, damaged))
     assert found.damaged == 5 and ["step 11 " in fault or "step 12 " in fault for fault in found.faults] == [True] * 2
-    assert "5 steps had another loss before a damaged token shard was mended" in found.lines()[0]
+    assert "5 steps had another loss before a damaged token shard was repaired" in found.lines()[0]
     recorded.lines.append({**lines_of(recorded, 16)[-1], "loss": 9.0})
     found = audit(written(recorded, damaged))
     assert any("step 16 was done twice with different loss" in fault for fault in found.faults), "one damage, one loss"
@@ -111,12 +108,10 @@ def test_a_batch_around_excluded_samples_inside_it_is_followed(tmp_path, encoded
     recorded.spikes, recorded.kills = [16], [7]
     while not recorded.attempt(12):
         pass
-    assert read_rollbacks(recorded.train)[1].samples == ((16, 20), (28, 40))
-    assert Excluded([(16, 40)]) == excluded_by(read_rollbacks(recorded.train), [recorded.plan])
     found = audit(written(recorded))
     assert found.faults == [] and found.samples == 12 * 16 + 24
-    assert [entry.split(",")[0] for entry in found.left_out] == ["samples [20", "samples [16"]
-    assert "samples [16, 20) and [28, 40), by the rollback from step 2 to step 0" in found.left_out[1]
+    assert found.left_out == [f"samples {samples}, by the rollback from step 2 to step 0 ({why})" for samples, why in (
+        ("[20, 28)", "old"), ("[16, 20) and [28, 40)", "a spike"))]
 
 
 def test_a_run_that_was_killed_within_a_rollback_counts_only_what_still_holds(recorded):
@@ -135,7 +130,7 @@ GPU = {"ranks": 1, "device": "NVIDIA H100 80GB HBM3", "deterministic": False}
 
 
 @pytest.mark.parametrize("places, allowed, why", [
-    ([{"ranks": 1}], 0, ""), ([CPU, CPU], 0, ""), ([{**GPU, "deterministic": True}], 0, ""),
+    ([CPU, CPU], 0, ""), ([{**GPU, "deterministic": True}], 0, ""),
     ([CPU, {**CPU, "ranks": 2}], 1e-3, "computed on other ranks"), ([CPU, GPU], 1e-2, "NVIDIA H100 80GB HBM3; train."),
     ([GPU], 1e-2, "not deterministic on this device"),
 ])
@@ -160,9 +155,6 @@ def test_losses_of_repeated_steps_may_differ_by_what_is_allowed(recorded):
 
 @pytest.mark.parametrize("name, counted, logged", [("skipped", 3, 1), ("rollbacks", 1, 2), ("samples", 500, 512)])
 def test_counts_of_the_manifest_are_compared(recorded, name, counted, logged):
-    counts = {"samples": 512, "skipped": 1, "rollbacks": 2}
-    Manifest("train", {}, [], counts, "").write(recorded.train)
-    assert audit(recorded.folder).faults == [] and read_manifest(recorded.train) is not None
-    Manifest("train", {}, [], {**counts, name: counted}, "").write(recorded.train)
+    Manifest("train", {}, [], {"samples": 512, "skipped": 1, "rollbacks": 2, name: counted}, "").write(recorded.train)
     fault, = audit(recorded.folder).faults
     assert f"counts {counted} " in fault and fault.endswith(f"the log {logged}")

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 import shutil
 
 import pytest
@@ -31,12 +32,11 @@ def model():
 
 @pytest.fixture(scope="module")
 def places(model, tmp_path_factory):
-    """The same model as a run, a checkpoint and a Hugging Face folder that has a chat template."""
+    """The same model as a run and as a Hugging Face folder that has a chat template."""
     home = tmp_path_factory.mktemp("models")
-    run = write_run(home / "demo", {3: model}, TOKENIZER)
     folder = write_huggingface(home / "hf", model, TOKENIZER)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return {"run": run, "checkpoint": run / "train/checkpoints/step-00000003", "hf": folder}
+    return {"run": write_run(home / "demo", {3: model}, TOKENIZER), "hf": folder}
 
 
 def greedy(model, ids, count):
@@ -48,10 +48,9 @@ def continued(model, prompt, count):
     return greedy(model, [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)], count)
 
 
-@pytest.mark.parametrize("place", ["run", "checkpoint", "hf"])
-def test_prompts_are_continued_in_their_order(places, model, place, capsys):
+def test_prompts_are_continued_in_their_order(places, model, capsys):
     prompts = ["def main():", "a much longer prompt than the first\n", "é"]
-    assert printed(capsys, main, "--model", places[place], *prompts, "--temperature", "0", "--max-tokens",
+    assert printed(capsys, main, "--model", places["run"], *prompts, "--temperature", "0", "--max-tokens",
                    "30") == "".join(f"{prompt}{continued(model, prompt, 30)}\n" for prompt in prompts)
 
 
@@ -96,17 +95,10 @@ def typed(monkeypatch):
 SESSION = ("--interactive", "--temperature", "0", "--max-tokens", "25")
 
 
-def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys):
-    typed("one", "  ", KeyboardInterrupt, "x" * 256, "two")
-    assert main(["--model", str(places["run"]), *SESSION]) == 0
-    found = capsys.readouterr()
-    assert found.out == f"one{continued(model, 'one', 25)}\n\ntwo{continued(model, 'two', 25)}\n"
-    assert "leaves no room" in found.err
-
-
-def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, monkeypatch):
+def test_a_session_asks_until_there_is_no_more(places, model, typed, capsys, monkeypatch):
+    """Ctrl-C at the prompt asks again; in a reply, here the second one, it ends that alone."""
     from drover.model.generation.writer import stream
-    replies = iter([4, None])
+    replies = iter([None, 4, None])
 
     def interrupted(*arguments):
         last = next(replies)
@@ -115,11 +107,13 @@ def test_ctrl_c_ends_a_reply_and_not_the_session(places, model, typed, capsys, m
                 raise KeyboardInterrupt
             yield piece
     monkeypatch.setattr("drover.model.generation.writer.stream", interrupted)
-    typed("one", "two")
+    typed("one", "  ", KeyboardInterrupt, "x" * 256, "two", "three")
     assert main(["--model", str(places["run"]), *SESSION]) == 0
-    first, second = capsys.readouterr().out.split("\ntwo")
-    assert f"one{continued(model, 'one', 25)}".startswith(first) and 3 < len(first) <= 3 + 4
-    assert second == f"{continued(model, 'two', 25)}\n"
+    found = capsys.readouterr()
+    one, two, three = (f"{prompt}{continued(model, prompt, 25)}" for prompt in ("one", "two", "three"))
+    first, second, third = re.split(r"\n(?=two|three)", found.out)
+    assert (first, third) == (f"{one}\n", f"{three}\n") and "leaves no room" in found.err
+    assert two.startswith(second) and len("two") < len(second) < len(two)
 
 
 def spelled(messages):

@@ -15,8 +15,7 @@ from drover.pipeline.core.files import sha256_file
 from drover.pipeline.data.shard_table import open_shards
 from drover.tools.export_tokens.__main__ import main
 from drover.tools.export_tokens.exporting import MANIFEST
-from tests.conftest import run_python, slow
-from tests.formats.test_sharded_tensors import files_of
+from tests.conftest import run_python
 from tests.tools.traced import make_traced
 
 TYPES = {4: "<i4", 8: "<u2"}
@@ -59,9 +58,9 @@ def run(tmp_path_factory):
     return make_traced(tmp_path_factory.mktemp("exported")).parent / "runs/mini"
 
 
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_megatron_reads_every_document_in_order(wide, tmp_path, split):
-    (width, run), without_bos, out = wide, split == "heldout", tmp_path / "out"
+def test_megatron_reads_every_document_in_order(wide, tmp_path):
+    (width, run), out = wide, tmp_path / "out"
+    split, without_bos = ("train", False) if width == "uint16" else ("heldout", True)
     exported(run, "megatron", out, "--split", split, *["--without-bos"] * without_bos)
     told = json.loads((out / MANIFEST).read_text())
     assert told["bos"] == (not without_bos) and told["eos"]
@@ -93,62 +92,41 @@ def test_datasets_reads_every_document_in_order(run, tmp_path, arguments, source
 
 KILLED = """
 import os, signal, sys
-from drover.tools.export_tokens import huggingface, megatron
+from drover.tools.export_tokens import megatron
 from drover.tools.export_tokens.__main__ import main
-for module in (megatron, huggingface):
-    def write(job, inner=module.write_part):
-        if job[1].number == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return inner(job)
-    module.write_part = write
+def write(job, inner=megatron.write_part):
+    if job[1].number == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inner(job)
+megatron.write_part = write
 main(sys.argv[1:])
 """
+"""An export that is killed before its fifth part."""
 
 
-def killed(run, form, out):
-    """Export in a process that is killed before its fifth part."""
-    arguments = ["--run", str(run), "--format", form, "--out", str(out), "--processes", "1"]
-    assert run_python("-c", KILLED, *arguments, check=False).returncode == -signal.SIGKILL and not out.exists()
-
-
-@pytest.mark.parametrize("form", ["megatron", *slow("hf")])
-def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, tmp_path, capsys, form):
-    out = tmp_path / "out"
-    killed(run, form, out)
-    exported(run, form, out, "--source", "web", expect=2)
-    assert "is the beginning of something else: sources was" in capsys.readouterr().err
-    if form == "megatron":  # what was torn after it was written is not published
-        torn = shutil.copytree(tmp_path / "out.partial", tmp_path / "torn.partial")
-        (torn / "web.bin").write_bytes(b"\xff\xff" + (torn / "web.bin").read_bytes()[2:])
-        exported(run, form, tmp_path / "torn", expect=2)
-        assert "web.bin does not hold at byte 0 what was written there" in capsys.readouterr().err
-        shutil.rmtree(torn)
-    exported(run, form, out)
+def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, tmp_path, capsys):
+    """What else may be at the target, or have been begun there, is tested with the weights (test_weights.py)."""
+    out, torn = tmp_path / "out", tmp_path / "torn.partial"
+    killed = run_python("-c", KILLED, "--run", run, "--format", "megatron", "--out", out, "--processes", "1",
+                        check=False)
+    assert killed.returncode == -signal.SIGKILL and not out.exists()
+    shutil.copytree(tmp_path / "out.partial", torn)
+    (torn / "web.bin").write_bytes(b"\xff\xff" + (torn / "web.bin").read_bytes()[2:])
+    exported(run, "megatron", tmp_path / "torn", expect=2)
+    assert "web.bin has other content at byte 0 than was written there" in capsys.readouterr().err
+    shutil.rmtree(torn)
+    exported(run, "megatron", out)
     assert "continuing: 4 of" in capsys.readouterr().out
-    exported(run, form, tmp_path / "whole", "--processes", "2")
+    exported(run, "megatron", tmp_path / "whole", "--processes", "2")
     assert (out / MANIFEST).read_bytes() == (tmp_path / "whole" / MANIFEST).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-    exported(run, form, out)
-    assert "is there already, of these very tokens" in capsys.readouterr().out
+    exported(run, "megatron", out)
+    assert "exists already, with these tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", ["megatron", "hf"])
-def test_a_full_disk_is_said_and_made_good(run, tmp_path, capsys, form):
-    out = tmp_path / "out"
-    with files_of(3000):
-        exported(run, form, out, expect=2)
-    assert "is exhausted" in capsys.readouterr().err and not out.exists()
-    exported(run, form, out)
-    assert (out / MANIFEST).is_file()
-
-
-def test_nothing_is_written_over_and_what_is_not_there_is_said(run, tmp_path, capsys):
-    exported(run, "hf", tmp_path / "hf", "--split", "heldout")
-    for out, arguments, told in (("hf", [], "There is something else at"),
-                                 ("c", ["--source", "books"], "has no source books; it has web, notes")):
-        exported(run, "megatron", tmp_path / out, *arguments, expect=2)
-        assert told in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+def test_a_source_that_is_not_there_is_refused(run, tmp_path, capsys):
+    exported(run, "megatron", tmp_path / "out", "--source", "books", expect=2)
+    assert "has no source books; it has web, notes" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
 def test_a_changed_token_shard_is_refused(run, tmp_path, capsys):

@@ -112,8 +112,3 @@ def test_settings_that_need_a_plugin_are_refused_with_its_name(tmp_path, ran):
     """A plugin may extend Drover's own tables, so that nobody else can read the configuration."""
     (tmp_path / "config.yaml").write_text("plugins: [theirs.py]\nshard: {filters: [{kind: theirs}]}\n")
     refused(UserError, r"(?s)no filter of this kind.*not imported: theirs.py.*--plugin theirs.py", run_in, tmp_path)
-
-
-def test_a_plugin_that_cannot_be_imported_is_refused_before_a_tool_begins(home, ran, capsys):
-    assert audit.main([str(home / "data"), "--plugin", "absent.py"]) == 2
-    assert "there is no plugin absent.py" in capsys.readouterr().err

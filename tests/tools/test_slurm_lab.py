@@ -1,6 +1,7 @@
 """The Slurm lab: what needs no Slurm always, the rest where Slurm's packages are."""
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -60,16 +61,13 @@ def test_labs_live_side_by_side_and_go_without_a_trace(short_folder):
     assert again.stdout == started.stdout and "running already, with 2 nodes" in again.stderr
     second.up(1, accounting=False, requeue=False, cpus=2)
     assert second.node_states() == {"n1": "idle"} and first.node_states() == {"n1": "idle", "n2": "idle"}
-    script = "scontrol requeue $SLURM_JOB_ID; echo refused $?; sleep 300"
     for lab in (first, second):
-        submitted = ask(lab, "sbatch", "--requeue", "--open-mode=append", "--output=out", f"--wrap={script}")
+        submitted = ask(lab, "sbatch", "--output=out",
+                        "--wrap=scontrol requeue $SLURM_JOB_ID; echo refused $?; sleep 300")
         assert submitted.stdout == "Submitted batch job 1\n", submitted.stderr
     out = second.folder / "out"
     wait_for(lambda: out.exists() and "refused 1" in out.read_text())
-    assert "Requested operation is presently disabled" in out.read_text()
-    wait_for(lambda: ask(first, "sacct", "--noheader", "--jobs=1").stdout, lambda: "sacct knows no job")
     assert ask(second, "sacct").returncode == 1
-    refused(UserError, "no node n3; it has n1, n2", first.kill_node, "n3")
     assert "n2             " in command("status", "--folder", first.folder).stdout
     assert len(processes_of(first.folder)) > 4 and command("down", "--folder", first.folder).returncode == 0
     assert processes_of(first.folder) == [] and not first.folder.exists()
@@ -92,22 +90,21 @@ def test_folders_that_do_not_do_are_refused(short_folder, monkeypatch):
     for path, why in ((f"/tmp/{'x' * (LONGEST_FOLDER - 4)}", "leave room for"),
                       ("/tmp/a b", r"slurm\.conf cannot hold the path")):
         refused(UserError, why, check_folder, Path(path))
-    letter = short_folder / "mine" / "letter.txt"
-    letter.parent.mkdir()
-    letter.write_text("dear")
+    (short_folder / "letter.txt").write_text("dear")
     monkeypatch.setattr(slurm_lab, "_which", lambda program: "/bin/true")
-    refused(UserError, "holds something that is not a Slurm lab", Lab(letter.parent).up, 1)
-    assert letter.exists() and not Lab(letter.parent).is_up
-    refused(UserError, "There is no Slurm lab in", Lab(short_folder / "none").kill_node, "n1")
+    refused(UserError, "holds something that is not a Slurm lab", Lab(short_folder).up, 1)
+    refused(UserError, "There is no Slurm lab in", Lab(short_folder).kill_node, "n1")
+    assert (short_folder / "letter.txt").exists() and not Lab(short_folder).is_up
 
 
 def test_ports_are_given_once_and_written_for_one_node_and_for_many():
     with free_ports(10) as first, free_ports(10) as second:
         assert abs(first - second) >= 64 and not is_open(first)
-        assert min(first, second) >= 10000 and max(first, second) + 10 < 20000
-    one, many = (LabSettings("/tmp/lab", nodes, 2, 1000, nodes > 1, True, 12000).slurm_conf() for nodes in (1, 3))
-    assert "NodeName=n1 " in one and " Port=12002 " in one and "slurmdbd" not in one
-    assert "NodeName=n[1-3] " in many and " Port=[12002-12004] " in many and "AccountingStoragePort=12001" in many
+        assert 10000 <= min(first, second) < max(first, second) + 10 < 20000
+    for nodes, line, accounting in ((1, "NodeName=n1 .* Port=12002 ", 0),
+                                    (3, r"NodeName=n\[1-3\] .* Port=\[12002-12004\] ", 1)):
+        text = LabSettings("/tmp/lab", nodes, 2, 1000, bool(accounting), True, 12000).slurm_conf()
+        assert re.search(line, text) and text.count("AccountingStoragePort=12001\n") == accounting
 
 
 def test_a_stranger_with_an_old_process_id_is_left_alone(tmp_path):

@@ -9,10 +9,12 @@ import pytest
 import yaml
 
 from drover.pipeline.core.files import read_json, read_sealed, sealed_text, sha256_file, write_sealed
+from drover.pipeline.records.checkpoints import MARKER
 from drover.tools.verify.__main__ import main, share_of, verify
-from drover.tools.verify.checks import WENT, check_file, check_seal
+from drover.tools.verify.checks import WENT, check_file
 from drover.tools.verify.inventory import CLEARED, FAR, LOGS, Inventory
-from tests.conftest import run_python, run_stage, write_config
+from tests.conftest import run_stage, write_config
+from tests.refusal import printed
 
 pytestmark = pytest.mark.slow
 STAGES = ("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
@@ -64,11 +66,9 @@ def test_an_untouched_run_is_in_order(whole, capsys):
     assert not report.problems and report.shards == report.shards_read > 4
     assert set(report.notes) == {LOGS}
     assert all(".locks" in file or file.endswith((".log", "PROGRESS.json")) for file in report.notes[LOGS])
-    assert main(["--run", str(whole), "--processes", "1", "--json"]) == 0
-    alone = json.loads(capsys.readouterr().out)
+    alone = json.loads(printed(capsys, main, "--run", whole, "--processes", 1, "--json"))
     assert alone["problems"] == []
-    assert json.loads(run_python("-m", "drover.tools.verify", "--run", whole, "--processes", "2",
-                                 "--json").stdout) == alone
+    assert json.loads(printed(capsys, main, "--run", whole, "--processes", 2, "--json")) == alone
 
 
 def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):
@@ -92,15 +92,21 @@ def test_one_flipped_bit_in_each_file_is_found_and_the_file_named(whole):
 
 def test_missing_cut_longer_and_unexpected_files(copied, capsys):
     tokens, texts = (sorted((copied / stage / "train").iterdir()) for stage in ("encode", "shard"))
-    tokens[0].unlink()
+    earlier, last = (next(path for path in sorted((copied / f"train/checkpoints/step-0000000{step}").iterdir())
+                          if path.name != MARKER) for step in (2, 4))
+    for path in (tokens[0], earlier):  # of the earlier checkpoint no manifest speaks
+        path.unlink()
     texts[1].write_bytes(texts[1].read_bytes()[:-512])
     longer, foreign = copied / "shard/rejected.jsonl", copied / "encode/train/zz.arrow"
     longer.write_text("x")
     foreign.write_bytes(b"nobody's")
     report = verify(copied)
-    assert named(report) == set(map(str, (tokens[0], texts[1], longer, foreign)))
+    assert named(report) == set(map(str, (tokens[0], earlier, texts[1], longer, foreign)))
     assert main(["--run", str(copied), "--processes", "1"]) == 1
     assert capsys.readouterr().out.count("WRONG") == len(report.problems)
+    last.unlink()
+    (copied / "train/manifest.json").unlink()  # as of a run that is not finished
+    assert str(last) in named(verify(copied))
     assert main(["--run", str(copied / "nothing")]) == 2
 
 
@@ -121,7 +127,7 @@ def test_shards_are_read_and_not_only_hashed(copied):
         return " ".join(map(str, verify(copied).problems))
     data[record["keys_offset"]] ^= 1
     found = told(vocabulary["eos_id"])
-    assert "EOS stands inside of a document at its token 5 (document 0" in found and "its document 0 is" in found
+    assert "EOS is inside of a document at its token 5 (document 0" in found and "its document 0 is" in found
     assert "outside of the vocabulary" in told(vocabulary["size"] + 1)
 
 
@@ -145,35 +151,23 @@ def listed(run):
     return report, report.take()
 
 
-def test_a_record_whose_seal_is_gone_is_told(copied):
+def test_records_without_a_checksum_and_those_that_are_not_made_again(copied):
     manifest, config = copied / "encode/manifest.json", copied / "config.yaml"
     content = json.loads(manifest.read_text())
     del content["seal"]
     manifest.write_text(json.dumps(content))
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
-    told = {problem.file: problem.what for problem in verify(copied).problems}
-    assert told == dict.fromkeys(map(str, (manifest, config)), "its seal is gone: it was cut or edited")
-    config.write_text("name: mini\n")  # what can not be loaded any more
-    assert str(config) in named(verify(copied))
-
-
-def test_what_is_not_made_again_is_not_to_be_deleted(copied):
     names = ("rollbacks.json", "copying.json", "started.json", "tokens-compared.json")
     for name in names:
         (copied / "train" / name).write_text("{")
-    told = {Path(problem.file).name: problem.do for check in listed(copied)[1] if check.function is check_seal
-            for problem in check().problems}
-    assert [told[name].partition(":")[0] for name in names] == ["Put it back from a copy"] * 3 + ["Delete it"]
-
-
-def test_a_missing_file_of_a_checkpoint_that_no_manifest_names_is_found(copied):
-    earlier, last = (copied / f"train/checkpoints/step-0000000{step}" for step in (2, 4))
-    gone = next(path for path in sorted(earlier.iterdir()) if path.name != "COMPLETE.json")
-    gone.unlink()
-    assert named(verify(copied)) == {str(gone)}
-    (also := last / gone.name).unlink()
-    (copied / "train/manifest.json").unlink()  # as of a run that is not finished
-    assert named(verify(copied)) == {str(gone), str(also)}
+    found = {Path(problem.file).relative_to(copied).as_posix(): problem for problem in verify(copied).problems}
+    assert found.keys() == {"encode/manifest.json", "config.yaml", *(f"train/{name}" for name in names)}
+    for name in ("encode/manifest.json", "config.yaml"):
+        assert found[name].what == "its checksum is missing: it was cut or edited"
+    assert [found[f"train/{name}"].do.partition(":")[0] for name in names] == [
+        *["Restore it from a copy"] * 3, "Delete it"]
+    config.write_text("name: mini\n")  # what cannot be loaded any more
+    assert str(config) in named(verify(copied))
 
 
 def test_the_evaluation_of_a_checkpoint_is_in_order_without_its_weights(whole, tmp_path):

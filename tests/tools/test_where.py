@@ -26,7 +26,7 @@ def shown(capsys, recorded, *arguments):
 def test_a_step_is_shown_with_its_own_samples(capsys, recorded, step, first):
     head, numbers = shown(capsys, recorded, "--step", str(step))
     assert f"step {step}: samples [{first}, {first + 16})" in head and numbers == list(range(first, first + 16))
-    assert ("would see" in head) == (step > 30)
+    assert ("planned samples" in head) == (step > 30)
 
 
 def test_a_ranks_part_a_skipped_step_and_samples_that_were_left_out(capsys, recorded):

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import shutil
 from collections import defaultdict
 
@@ -72,7 +71,6 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
         [document], _ = tracer.documents(Wanted(key=key), None, 1, 5)
         found += document["readings"]
         assert {(one["step"], one["rank"], one["sample"], *one["tokens"]) for one in document["readings"]} == seen[key]
-        assert document["split"] == "train"
     for one in found:
         step = one["step"]
         assert one["what"] == ("left out" if one["rank"] is None else "skipped" if step == 8 else
@@ -82,18 +80,12 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
     assert {one["what"] for one in found} == {"left out", "skipped", "to come", "trained"}
 
 
-def test_epochs_of_a_phase_that_reads_anew_are_told_as_its_own(capsys, tmp_path, traced):
+def test_a_phase_counts_its_own_epochs_and_its_own_ranks(capsys, tmp_path, traced):
     phased = Recorded(tmp_path / "mini", traced, settings=ORDERS["phases"][1], kills=(), spikes=(), unsound=())
-    [page] = asked(capsys, phased, "--id", "p50")["documents"]
-    assert {one["epoch"] for one in page["readings"]} <= set(range(9))
-    assert main(["--run", str(phased.folder), "--id", "p50"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"trained on in .* \(epochs (0, )?0 of phase 2", told)
-    assert re.search(r"^    step 1[0-8]  .* epoch 0 of phase 2  tokens", told, re.M)
-    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in printed(
-        capsys, main, "--run", phased.folder, "--id", "p3", "--ranks", "16", expect=2)
-    assert main(["--run", str(phased.folder), "--step", "20", "--rank", "0", "--ranks", "16"]) == 0
-    assert main(["--run", str(phased.folder), "--step", "30", "--rank", "0", "--ranks", "16"]) == 2
+    assert "of phase 2  tokens" in printed(capsys, main, "--run", phased.folder, "--id", "p50")
+    for question, status in (("--id p3", 2), ("--step 20 --rank 0", 0), ("--step 30 --rank 0", 2)):
+        assert main(["--run", str(phased.folder), *question.split(), "--ranks", "16"]) == status
+    assert "the 8 sequences of a step of phase 4; asked: 16 ranks" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +97,11 @@ def test_text_leads_to_file_and_record(capsys, whole, traced):
     [page] = asked(capsys, whole, "--find", "Page 50 says")["documents"]  # after line 40 is one that is no JSON
     assert (page["id"], page["path"], page["record"]) == ("p50", str(traced.parent / "in/pages.jsonl"), 52)
     [note] = asked(capsys, whole, "--find", "note 7: ", "--ignore-case")["documents"]
-    assert note["source"] == "notes" and note["origin"].endswith("notes.txt, record 8") and "Note 7:" in note["found"]
-    assert (note["path"], note["record"]) == (str(traced.parent / "in/notes.txt"), 8)
+    assert (note["source"], note["path"], note["record"]) == ("notes", str(traced.parent / "in/notes.txt"), 8)
+    assert note["origin"].endswith("notes.txt, record 8") and "Note 7:" in note.pop("found")
     assert "No document that holds 'note 7:'" in asked(capsys, whole, "--find", "note 7:", expect=2)
     [same] = asked(capsys, whole, "--document", note["key"][:9], "--text")["documents"]
-    assert same.pop("text").startswith("Note 7: ")
-    assert same == {name: value for name, value in note.items() if name != "found"}
+    assert same.pop("text").startswith("Note 7: ") and same == note
 
 
 def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
@@ -124,28 +115,25 @@ def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
 
 def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, traced):
     def told(*arguments):
-        """What is told of documents as an object, and to a person."""
-        found = asked(capsys, whole, *arguments)["documents"]
-        assert main(["--run", str(whole.folder), *arguments]) == 0
-        return capsys.readouterr().out, *found
+        """What is told of documents to a person, and as objects."""
+        return printed(capsys, main, "--run", whole.folder, *arguments), *asked(capsys, whole, *arguments)["documents"]
     held = next(document for path in sorted((traced.parent / "runs/mini/shard/heldout").iterdir())
                 for document in read_documents(path))
     said, found = told("--document", held.key)
-    assert (found["split"], found["readings"], found["id"]) == ("heldout", [], held.id)
     assert "held out: no step trains on it" in said
+    assert (found["split"], found["readings"], found["id"]) == ("heldout", [], held.id)
     said, gone = told("--find", "too short\u00e9")
-    assert "no step sees it" in said and gone.pop("found")
-    assert [gone[name] for name in ("split", "id", "filter", "file", "record")] == [
-        "dropped", "p20", "length", "pages.jsonl", 21]
+    assert "was dropped by the filter length" in said and gone.pop("found")
+    assert [gone[name] for name in ("split", "id", "file", "record")] == ["dropped", "p20", "pages.jsonl", 21]
     assert asked(capsys, whole, "--id", "pages.jsonl:21")["documents"] == [gone]
     said, copy, kept = told("--id", "p70")
-    assert "no step sees it" in said
-    assert (copy["split"], copy["kept_id"], copy["kept_key"]) == ("duplicate", "p3", kept["key"])
-    assert kept["id"] == "p3" and kept["duplicates"] == [{"source": "web", "id": "p70", "kind": "duplicate"}]
+    assert f"was dropped as a duplicate of web p3 (key {kept['key']}, see there)" in said
+    assert (copy["split"], copy["kept_id"], copy["kept_key"], kept["id"]) == ("duplicate", "p3", kept["key"], "p3")
+    assert kept["duplicates"] == [{"source": "web", "id": "p70", "kind": "duplicate"}]
     _, copy, kept = told("--id", "notes.txt:61", "--source", "notes")
     assert (kept["source"], kept["id"], copy["kept_key"]) == ("web", "p5", kept["key"])
     said, broken = told("--id", "pages.jsonl:41")
-    assert (broken["split"], broken["record"]) == ("rejected", 41) and "no step sees it" in said
+    assert (broken["split"], broken["record"]) == ("rejected", 41) and "could not be read" in said
 
 
 def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, whole, traced):

@@ -1,1 +1,1 @@
-"""Token shards as other programs read them: see `python -m drover.tools.export_tokens --help`."""
+"""Export token shards to formats of other programs: see `python -m drover.tools.export_tokens --help`."""

@@ -1,10 +1,10 @@
-"""Token shards in a layout that other programs read: Megatron's .bin and .idx, or a `datasets` folder.
+"""Export token shards to a format of other programs: Megatron's .bin and .idx, or a `datasets` folder.
 
     python -m drover.tools.export_tokens --run runs/demo --format megatron --out exported/demo
     python -m drover.tools.export_tokens --run runs/demo --format hf --out exported/demo-hf --split heldout
 
-Documents are as trained on, BOS ... EOS, in the order of the shards. The folder appears under its name when all of it
-is written and was read back; the same command continues an attempt that broke off.
+Documents are exported as they are trained on, BOS ... EOS, in the order of the shards. The folder appears under its
+name when it is complete and was read back. An interrupted export continues with the same command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_options(parser: Parser) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Export."""
-    # A worker process imports this file, and needs only what it writes with.
+    # Worker processes import this file: keep everything else out of it.
     from drover.pipeline.contract.run import run_in
     from drover.tools.processes import processes_asked
 

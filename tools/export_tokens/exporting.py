@@ -1,4 +1,4 @@
-"""An export from the token shards of one split to its manifest."""
+"""Export the token shards of one split."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FORMS: dict[str, ModuleType] = {"megatron": megatron, "hf": huggingface}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is exported: the token shards of one split, in the order in which training lays them end to end.
+    """What to export: the token shards of one split, in the order of training.
 
     Attributes:
         folder, table: of the stage encode.
         rows: of the table, by source.
-        sources: of each source documents, tokens as exported, UTF-8 bytes of text, and shards.
-        dtype: of the ids as they are stored.
-        vocabulary: what the tokenizer stage says of it.
-        made_of: what decides every byte of the export.
+        sources: counts of each source: documents, exported tokens, UTF-8 bytes of text, shards.
+        dtype: of the stored ids.
+        vocabulary: the tokenizer stage's record.
+        made_of: the inputs that decide every byte of the export.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan_of(run: Run, form: str, split: str, source: str | None, without_bos: bool) -> Plan:
-    """What is to be exported. UserError where the run has no token shards, or none of this source and split."""
+    """The plan of an export. UserError if the run has no token shards of this source and split."""
     encode, folder = run.finished("encode"), run.stage_folder("encode")
     table, names = ShardTable.of(encode.outputs), [own.name for own in run.config.shard.sources]
     if source not in (None, *names):
@@ -84,7 +84,7 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
     """Make the folder `--out`.
 
     Raises:
-        UserError: the run has no such tokens, a shard is not what was committed, or something else is at `--out`.
+        UserError: the run has no such tokens, a shard has changed, or something else is at `--out`.
     """
     if options.format == "hf":
         require("--format hf", "datasets", "take --format megatron")
@@ -93,14 +93,14 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
     form, count = FORMS[options.format], total["shards"]
     with Draft(options.out, MANIFEST, plan.made_of) as draft:
         if draft.complete:
-            print(f"{options.out} is there already, of these very tokens")
+            print(f"{options.out} exists already, with these tokens")
             return
         if "layout" not in draft.done:
             draft.add("layout", form.lay_out(draft.folder, plan.sources, plan.dtype))
         elif len(draft.done) > 1:
             print(f"continuing: {len(draft.done) - 1:,} of {count:,} shards are written")
-        missing, shared = [number for number in range(count) if str(number) not in draft.done], form.shared(plan.dtype)
-        jobs = ((draft.folder, part, shared) for part in plan.parts(count) if str(part.number) not in draft.done)
+        missing = [number for number in range(count) if str(number) not in draft.done]
+        jobs = ((draft.folder, part) for part in plan.parts(count) if str(part.number) not in draft.done)
         for number, written in zip(missing, in_order(form.write_part, jobs, processes), strict=True):
             draft.add(str(number), written)
         regions = defaultdict[str, list[Region]](list)
@@ -117,10 +117,10 @@ def export(run: Run, options: argparse.Namespace, processes: int) -> None:
 
 
 def read_back(job: tuple[Path, str, list[Region]]) -> dict[str, Any]:
-    """Read a whole file of an export (folder, name, regions): its path, bytes and sha256.
+    """Read a file of an export (folder, name, regions) back. Returns its path, bytes and sha256.
 
     Raises:
-        UserError: it does not hold, end to end, what was written.
+        UserError: its content is not what was written.
     """
     folder, name, regions = job
     whole, at = hashlib.sha256(), 0
@@ -132,7 +132,7 @@ def read_back(job: tuple[Path, str, list[Region]]) -> dict[str, Any]:
                 whole.update(data)
                 left -= len(data)
             if start != at or left or own.hexdigest() != digest:
-                raise UserError(f"{folder / name} does not hold at byte {start} what was written there. Check the "
+                raise UserError(f"{folder / name} has other content at byte {start} than was written there. Check the "
                                 f"disk, delete {folder} and run the command again.")
             at += size
         if file.read(1):

@@ -1,4 +1,4 @@
-"""A folder that `datasets.load_from_disk` maps: an Arrow stream a token shard, a row a document."""
+"""Write a folder for `datasets.load_from_disk`: an Arrow stream per token shard, a row per document."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from drover.pipeline.core.files import flush, read_json, sha256_json, write_json
 from drover.tools.export_tokens.part import Part, Region, region_of
 
 ROWS_AT_ONCE = 1000
-"""Rows of a record batch at most: what is read of the file to have one of them."""
+"""Most rows of a record batch. To get one row, a reader reads its whole batch."""
 
 
 def file_name(number: int, count: int) -> str:
-    """The file of one part, named as `datasets` names them."""
+    """The name of a part's file, as `datasets` names it."""
     return f"data-{number:05d}-of-{count:05d}.arrow"
-
-
-def features(dtype: str) -> Any:
-    """The columns, as `datasets` describes them."""
-    import datasets
-    return datasets.Features({"input_ids": datasets.List(datasets.Value(dtype)), "key": datasets.Value("string"),
-                              "source": datasets.Value("string"), "bytes": datasets.Value("int64")})
 
 
 def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> list[Region]:
@@ -31,16 +24,13 @@ def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> lis
     return []
 
 
-def shared(dtype: str) -> Any:
-    """The Arrow schema of all parts."""
-    return features(dtype).arrow_schema
-
-
-def write_part(job: tuple[Path, Part, Any]) -> list[Region]:
-    """Write one shard as a file, durably. job: the export's folder, the part, the schema."""
+def write_part(job: tuple[Path, Part]) -> list[Region]:
+    """Write one shard as a file, durably. job: the export's folder, the part."""
     import pyarrow as pa
-    folder, part, schema = job
+    folder, part = job
     part.refuse_changed()
+    schema = pa.schema({"input_ids": pa.list_(pa.from_numpy_dtype(part.shard.dtype)), "key": pa.string(),
+                        "source": pa.string(), "bytes": pa.int64()})
     path = folder / file_name(part.number, part.count)
     lengths, shard = part.lengths(), part.shard
     with open(path, "wb") as file:
@@ -63,10 +53,12 @@ def write_part(job: tuple[Path, Part, Any]) -> list[Region]:
 
 
 def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> list[str]:
-    """Write what `load_from_disk` begins with, and give the names of those files."""
+    """Write the files from which `load_from_disk` starts. Returns their names."""
     import datasets
-    datasets.DatasetInfo(features=features(dtype)).write_to_directory(str(folder))
-    write_json(folder / "dataset_info.json", read_json(folder / "dataset_info.json"))  # again, so that it is durable
+    columns = datasets.Features({"input_ids": datasets.List(datasets.Value(dtype)), "key": datasets.Value("string"),
+                                 "source": datasets.Value("string"), "bytes": datasets.Value("int64")})
+    datasets.DatasetInfo(features=columns).write_to_directory(str(folder))
+    write_json(folder / "dataset_info.json", read_json(folder / "dataset_info.json"))  # written again, durably
     write_json(folder / "state.json", {
         "_data_files": [{"filename": file_name(number, count)} for number in range(count)],
         "_fingerprint": sha256_json(made_of)[:16], "_format_columns": None, "_format_kwargs": {},
@@ -75,5 +67,5 @@ def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> lis
 
 
 def facts(sources: dict[str, dict[str, int]], dtype: str) -> dict[str, Any]:
-    """What the manifest says of the form."""
+    """The manifest's description of the format."""
     return {"layout": "datasets.load_from_disk; columns input_ids, key, source, bytes", "dtype": dtype}

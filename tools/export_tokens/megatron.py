@@ -1,4 +1,4 @@
-"""Megatron Core's IndexedDataset: PREFIX.bin with the ids of all documents, PREFIX.idx with where each is.
+"""Write Megatron Core's IndexedDataset: PREFIX.bin has the ids of all documents, PREFIX.idx their places.
 
 The index, little-endian: the magic, version 1 (8 bytes), a code for the type of the ids (1 byte), the number of
 sequences and that of document indices (8 bytes each); then the length of each sequence (int32), its first byte in the
@@ -29,8 +29,8 @@ LONGEST = 2**31 - 1
 
 
 def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> list[Region]:
-    """Make the files of all sources in their full length, without content but for the index's header and the first
-    document index, which belongs to no shard."""
+    """Make the files of all sources in their full length. Of the content, write only the index's header and the first
+    document index, which belong to no shard."""
     written, regions = WRITTEN_AS[dtype], list[Region]()
     for name, own in sources.items():
         documents = own["docs"]
@@ -44,13 +44,9 @@ def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> lis
     return regions
 
 
-def shared(dtype: str) -> None:
-    """Nothing that all parts need."""
-
-
-def write_part(job: tuple[Path, Part, None]) -> list[Region]:
-    """Write one shard's part of its source's two files, durably. job: the export's folder, the part, nothing."""
-    folder, part, _ = job
+def write_part(job: tuple[Path, Part]) -> list[Region]:
+    """Write one shard's part of its source's two files, durably. job: the export's folder, the part."""
+    folder, part = job
     part.refuse_changed()
     name, before, documents = part.shard.source, part.before["docs"], part.source_documents
     dtype = np.dtype(WRITTEN_AS[part.shard.dtype.name]).newbyteorder("<")
@@ -84,13 +80,13 @@ def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> lis
 
 
 def facts(sources: dict[str, dict[str, int]], dtype: str) -> dict[str, Any]:
-    """What the manifest says of the form."""
+    """The manifest's description of the format."""
     return {"layout": "Megatron Core IndexedDataset, version 1; a document is one sequence",
             "dtype": WRITTEN_AS[dtype], "dtype_code": CODES[WRITTEN_AS[dtype]], "prefixes": list(sources)}
 
 
 def _write(path: Path, pieces: Iterable[tuple[int, bytes]]) -> list[Region]:
-    """Write into a file that is there, durably: (first byte, content)."""
+    """Write pieces (first byte, content) into an existing file, durably."""
     regions = []
     with open(path, "r+b") as file:
         for start, content in pieces:

@@ -1,4 +1,4 @@
-"""One token shard's part of an export, as a process is given it."""
+"""One token shard's part of an export: the job of a worker process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from drover.pipeline.data.token_shards import TokenShard
 BLOCK_TOKENS = 1 << 22
 """Tokens that a process holds at once."""
 Region = tuple[str, int, int, str]
-"""What was written of a file: its path in the export's folder, first byte, bytes, sha256 of them."""
+"""A written region of a file: its path in the export's folder, first byte, bytes, and their sha256."""
 
 
 def region_of(path: Path) -> Region:
-    """All of a file."""
+    """A whole file as a region."""
     return path.name, 0, path.stat().st_size, sha256_file(path)
 
 
@@ -30,10 +30,10 @@ class Part:
 
     Attributes:
         number, count: of the part, from 0, and how many there are.
-        folder: of the stage encode; shard: the token shard, which is opened where it is read.
-        before, own: documents and tokens of its source before it in the export, and those that it gives itself.
+        folder: of the stage encode. shard: the token shard, which the worker opens.
+        before, own: documents and tokens of its source before it in the export, and its own.
         source_documents: documents of its source in all.
-        left_out: the id of the BOS that documents lose at their beginning; None: they keep it.
+        left_out: the id of the BOS to remove from each document; None: keep it.
     """
 
     number: int
@@ -46,22 +46,21 @@ class Part:
     left_out: int | None
 
     def refuse_changed(self) -> None:
-        """UserError if the shard is not what the stage encode committed."""
+        """UserError if the shard has changed since the stage encode wrote it."""
         if not self.shard.path.is_file():
             raise UserError(f"{self.shard.path} is missing. Run --stage encode again: it makes only what is missing.")
         [expected] = committed(self.folder, [self.shard.record], "encode")
         refuse_changed(expected)
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, as they are exported."""
+        """Exported tokens of each document."""
         return np.diff(self.shard.read_offsets()) - (self.left_out is not None)
 
     def blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """First document, the one after the last, and their tokens as they are exported, some at a time: whole
-        documents, at least one.
+        """Yield the exported tokens in blocks of one or more whole documents: first document, end, tokens.
 
         Raises:
-            UserError: a document does not begin with BOS, which is to be left out.
+            UserError: BOS is to be removed, and a document does not begin with it.
         """
         offsets, first = self.shard.read_offsets(), 0
         while first < self.shard.documents:

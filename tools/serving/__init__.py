@@ -1,8 +1,8 @@
 """An HTTP server around one model, in the form of OpenAI's completions.
 
-    asked.py     what a request asks for, checked
-    worker.py    the model, which writes the texts of all requests together
-    app.py       who may ask, the routes, the answers
+    asked.py     parses and checks a request
+    worker.py    the model, which generates the texts of all requests in one batch
+    app.py       access, routes, answers
     page.html    the page at /
 
 Only app.py and `drover.tools.serve` need starlette and uvicorn.

@@ -1,4 +1,4 @@
-"""Who may ask, the routes, the answers: completions and chats as OpenAI has them, what the page asks for, the page."""
+"""The HTTP application: who may use it, its routes, and answers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from drover.tools.serving.asked import KEYS, Asked, Reader
 from drover.tools.serving.worker import Job, RefusedError, Worker
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-"""By which this machine calls itself."""
+"""Names of this machine for itself."""
 OPEN = ("/", "/health")
-"""Places that need no key: the page, which asks for it, and what a balancer looks at."""
+"""Paths that need no key: the page, which asks the user for it, and the check of a load balancer."""
 PAGE = Path(__file__).with_name("page.html")
 LARGEST_BODY = 16 * 2**20
-"""Bytes of a request."""
+"""Limit of a request, in bytes."""
 GONE_S = 0.25
-"""How often is asked whether the client is still there."""
+"""Seconds between two checks whether the client is still connected."""
 SECURITY = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                                        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'",
             "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 class ClientGoneError(Exception):
-    """Nobody is there to be answered."""
+    """The client has closed the connection."""
 
 
 class Server:
     """One model behind HTTP.
 
     Args:
-        reader: what requests may ask for.
-        worker: what serves them; it runs while the application does.
+        reader: parses requests.
+        worker: generates texts while the application runs.
         hosts, key: see `Door`.
     """
 
@@ -85,7 +85,7 @@ class Server:
                              "waiting": len(self.worker.waiting)})
 
     async def samples(self, request: Request) -> Response:
-        """GET /samples: what the run wrote while it trained, [] where there is no run."""
+        """GET /samples: sample texts that the run generated while it trained; [] without a run."""
         run = run_of(self.reader.opened.path)
         file = run.folder / "train/samples.jsonl" if run is not None else None
         return JSONResponse(list(read_lines(file)) if file is not None else [])
@@ -110,7 +110,7 @@ class Server:
             body += part
             if len(body) > LARGEST_BODY:
                 raise RefusedError(f"The request is larger than {LARGEST_BODY} bytes.", status=413)
-        # In a thread: a long text takes long to become ids, and streams must go on meanwhile.
+        # In a thread: tokenizing a long text takes long, and streams must continue meanwhile.
         asked = await asyncio.to_thread(read, body)
         answer = Answer(request, self.worker, asked, self.reader.name, chat)
         if asked.stream:
@@ -118,12 +118,12 @@ class Server:
         try:
             return JSONResponse(await answer.whole())
         except ClientGoneError:
-            return Response(status_code=499)  # as nginx calls it; nobody reads it
+            return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
 
 
 class Answer:
-    """The answer to one request, in OpenAI's form. The places of its texts are free again when it ends, however it
-    does. Raises RefusedError at once where the queue is full, later where the model failed."""
+    """The answer to one request, in OpenAI's format. However it ends, it frees the places of its texts. Raises
+    RefusedError at once if the queue is full, and later if the model fails."""
 
     def __init__(self, request: Request, worker: Worker, asked: Asked, model: str, chat: bool) -> None:
         self._request, self._asked, self._chat = request, asked, chat
@@ -136,7 +136,7 @@ class Answer:
         self.close = lambda: worker.cancel(self._job)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+        """The answer to a request without `stream`."""
         texts, ends = [""] * len(self._counts), [""] * len(self._counts)
         told = [{key: list[Any]() for key in KEYS} if choice.telling else None for choice in self._asked.choices]
         async for number, piece, lists in self._pieces():
@@ -150,7 +150,7 @@ class Answer:
             for number, text in enumerate(texts)]}
 
     async def events(self) -> AsyncIterator[str]:
-        """The server-sent events of a stream. An error in it is its last event: the status is sent already."""
+        """The server-sent events of a stream. An error is its last event, since the status was sent before."""
         head = {**self._head, **({"object": "chat.completion.chunk"} if self._chat else {})}
         begun: set[int] = set()
         try:
@@ -173,8 +173,8 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece, Any], None]:
-        """(number, piece, what `logprobs` tells of it) as they come; the first of each begins with what `echo` shows.
-        ClientGoneError where nobody waits any more."""
+        """Yield (number, piece, its `logprobs`) as they come. With `echo`, the first piece of a text begins with the
+        prompt. Raises ClientGoneError if the client has gone."""
         left, looked_at = len(self._counts), time.monotonic()
         shown = [choice.shown for choice in self._asked.choices]
         try:
@@ -214,17 +214,17 @@ class Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # also where the client went before the first event was asked for
+        finally:  # also if the client goes before the first event
             self._answer.close()
 
 
 class Door:
-    """Refuses a request before anything reads it.
+    """Middleware that refuses a request before anything reads it.
 
     Args:
-        hosts: names that the server may be called by. An address in digits is one always: a page from elsewhere can
-            have its own name point here (DNS rebinding), but no address.
-        key: that requests must bring as `Authorization: Bearer ...`; None: they need none.
+        hosts: allowed names of the server. IP addresses are always allowed: a foreign page can make its own name point
+            here (DNS rebinding), but not an address.
+        key: requests need it as `Authorization: Bearer ...`; None: no key is needed.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], key: str | None) -> None:
@@ -242,14 +242,14 @@ class Door:
         await app(scope, receive, send)
 
     def check(self, path: str, headers: Headers) -> None:
-        """Raise RefusedError where a request is not answered."""
+        """Raise RefusedError if a request is not allowed."""
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         if (name := _name(f"//{host}")) not in self.hosts and not _is_address(name):
             raise RefusedError(f"This server is not called {host!r}. Start it with --allow-host to add a name.",
                                status=400, code="unknown_host")
-        # The page's own origin is the host that it asks; behind a proxy, one of the names that were given.
+        # The page's own origin is the host of its request; behind a proxy, one of the given names.
         if origin and origin.partition("//")[2] != host and _name(origin) not in self.hosts.difference(LOCAL):
-            raise RefusedError(f"Pages of {origin!r} may not ask this server.", status=403, code="other_origin")
+            raise RefusedError(f"Pages of {origin!r} may not use this server.", status=403, code="other_origin")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if self.key is not None and path not in OPEN and not (
                 scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.key.encode())):
@@ -258,7 +258,7 @@ class Door:
 
 
 def _name(url: str) -> str:
-    """Of the host; "" where there is none."""
+    """The host name in a URL; "" if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -283,7 +283,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """No such place, or another method."""
+    """Answer a request with an unknown path or method."""
     assert isinstance(error, HTTPException)
     told = RefusedError(f"{request.method} {request.url.path}: {error.detail}. There are GET /v1/models, /health and "
                         f"/, POST /v1/completions, and /v1/chat/completions where the tokenizer has a chat template.")

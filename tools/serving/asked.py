@@ -1,4 +1,4 @@
-"""What a request asks for: its JSON checked, with everything that is wrong said at once."""
+"""Parse and check a request's JSON. One error names everything that is wrong."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from drover.tools.serving.worker import RefusedError
 MOST_CHOICES, MOST_LOGPROBS = 128, 5
 """OpenAI's limits for n and logprobs."""
 MOST_STOPS, LONGEST_STOP = 16, 256
-"""Of a request: strings in `stop`, and characters of each. They are looked for after every token."""
+"""Limits of `stop`: strings, and characters of each. The text is searched for them after every token."""
 LONGEST_TOKEN, SPARE = 32, 10_000
-"""Characters of a text that is made into tokens: so many for each token of the context, and some that a tokenizer may
-leave out. A text of tokens that are longer on average is refused."""
+"""Limit of a text before it is tokenized, in characters: LONGEST_TOKEN for each token of the context, and SPARE for
+characters that a tokenizer drops."""
 UNSUPPORTED = {"presence_penalty": "take repetition_penalty, or leave it out", "suffix": "leave it out",
                "frequency_penalty": "take repetition_penalty, or leave it out", "logit_bias": "leave it out"}
-"""OpenAI's fields that only their default values may have, and what to do."""
+"""OpenAI's fields that are accepted with their default values only, and what to do instead."""
 UNSUPPORTED_IN_CHATS = dict.fromkeys(("echo", "logprobs", "response_format", "tools"), "leave it out")
 Lists = dict[str, list[Any]]
-"""`logprobs` of a choice: four lists, an entry a token."""
+"""`logprobs` of a choice: four lists with one entry per token."""
 KEYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def _listed(value: Any) -> Any:
-    """One text, or one list of ids, as a list of one."""
+    """Put a single text, or a single list of ids, into a list."""
     ids = isinstance(value, list) and value and all(isinstance(each, int) for each in value)
     return [value] if ids or isinstance(value, str) else value
 
 
 class Common(BaseModel):
-    """What both kinds of request may say. top_k, min_p and repetition_penalty are not OpenAI's."""
+    """Fields of both kinds of request. top_k, min_p and repetition_penalty are not OpenAI's."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -73,7 +73,7 @@ class AskedCompletion(Common):
 
 
 class Message(BaseModel):
-    """Of a chat; what else one says is left to the template."""
+    """A message of a chat; other fields are passed to the template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -90,8 +90,8 @@ class AskedChat(Common):
 
 @dataclass(frozen=True)
 class Choice:
-    """A text to be written: the prompt and how it is continued, what is shown before it (`echo`), and what `logprobs`
-    tells of it, where they are asked for."""
+    """A text to generate: the prompt's ids and the sampling settings. shown: the prompt's text if `echo` is set.
+    telling: builds `logprobs`; None without them."""
 
     prompt: list[int]
     sampling: Sampling
@@ -101,10 +101,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be served.
+    """A valid request.
 
-    silent: nothing new is wanted (`max_tokens: 0`): the one token that a text gets is not told. prompt_tokens: of the
-    different prompts together.
+    silent: `max_tokens` is 0: one token is generated for each text, and left out of the answer. prompt_tokens: the sum
+    over the different prompts.
     """
 
     choices: list[Choice]
@@ -118,12 +118,12 @@ Form = TypeVar("Form", AskedCompletion, AskedChat)
 
 
 class Reader:
-    """Reads requests to one model.
+    """Parses requests to one model.
 
     Args:
         name: what clients call the model.
         ending_ids: ids that end a text.
-        template: for chats, where there is one.
+        template: for chats; None if the tokenizer has none.
     """
 
     def __init__(self, opened: OpenedModel, name: str, ending_ids: frozenset[int],
@@ -131,7 +131,7 @@ class Reader:
         self.opened, self.name, self.ending_ids, self.template = opened, name, ending_ids, template
 
     def completion(self, body: bytes) -> Asked:
-        """Read a body of /v1/completions. Raises RefusedError."""
+        """Parse a body of /v1/completions. Raises RefusedError."""
         asked = self._checked(AskedCompletion, body, UNSUPPORTED)
         if asked.best_of not in (None, asked.n):
             raise RefusedError("best_of is not supported: ask for n and choose.", param="best_of")
@@ -145,7 +145,7 @@ class Reader:
         return self._asked(asked, ids, texts, 16 if asked.max_tokens is None else asked.max_tokens)
 
     def chat(self, body: bytes) -> Asked:
-        """Read a body of /v1/chat/completions. Raises RefusedError."""
+        """Parse a body of /v1/chat/completions. Raises RefusedError."""
         assert self.template is not None
         asked = self._checked(AskedChat, body, UNSUPPORTED | UNSUPPORTED_IN_CHATS)
         self._refuse_long(["".join(message.content for message in asked.messages)], "messages")
@@ -162,9 +162,9 @@ class Reader:
             said = parsed_json(body)
             json.dumps(said, ensure_ascii=False).encode()  # a lone surrogate is half of a character
         except UnicodeEncodeError:
-            raise RefusedError("The body has half of a character: a surrogate without the other.") from None
+            raise RefusedError("The body has half of a character: a surrogate without its pair.") from None
         except ValueError as error:
-            raise RefusedError(f"The body is no JSON: {error}.") from None
+            raise RefusedError(f"The body is not JSON: {error}.") from None
         if not isinstance(said, dict):
             raise RefusedError("The body must be a JSON object.")
         for field, instead in unsupported.items():
@@ -174,7 +174,7 @@ class Reader:
             asked = form.model_validate({key: value for key, value in said.items() if value is not None})
         except ValidationError as error:
             names = [".".join(map(str, problem["loc"])) for problem in error.errors()]
-            words = {"extra_forbidden": "{} is not known here.", "missing": "{} is missing."}
+            words = {"extra_forbidden": "{} is not a known field.", "missing": "{} is missing."}
             raise RefusedError(" ".join(words.get(problem["type"], f"{{}}: {problem['msg']}.").format(name)
                                         for name, problem in zip(names, error.errors(), strict=True)),
                                param=names[0]) from None
@@ -184,7 +184,7 @@ class Reader:
         return asked
 
     def _refuse_long(self, texts: list[str], param: str) -> None:
-        """Before they are made into tokens, which takes a tokenizer seconds for megabytes."""
+        """Refuse long texts before they are tokenized, which takes seconds per megabyte."""
         if len(texts) > MOST_CHOICES:
             raise RefusedError(f"{param} has {len(texts)} texts; at most {MOST_CHOICES} are taken.", param=param)
         context = self.opened.config.context_length
@@ -205,7 +205,7 @@ class Reader:
         for ids in prompts:
             if len(ids) + sampling.max_tokens > context:
                 raise RefusedError(f"The prompt has {len(ids)} tokens; with max_tokens {max_tokens} that exceeds the "
-                                   f"model's context of {context}. Shorten it, or ask for fewer tokens.",
+                                   f"model's context of {context}. Shorten it, or give a smaller max_tokens.",
                                    code="context_length_exceeded", param="max_tokens")
         choices = list[Choice]()
         for ids, text in zip(prompts, texts, strict=True):
@@ -221,10 +221,10 @@ class Reader:
 
 
 class Telling:
-    """What `logprobs` tells of one choice's tokens, piece by piece.
+    """Builds `logprobs` of one choice, piece by piece.
 
     Args:
-        prompt: ids that are told first (`echo`), of which the first is given and has no probability.
+        prompt: ids that come first (`echo`). The first of them has no probability.
         shown: their text.
     """
 
@@ -255,12 +255,12 @@ class Telling:
     def _top(self, score: TokenScore) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
-            top.setdefault(self._name(token), logprob)  # of two ids that are written alike the likelier
+            top.setdefault(self._name(token), logprob)  # of two ids with one name, the more probable
         return top
 
     def _name(self, token: int) -> str:
-        """How an id is written: its text; `bytes:\\xf0\\x9f`, as OpenAI does, where that is no whole characters; the
-        name of a special token; `token_id:N` for an id that stands for nothing."""
+        """The name of an id: its text; `bytes:\\xf0\\x9f`, as OpenAI has it, if its bytes are not complete characters;
+        the name of a special token; else `token_id:N`."""
         content = self._content(token)
         try:
             return content.decode() or self._special.get(token, f"token_id:{token}")

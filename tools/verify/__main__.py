@@ -6,9 +6,9 @@ All stages are checked, reused ones too. Outputs are compared with their manifes
 manifests, markers and small records carry checksums of their own, as do TensorBoard's files. Text shards are read
 document by document; token shards are checked for layout, offsets, BOS and EOS, ids and counts, and against the text
 shards, key by key. Input files are compared with the hashes made when they were read. The output also lists files that
-are missing, files that no stage knows, and files that nothing records.
+are missing, unknown files, and files without a recorded hash.
 
-Exit status: 0 all is well; 1 something is wrong, and each file is named with what to do; 2 there is no such run.
+Exit status: 0 no problem; 1 there are problems, and each file is named with what to do; 2 there is no such run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from drover.tools.verify.inventory import Inventory
 
 
-def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool = False) -> Inventory:
-    """Verify a run; the inventory with everything that was found.
+def verify(folder: Path, share: float = 1.0, processes: int = 1, *, show_progress: bool = False) -> Inventory:
+    """Verify a run. Returns the inventory with all problems and notes.
 
     Args:
-        share: of the shards and input files that are read, from 0 to 1; which ones is decided by their names.
-        processes: that read side by side; the report does not depend on them.
-        tell: show how far it is.
+        share: share of the shards and input files to read, from 0 to 1. A hash of their names chooses them.
+        processes: worker processes; the report does not depend on them.
+        show_progress: show a progress bar.
 
     Raises:
         UserError: the folder is no run.
@@ -46,7 +46,7 @@ def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool =
 
     report = Inventory(run=str(folder))
     checks = report.take(share)
-    progress = ProgressBar("verify", "files", len(checks), "checks") if tell else None
+    progress = ProgressBar("verify", "files", len(checks), "checks") if show_progress else None
     with progress or nullcontext():
         for found in in_order(operator.call, checks, min(processes, max(1, len(checks)))):
             report.add(found)
@@ -56,13 +56,13 @@ def verify(folder: Path, share: float = 1.0, processes: int = 1, *, tell: bool =
 
 
 def share_of(text: str) -> float:
-    """A share as `1%` or `0.01`; ArgumentTypeError if it is none."""
+    """Parse a share such as `1%` or `0.01`. Raises ArgumentTypeError."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share. Give 1% or 0.01, and at most 100%.")
+        raise argparse.ArgumentTypeError(f"{text} is not a share. Give 1% or 0.01, and at most 100%.")
     return share
 
 
@@ -70,16 +70,16 @@ def add_options(parser: Parser) -> None:
     """The options."""
     add_run_and_plugins(parser)
     parser.add_argument("--sample", type=share_of, default=1.0, metavar="SHARE",
-                        help="read only this share of the shards and input files (1%%): always the same ones, by their "
-                             "names; all else is read, and of the other shards the size looked at")
+                        help="read only this share of the shards and input files (1%%), always the same ones; of the "
+                             "other shards only the size is checked, and all other files are read")
     parser.add_argument("--processes", type=int, default=usable_cores(), metavar="N",
-                        help="processes that read side by side (default: as many as there are cores)")
+                        help="worker processes (default: one per core)")
     add_json(parser)
 
 
 def work(options: argparse.Namespace) -> int:
     """Verify and print; 1 if something is wrong."""
-    report = verify(options.run, options.sample, processes_asked(options.processes), tell=not options.json)
+    report = verify(options.run, options.sample, processes_asked(options.processes), show_progress=not options.json)
     print(json.dumps(report.as_json(), indent=1) if options.json else "\n".join(report.lines()))
     return bool(report.problems)
 

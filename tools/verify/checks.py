@@ -1,4 +1,4 @@
-"""The checks of a verification: each reads one thing, in a process of its own, and says what it found."""
+"""The checks of a verification. Each reads one or two files, in a worker process, and returns its findings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.token_shards import TokenShard
 from drover.tools.verify.shards import text_problems, token_problems
 
-NOT_SEALED = "notes that carry no seal: only seen to be readable"
-TORN = "torn at its end, as a kill leaves it; sound up to there"
-WENT = "went while the run was looked at"
-GONE = "not there any more, which is no problem: what was made of it is checked by itself"
+NOT_SEALED = "notes without a checksum: only checked to be readable"
+TORN = "truncated at the end, as a kill leaves it; valid up to there"
+WENT = "removed while the run was verified"
+GONE = "input files that no longer exist; no problem, since their outputs are checked"
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file that is not what it should be: what is wrong with it, and what to do."""
+    """A file with a problem: what is wrong, and what to do."""
 
     file: str
     what: str
@@ -35,7 +35,7 @@ class Problem:
 
 
 class Recorded(NamedTuple):
-    """A file of a folder, what is recorded of it (path, bytes, sha256), and what to do if it is something else."""
+    """A file in a folder, its record (path, bytes, sha256), and what to do if they do not match."""
 
     folder: Path
     record: Record
@@ -49,12 +49,12 @@ class Recorded(NamedTuple):
 
 @dataclass
 class Findings:
-    """What checks found.
+    """Results of checks.
 
     Attributes:
         problems: in the order of the checks.
-        files, bytes: that were read and compared with what is recorded of them.
-        notes: files by what is to be known of them, such as that nothing records their content; no problems.
+        files, bytes: how many were read and compared with their records.
+        notes: files by remark, such as that nothing records their content. Notes are no problems.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -63,15 +63,15 @@ class Findings:
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def problem(self, file: Path | str, what: str, do: str) -> None:
-        """Something is wrong with a file."""
+        """Add a problem of a file."""
         self.problems.append(Problem(str(file), what, do))
 
     def note(self, note: str, *files: Path | str) -> None:
-        """Something to be known of files that is no problem."""
+        """Add a remark about files that is no problem."""
         self.notes.setdefault(note, []).extend(map(str, files))
 
     def add(self, found: Findings) -> None:
-        """Take in what another check found."""
+        """Add the findings of another check."""
         self.problems += found.problems
         self.files += found.files
         self.bytes += found.bytes
@@ -83,7 +83,7 @@ class Findings:
         return asdict(self)
 
     def compare(self, file: Recorded, *, hashed: bool = True) -> str:
-        """Compare a file's size, and its hash, with its record: "" as it should be, else "size" or "content"."""
+        """Compare a file's size, and its hash, with its record. Returns "" if they match, else "size" or "content"."""
         path, record, do = file.path, file.record, file.do
         try:
             size = path.stat().st_size
@@ -105,10 +105,10 @@ class Check:
     """One check.
 
     Attributes:
-        function: told where to note what it finds, and the arguments.
-        arguments: the files among them, paths or `Recorded`, are those that it reads.
-        passing: a run at work may remove them meanwhile.
-        counted: whether they are read, and not only looked at.
+        function: called with the findings to add to, and the arguments.
+        arguments: the paths and `Recorded` among them are the files that it reads.
+        passing: a run that is working may remove the files meanwhile.
+        counted: whether the files are read, not only their sizes.
     """
 
     function: Callable[..., None]
@@ -118,41 +118,36 @@ class Check:
 
     @property
     def files(self) -> list[Path]:
-        """What it reads."""
+        """The files that it reads."""
         return [one.path if isinstance(one, Recorded) else one for one in self.arguments
                 if isinstance(one, Recorded | Path)]
 
     def __call__(self) -> Findings:
-        """Do it. What goes wrong in it is a problem of what it reads, and ends no other."""
+        """Run the check. An exception becomes a problem of the files that it reads."""
         found = Findings()
         try:
             self.function(found, *self.arguments)
             sizes = [path.stat().st_size for path in self.files if self.counted and path.is_file()]
             found.files, found.bytes = len(sizes), sum(sizes)
-        except Exception as error:  # noqa: BLE001 - a damaged file may upset any library; it is named
+        except Exception as error:  # noqa: BLE001 - a damaged file may make any library fail
             of = getattr(error, "filename", None)
             for file in [of] if isinstance(of, str) else self.files:
                 found.problem(file, f"it cannot be read ({type(error).__name__}: {error})",
-                              "Look at the disk, and put a sound file there")
+                              "Check the disk, and put a valid file there")
         if self.passing and found.problems and (gone := [path for path in self.files if not path.exists()]):
             found = Findings()
             found.note(WENT, *gone)
         return found
 
 
-def check_file(found: Findings, file: Recorded) -> None:
-    """A file by its record."""
-    found.compare(file)
-
-
-def check_size(found: Findings, file: Recorded) -> None:
-    """Only the size, of a shard that the sample leaves out."""
-    found.compare(file, hashed=False)
+def check_file(found: Findings, file: Recorded, hashed: bool = True) -> None:
+    """Compare a file with its record. hashed: False for a shard that the sample leaves out: only the size."""
+    found.compare(file, hashed=hashed)
 
 
 def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None, vocabulary: Record | None) -> None:
-    """A text shard, the token shard made of it, or both, each against the other. vocabulary: the tokenizer's record,
-    without which tokens are only hashed."""
+    """Check a text shard, its token shard, or both against each other. vocabulary: the tokenizer's record; without it
+    token shards are only hashed."""
     made = None
     if tokens is not None:
         state = found.compare(tokens)
@@ -162,7 +157,7 @@ def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None,
         if text is not None and not state:
             made = TokenShard(tokens.path, tokens.record)
             if (before := tokens.record["input_sha256"]) != (now := text.record["sha256"]):
-                found.problem(tokens.path, f"it was made of another state of {text.record['path']} (sha256 "
+                found.problem(tokens.path, f"it was made from another version of {text.record['path']} (sha256 "
                                            f"{before[:12]}, not {now[:12]})", "Run --stage encode --force")
     if text is not None and (state := found.compare(text)) != "size":
         own, other = text_problems(text.folder, text.record, None if state else made)
@@ -173,53 +168,53 @@ def check_shard(found: Findings, text: Recorded | None, tokens: Recorded | None,
 
 
 def check_source(found: Findings, path: Path, record: Record, stage: str) -> None:
-    """A file from outside of the run, by the hash that was made while the stage read it."""
+    """Compare an input file with the hash that was made when the stage read it."""
     try:
         stat = path.stat()
     except FileNotFoundError:
         found.note(GONE, path)
         return
     if (now := content_hash(path, record["sha256"])) != record["sha256"]:
-        kept = ", though it has the same time" if stat.st_mtime_ns == record["mtime_ns"] else ""
-        found.problem(path, f"it has other content than when the stage {stage} read it (as {record['name']}){kept}: "
+        kept = ", though its modification time is the same" if stat.st_mtime_ns == record["mtime_ns"] else ""
+        found.problem(path, f"its content changed after the stage {stage} read it (as {record['name']}){kept}: "
                             f"{_short(record['sha256'])} -> {_short(now)}",
-                      f"Put back what was there, or run --stage {stage} --force, which takes what is there now")
+                      f"Put the old file back, or run --stage {stage} --force with the new one")
 
 
 def check_seal(found: Findings, path: Path, do: str, required: bool = False) -> None:
-    """A record that is sealed with the hash of its own bytes; of a note that is not, whether it is JSON at all."""
+    """Check a record's checksum of its own bytes. A note without one only has to be valid JSON."""
     seal = seal_of(path)
     if seal == "damaged":
-        found.problem(path, "it is not what was written: its seal does not fit its bytes", do)
+        found.problem(path, "its checksum does not match its content", do)
     elif seal == "not sealed" and required:
-        found.problem(path, "its seal is gone: it was cut or edited", do)
+        found.problem(path, "its checksum is missing: it was cut or edited", do)
     elif seal == "not sealed":
         try:
             found.note(NOT_SEALED, path)
             if path.suffix == ".json":
                 read_json(path)
         except ValueError as error:
-            found.problem(path, f"it is no JSON ({error})", do)
+            found.problem(path, f"it is not JSON ({error})", do)
 
 
 def check_ledger(found: Findings, path: Path, do: str) -> None:
-    """A ledger of finished tasks, whose lines are sealed one by one; a kill leaves the last one of a start torn."""
+    """Check a ledger of finished tasks. Each line has a checksum; a kill may leave the last one truncated."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if sealing(line) != "sealed" and re.search(rb'"seal": ".{64}|[0-9a-f]{64}', line[-90:]):
-                found.problem(path, f"line {number} is not what was written: its seal does not fit", do)
+                found.problem(path, f"the checksum of line {number} does not match", do)
 
 
 def check_plan(found: Findings, path: Path) -> None:
-    """A packing's plan of a shard."""
+    """Check the packing plan of a shard."""
     if not is_sound(path):
-        found.problem(path, "it was torn or changed", "Delete it: training makes it anew")
+        found.problem(path, "it is truncated or changed", "Delete it: training makes it again")
 
 
 def check_tensorboard(found: Findings, path: Path) -> None:
-    """A file of TensorBoard's: each of its records carries checksums."""
+    """Check a TensorBoard file by the checksums of its records."""
     if find_spec("tensorboard") is None:
-        found.note("curves that are not read, since the package tensorboard is not installed", path)
+        found.note("TensorBoard files that were not read, since the package tensorboard is not installed", path)
         return
     from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
@@ -233,7 +228,7 @@ def check_tensorboard(found: Findings, path: Path) -> None:
         if "truncated record" in str(error):
             found.note(TORN, path)
         else:
-            found.problem(path, f"a record of it is not what was written ({error})",
+            found.problem(path, f"the checksum of one of its records does not match ({error})",
                           "Delete it; the curves are in train/metrics.jsonl too")
 
 

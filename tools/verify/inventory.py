@@ -1,5 +1,5 @@
-"""Everything that lies in a run, and the check of each file: by its stage's manifest, a checkpoint's marker, or its own
-seal. A file that has none of these is noted."""
+"""All files of a run, and the check of each: by its stage's manifest, a checkpoint's marker, or its own checksum. Files
+without any of these are listed in a note."""
 
 from __future__ import annotations
 
@@ -35,25 +35,24 @@ from drover.tools.verify.checks import (
     check_plan,
     check_seal,
     check_shard,
-    check_size,
     check_source,
     check_tensorboard,
 )
 
-ASIDE = "set aside or not finished: nobody uses it, and it is not read"
-LOGS = "logs and notes, which have no end: nothing records their content"
+ASIDE = "quarantined or not finished: unused, and not read"
+LOGS = "logs and notes: nothing records their content"
 BEGUN = "of a stage that is not finished: nothing records its content yet"
-BEHIND = "behind a record that is damaged: not read"
-ELSEWHERE = "runs of their own beside training: verify them with --run"
-OTHERS = "beside the stages: no part of the run"
-CLEARED = "of an evaluation beside training: removed once it had its result"
-FAR = "in an object store: not read again"
-SENT = "notes of what was sent to an object store: drover.tools.copy_tokens --compare looks at what lies there"
+BEHIND = "listed in a damaged record: not read"
+ELSEWHERE = "separate runs that evaluate checkpoints: verify them with --run"
+OTHERS = "outside of the stages: not part of the run"
+CLEARED = "of the evaluation of a checkpoint: removed when it had its result"
+FAR = "in an object store: not read"
+SENT = "records of uploads to an object store: drover.tools.copy_tokens --compare checks the uploaded files"
 UNSAMPLED = "input files that the sample leaves out"
 PACKING = "packing"
 _ONCE = ("copying.json", GENERATION, ROLLBACKS, STARTED)
-"""Records of a stage that it does not make again; the first of what training sent to a store."""
-_CHECKPOINT = ("Put the right file back, or run --stage train again: where it needs this checkpoint it sets it aside "
+"""Records that a stage cannot make again. The first is of uploads."""
+_CHECKPOINT = ("Put the right file back, or run --stage train again: if it needs this checkpoint, it quarantines it "
                "and continues from the one before")
 _ENDLESS = (".log", ".txt", ".err", ".out")
 _OPEN = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
@@ -64,10 +63,10 @@ class Inventory(Findings):
     """The files of a run, and the checks of them, in order.
 
     Attributes:
-        run: its folder. share: of the shards that are read, by a hash of their names; of others only the size is looked
-            at, but of each split one is read in any case.
-        shards, shards_read: text and token shards there are, and those that are read.
-        recorded: files of which a manifest or marker has a record.
+        run: its folder. share: share of the shards to read, chosen by a hash of their names; of the others only the
+            size is checked. At least one shard of each split is read.
+        shards, shards_read: text and token shards in all, and those that are read.
+        recorded: files that a manifest or marker lists.
     """
 
     run: str = ""
@@ -80,10 +79,10 @@ class Inventory(Findings):
         self.recorded, self.manifests = set[Path](), dict[str, tuple[Path, Manifest]]()
 
     def take(self, share: float = 1.0) -> list[Check]:
-        """All checks."""
+        """Find all files. Returns their checks."""
         self.share, config = share, self.folder / "config.yaml"
-        self._sealed(config, "Put it back from a copy, or run a stage of this run again with the configuration that it "
-                             "was given, which writes it")
+        self._sealed(config, "Restore it from a copy, or run a stage of this run again with its original "
+                             "configuration: this writes it again")
         run = None
         try:
             run = run_in(self.folder)
@@ -94,15 +93,15 @@ class Inventory(Findings):
         for stage, folder in folders.items():
             self._stage(stage, folder)
         self._shards(bool(run and run.config.train.tokens_from))
-        self._beside({*folders})
+        self._outside_stages({*folders})
         return self.checks
 
     def lines(self, shown: int = 3) -> list[str]:
-        """The report for a person; of each note so many files are named."""
+        """The report as lines of text, with `shown` files of each note."""
         sampled = f" ({self.shards_read:,} of {self.shards:,} shards; of the others the size)" \
             if self.shards != self.shards_read else ""
-        told = [f"{self.run}: {self.files:,} files, {self.bytes / 1e6:,.1f} MB read and compared with what is recorded "
-                f"of them{sampled}"]
+        told = [f"{self.run}: {self.files:,} files, {self.bytes / 1e6:,.1f} MB read and compared with their "
+                f"records{sampled}"]
         for note, files in sorted(self.notes.items()):
             more = f" ... and {len(files) - shown:,} more" if len(files) > shown else ""
             told.append(f"{note}: {len(files):,} ({', '.join(files[:shown])}{more})")
@@ -110,11 +109,11 @@ class Inventory(Findings):
                 f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
 
     def _sealed(self, path: Path, do: str, *, passing: bool = False) -> None:
-        """A record that has to have its seal."""
+        """Check a record that needs a checksum."""
         self.checks.append(Check(check_seal, (path, do, True), passing))
 
     def _passing(self, function: Callable[..., None], path: Path, *given: str) -> None:
-        """A file that a run at work may remove."""
+        """Check a file that a run that is working may remove."""
         self.checks.append(Check(function, (path, *given), passing=True))
 
     def _file(self, folder: Path, record: dict[str, Any], do: str, *, passing: bool = False) -> None:
@@ -123,12 +122,12 @@ class Inventory(Findings):
         self.checks.append(Check(check_file, (file,), passing))
 
     def _stage(self, stage: str, folder: Path) -> None:
-        """The manifest of a stage, what it and the markers of checkpoints name, and what else is in its folder."""
+        """The manifest of a stage, the files that it and the markers of checkpoints list, and all others there."""
         if not folder.is_dir():
             return
         path, damaged, finished = folder / MANIFEST, False, False
         if path.exists():
-            do = f"Put it back from a copy, or run --stage {stage} --force"
+            do = f"Restore it from a copy, or run --stage {stage} --force"
             self._sealed(path, do)
             try:
                 damaged = seal_of(path) != "sealed"
@@ -147,7 +146,7 @@ class Inventory(Findings):
                 self._other(stage, path, path.relative_to(folder), BEHIND if damaged else "" if finished else BEGUN)
 
     def _outputs(self, stage: str, folder: Path, manifest: Manifest) -> None:
-        # What the evaluation of a checkpoint removes once it has its result (launch/slurm/evaluations.py).
+        # The evaluation of a checkpoint removes these when it has its result (launch/slurm/evaluations.py).
         cleared = {"train": CHECKPOINTS, "convert": "hf"}.get(stage, "")
         if cleared and self.folder.resolve().parent.name == EVALUATIONS.name and not (folder / cleared).exists() \
                 and (self.folder / "evaluate" / MANIFEST).is_file():
@@ -158,7 +157,7 @@ class Inventory(Findings):
             if _is_shard(stage, record):
                 self.recorded.add(folder / record["path"])
             elif not cleared or PurePosixPath(record["path"]).parts[0] != cleared:
-                self._file(folder, record, _mend(stage))
+                self._file(folder, record, _repair(stage))
         for record in manifest.files:
             if "://" in record["path"]:
                 self.note(FAR, record["path"])
@@ -168,7 +167,7 @@ class Inventory(Findings):
                 self.note(UNSAMPLED, record["path"])
 
     def _checkpoint(self, folder: Path) -> None:
-        """The marker of a checkpoint, and the files that it names and no manifest does."""
+        """The marker of a checkpoint that no manifest lists, and its files."""
         path = folder / MARKER
         if path in self.recorded or not path.is_file():
             return
@@ -184,17 +183,17 @@ class Inventory(Findings):
             self.note(BEHIND, *behind)
             return
         for record in marker["files"]:
-            # Without its marker it is one that a run at work removes just now.
+            # If the marker is gone too, a run that is working is removing the checkpoint.
             self._file(folder, record, _CHECKPOINT, passing=(folder / record["path"]).exists() or not path.exists())
 
     def _other(self, stage: str, path: Path, inside: Path, unfinished: str) -> None:
-        """A file in a stage's folder that no record names."""
+        """A file in a stage's folder that no record lists."""
         name, parts = inside.as_posix(), inside.parts
-        if any(map(_set_aside, parts)) or (parts[0] == CHECKPOINTS and len(parts) > 2
+        if any(map(_quarantined, parts)) or (parts[0] == CHECKPOINTS and len(parts) > 2
                                            and not (path.parents[len(parts) - 3] / MARKER).exists()):
             self.note(ASIDE, path)
         elif parts[0] == CHECKPOINTS and len(parts) > 2:
-            self.problem(path, f"{MARKER} beside it does not name it", "Move it away")
+            self.problem(path, f"the checkpoint's {MARKER} does not list it", "Move it away")
         elif parts[0] == SENT_NOTES:
             self.note(SENT, path)
         elif parts[0] == PACKING:
@@ -202,19 +201,19 @@ class Inventory(Findings):
         elif name == PROGRESS or parts[0] in ("hangs", "profile") or path.suffix in _ENDLESS:
             self.note(LOGS, path)
         elif parts[0] == UNITS and path.suffix == ".jsonl":
-            self._passing(check_ledger, path, f"Delete it: --stage {stage} does again what it needs")
+            self._passing(check_ledger, path, f"Delete it: --stage {stage} repeats what it needs")
         elif parts[0] == UNITS or (path.suffix == ".json" and len(parts) == 1):
-            self._passing(check_seal, path, "Put it back from a copy: it cannot be made again" if name in _ONCE else
-                          f"Delete it: --stage {stage} writes what it needs of it")
+            self._passing(check_seal, path, "Restore it from a copy: it cannot be made again" if name in _ONCE else
+                          f"Delete it: --stage {stage} writes it again if it needs it")
         elif unfinished or name in _OPEN:
             self.note(unfinished or LOGS, path)
         else:
-            self.problem(path, f"no record of the stage {stage} names it: the run did not make it, and reads it "
-                               f"nowhere", "Move it away if it is yours; else look who writes there")
+            self.problem(path, f"no record of the stage {stage} lists it: the run neither wrote it nor reads it",
+                         "Move it away if it is yours; else find out who writes there")
 
     def _shards(self, stored: bool) -> None:
-        """Each text shard with the token shard made of it. stored: token shards are read from an object store, and may
-        be missing here."""
+        """Each text shard with its token shard. stored: token shards are read from an object store, and may be missing
+        here."""
         texts, tokens = (self.manifests.get(stage) for stage in ("shard", "encode"))
         of_text = {record["input"]: record for record in tokens[1].outputs} if tokens else {}
         records = {record["path"]: record for record in (texts[1].outputs if texts else ())
@@ -225,7 +224,7 @@ class Inventory(Findings):
         always = {min(own, key=_place) for split in SPLITS
                   if (own := [name for name in names.values() if name.startswith(f"{split}/")])}
         for path, name in names.items():
-            text, token = (Recorded(made[0], record, _mend(stage)) if made and record else None
+            text, token = (Recorded(made[0], record, _repair(stage)) if made and record else None
                            for stage, made, record in (("shard", texts, records.get(path)),
                                                        ("encode", tokens, of_text.get(path))))
             if stored and token and not token.path.exists():
@@ -237,10 +236,10 @@ class Inventory(Findings):
                 self.shards_read += len(there)
                 self.checks.append(Check(check_shard, (text, token, vocabulary)))
             else:
-                self.checks += [Check(check_size, (side,), counted=False) for side in there]
+                self.checks += [Check(check_file, (side, False), counted=False) for side in there]
         if texts and tokens and len(of_text) != len(records):
-            self.problem(tokens[0] / MANIFEST, f"it has {len(of_text):,} token shards of {len(records):,} text shards",
-                         "Run --stage encode --force")
+            self.problem(tokens[0] / MANIFEST, f"it lists {len(of_text):,} token shards for {len(records):,} text "
+                                               f"shards", "Run --stage encode --force")
 
     def _vocabulary(self) -> dict[str, Any] | None:
         if (made := self.manifests.get("tokenizer")) is None:
@@ -248,14 +247,14 @@ class Inventory(Findings):
         try:
             return vocabulary_record(made[0])
         except (UserError, AttributeError) as error:
-            self.problem(made[0] / RECORD, str(error), _mend("tokenizer"))
+            self.problem(made[0] / RECORD, str(error), _repair("tokenizer"))
             return None
 
     def _chosen(self, name: str) -> bool:
         return self.share >= 1 or _place(name) < self.share
 
-    def _beside(self, stages: set[str]) -> None:
-        """What lies in the run folder itself."""
+    def _outside_stages(self, stages: set[str]) -> None:
+        """Files of the run folder that belong to no stage."""
         made = self.manifests.get("report")
         reports = {record["path"]: record for record in made[1].outputs} if made else {}
         for path in _files(self.folder):
@@ -271,7 +270,7 @@ class Inventory(Findings):
                 self._passing(check_ledger, path, "Delete it, if nothing runs")
             elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
-            elif first == "evaluations" or _set_aside(first):
+            elif first == "evaluations" or _quarantined(first):
                 self.note(ELSEWHERE if first == "evaluations" else ASIDE, path)
             elif path.suffix == ".json":
                 self._passing(check_seal, path, "Delete it, if nothing runs")
@@ -280,7 +279,7 @@ class Inventory(Findings):
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files below a folder, in one order everywhere."""
+    """All files below a folder, sorted."""
     for place, folders, names in os.walk(folder):
         folders.sort()
         yield from (Path(place) / name for name in sorted(names))
@@ -290,14 +289,14 @@ def _is_shard(stage: str, record: dict[str, Any]) -> bool:
     return stage in ("shard", "encode") and record.get("split") in SPLITS
 
 
-def _set_aside(name: str) -> bool:
+def _quarantined(name: str) -> bool:
     return name.endswith((".tmp", ".damaged", ".partial")) or name.startswith("set-aside-") or ".replaced" in name
 
 
-def _mend(stage: str) -> str:
-    return f"Put the right file back, or delete it and run --stage {stage} again, which makes what is missing"
+def _repair(stage: str) -> str:
+    return f"Put the right file back, or delete it and run --stage {stage} again: it makes missing files"
 
 
 def _place(name: str) -> float:
-    """A number from 0 to 1 that belongs to a name."""
+    """A number from 0 to 1, by a hash of a name."""
     return int(hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:13], 16) / 16**13

@@ -1,6 +1,6 @@
-"""Text and token shards read to their end: whether they hold what their records say, and one what the other does.
+"""Read text and token shards to their end: compare them with their records, and with each other.
 
-Of a text shard one document is in memory, of a token shard the places at which its documents begin and `CHUNK` tokens.
+Of a text shard one document is in memory; of a token shard the offsets of its documents and `CHUNK` tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Record = dict[str, Any]
 
 
 def text_problems(folder: Path, record: Record, tokens: TokenShard | None = None) -> tuple[list[str], list[str]]:
-    """What is wrong with a text shard (its tar, its members' names, its counts), and with the token shard made of it:
-    whether that has the same documents, in order, by key and length. The text is read once."""
+    """Problems of a text shard (its tar, its members' names, its counts), and of its token shard. That must have the
+    same documents in the same order, by key and length. The text is read once."""
     text_bytes, number, other = 0, -1, list[str]()
     try:
         for number, document in enumerate(read_shard(folder, record)):
@@ -35,13 +35,13 @@ def text_problems(folder: Path, record: Record, tokens: TokenShard | None = None
                 try:
                     found = tokens.document_key(number), tokens.document_bytes(number)
                 except UserError as error:
-                    other.append(_told(error, tokens.path))
+                    other.append(_without_path(error, tokens.path))
                     continue
                 if found != (key := document.key.partition("-")[0], length):
                     other.append(f"its document {number:,} is {found[0]} of {found[1]:,} bytes; in {record['path']} it "
                                  f"is {key} of {length:,}")
     except UserError as error:
-        return [_told(error, folder / record["path"])], other
+        return [_without_path(error, folder / record["path"])], other
     if tokens is not None and number + 1 != tokens.documents:
         other.append(f"it holds {tokens.documents:,} documents, {record['path']} {number + 1:,}")
     return _count_problems(record, text_bytes), other
@@ -53,10 +53,10 @@ def _count_problems(record: Record, text_bytes: int) -> list[str]:
 
 
 def token_problems(path: Path, record: Record, vocabulary: Record, *, mapped: bool) -> list[str]:
-    """What is wrong with a token shard: layout, offsets, BOS and EOS, ids, counts.
+    """Problems of a token shard: layout, offsets, BOS and EOS, ids, counts.
 
-    vocabulary: of the tokenizer stage (size, bos_id, eos_id, sha256). mapped: also read it as Arrow does, which a
-    damaged file may take badly.
+    vocabulary: of the tokenizer stage (size, bos_id, eos_id, sha256). mapped: also read it with Arrow, which a damaged
+    file may crash.
     """
     try:
         shard = TokenShard(path, record)
@@ -65,11 +65,11 @@ def token_problems(path: Path, record: Record, vocabulary: Record, *, mapped: bo
         return [*(_arrow_problems(path, record, vocabulary) if mapped else ()),
                 *_id_problems(shard, shard.read_offsets(), vocabulary), *_count_problems(record, text_bytes)]
     except UserError as error:
-        return [_told(error, path)]
+        return [_without_path(error, path)]
 
 
 def _arrow_problems(path: Path, record: Record, vocabulary: Record) -> Iterator[str]:
-    """Whether Arrow sees the columns where the record says that they are, and the schema names the vocabulary."""
+    """Compare Arrow's columns with the record, and the schema with the vocabulary."""
     batch = read_batch(path)
     if batch.num_rows != record["docs"]:
         yield f"Arrow reads {batch.num_rows:,} documents, its record says {record['docs']:,}"
@@ -84,7 +84,7 @@ def _arrow_problems(path: Path, record: Record, vocabulary: Record) -> Iterator[
 
 
 def _id_problems(shard: TokenShard, offsets: NDArray[np.int64], vocabulary: Record) -> Iterator[str]:
-    """The first id outside the vocabulary, and the first BOS or EOS that is where none should be or missing."""
+    """The first id outside of the vocabulary, and the first BOS or EOS that is missing or misplaced."""
     starts, ends, bos, eos = offsets[:-1], offsets[1:] - 1, vocabulary["bos_id"], vocabulary["eos_id"]
     bounds = {"BOS": (bos, starts), "EOS": (eos, ends)} if bos != eos else {
         "BOS, which is EOS too,": (bos, np.union1d(starts, ends))}  # some vocabularies have one token for both
@@ -105,10 +105,10 @@ def _id_problems(shard: TokenShard, offsets: NDArray[np.int64], vocabulary: Reco
             wrong = np.setxor1d(np.flatnonzero(tokens == number) + start, here)
             if name not in told and wrong.size:
                 told.add(name)
-                what = "is missing at" if int(wrong[0]) in here else "stands inside of a document at"
+                what = "is missing at" if int(wrong[0]) in here else "is inside of a document at"
                 yield f"{name} {what} its token {wrong[0]:,} ({where(int(wrong[0]))})"
 
 
-def _told(error: UserError, path: Path) -> str:
-    """The error without the path, which is told before it, and without what to do, which is told after it."""
+def _without_path(error: UserError, path: Path) -> str:
+    """The error without the path and without what to do: a problem adds both."""
     return str(error).removeprefix(f"{path} ").partition(". ")[0].rstrip(".")

@@ -7,7 +7,7 @@
     drover trace runs/demo --document 1f3a9c04
     drover trace runs/demo --id pages.jsonl:17
 
-Nothing was stored for this: the order of samples is a function of the sample number, and is computed again.
+Nothing is stored for this: the order of samples is a function of the sample number, and is computed again.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def add_options(parser: Parser) -> None:
     asked.add_argument("--samples", type=int, nargs=2, metavar=("FIRST", "END"),
                        help="samples [FIRST, END) instead of a step, e.g. those that a rollback left out")
     asked.add_argument("--find", metavar="TEXT", help="documents whose text contains this")
-    asked.add_argument("--document", metavar="KEY", help="the document with this key, or the first digits of it")
-    asked.add_argument("--id", help="documents of this id, also those that were dropped: their own one, or file:record "
-                                    "or file@offset")
+    asked.add_argument("--document", metavar="KEY", help="the document with this key, or with these first digits")
+    asked.add_argument("--id", help="documents with this id, also dropped ones; an id of their own, file:record or "
+                                    "file@offset")
     parser.add_argument("--rank", type=int, help="only this data-parallel rank's samples (with --ranks)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks that the step ran on")
     parser.add_argument("--text", action="store_true", help="print the text of each piece or document")
     add_json(parser)
-    parser.add_argument("--source", help="look only in this source (--find, --document, --id)")
+    parser.add_argument("--source", help="search only this source (--find, --document, --id)")
     parser.add_argument("--ignore-case", action="store_true", help="ignore case (--find)")
-    parser.add_argument("--limit", type=int, default=20, help="show at most so many documents (default 20)")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="show at most N documents (default 20)")
     parser.add_argument("--processes", type=int, help="processes that search (default: one a core, at most eight)")
 
 
 def work(options: argparse.Namespace) -> None:
     """Search and print."""
-    # A worker process of the search imports this file, and needs nothing of training.
+    # Worker processes of the search import this file: keep training out of it.
     from drover.pipeline.contract.run import run_in
 
     run = run_in(options.run)

@@ -15,7 +15,7 @@ from drover.tools.where.steps import Steps
 
 
 def show(steps: Steps, options: argparse.Namespace) -> None:
-    """Print the pieces of the asked step or samples: lines, or with `--json` one object."""
+    """Print the pieces of `--step` or `--samples`, as lines or with `--json` as one object."""
     from drover.pipeline.tokenization.kinds import load_tokenizer
 
     notes, title = list[str](), "" if options.step is None else f"step {options.step}: "
@@ -49,8 +49,8 @@ def _asked(options: argparse.Namespace) -> np.ndarray:
 
 
 def _of_step(options: argparse.Namespace, steps: Steps, notes: list[str]) -> np.ndarray:
-    """The sample numbers of a step (and rank), as logged or, where it is not done yet, as it will be; what is to be
-    said of it goes to `notes`."""
+    """The sample numbers of a step (and rank), as logged, or as planned if it is not done yet. Adds remarks to
+    `notes`."""
     step, rank, ranks = options.step, options.rank, options.ranks
     if step < 1 or not 0 <= (rank or 0) < ranks:
         raise UserError(f"--step counts from 1, --rank from 0 below --ranks; asked: step {step}, rank {rank} of "
@@ -58,7 +58,7 @@ def _of_step(options: argparse.Namespace, steps: Steps, notes: list[str]) -> np.
     steps.check_ranks(step)
     steps.warn_of_drift()
     if step > steps.done:
-        notes.append(f"this run has done {steps.done} steps; this is what step {step} would see")
+        notes.append(f"this run has done {steps.done} steps; these are the planned samples of step {step}")
     if why := steps.skipped(step):
         notes.append(f"the update of step {step} was skipped ({why})")
     samples = steps.samples(step)

@@ -1,4 +1,4 @@
-"""From a document to the steps that saw it, and to the file and record that it was read from."""
+"""From a document to the steps that trained on it, and to its source file and record."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SHORTEST_KEY = 4
 
 
 def trace(steps: Steps, options: argparse.Namespace) -> None:
-    """Print what became of the documents that are asked for: lines, or with `--json` one object.
+    """Print where documents were used: lines, or with `--json` one object.
 
     Raises:
-        UserError: there is none, or what was asked means nothing.
+        UserError: no document was found, or the options make no sense.
     """
     wanted, tracer = _wanted(options), Tracer(steps)
     steps.warn_of_drift()
@@ -49,7 +49,7 @@ def trace(steps: Steps, options: argparse.Namespace) -> None:
 
 
 class Tracer:
-    """A run whose documents are followed."""
+    """Finds documents of a run, and the steps that used them."""
 
     def __init__(self, steps: Steps) -> None:
         steps.check_ranks()
@@ -60,7 +60,7 @@ class Tracer:
 
     def documents(self, wanted: Wanted, source: str | None, processes: int,
                   limit: int) -> tuple[list[dict[str, Any]], bool]:
-        """What there is to say of each document that is looked for; and whether there are more than `limit`."""
+        """The record of each document that was found, and whether there are more than `limit`."""
         if wanted.key:
             return self._of_key(wanted, source, processes, limit)
         told: list[dict[str, Any]] = []
@@ -89,7 +89,7 @@ class Tracer:
         """A document in a text shard, of either split."""
         row = self._rows.get(Path(shard).with_suffix(TOKEN_SHARD).as_posix())
         if row is None:
-            raise UserError(f"The stage encode has no token shard of {self.corpus.folder / shard}: it was made of "
+            raise UserError(f"The stage encode has no token shard of {self.corpus.folder / shard}: it was made from "
                             f"other text shards. Run it again.")
         about = self.table.record(row)
         tokens = TokenShard(self.tokens / about["path"], about)
@@ -108,7 +108,7 @@ class Tracer:
         return {**record, "readings": list(self._readings(row, number))}
 
     def _readings(self, row: int, document: int) -> Iterator[dict[str, Any]]:
-        """When a document is read, in the order of samples."""
+        """The readings of a document, in the order of samples."""
         for pool, shards in enumerate(self.data.shards):
             for index in np.flatnonzero(shards.rows == row).tolist():
                 for one in readings(self.data, pool, index, document, self.steps.end):
@@ -125,7 +125,7 @@ class Tracer:
                 "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}), **origin}
 
     def _with_duplicates(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same, with what was dropped for each kept document; and the key of that kept for each dropped one."""
+        """The same, with the duplicates of each kept document, and the key of the kept one for each duplicate."""
         kept = {(record["source"], record["id"]): record for record in told
                 if record["split"] in SPLITS and "id" in record}
         for row in self.corpus.duplicates(of=set(kept)) if kept else ():
@@ -144,12 +144,12 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         key = options.document.lower().removesuffix(SUFFIX).partition("-")[0]
         if not re.fullmatch(rf"[0-9a-f]{{{SHORTEST_KEY},32}}", key):
             raise UserError(f"--document takes a key of 32 hexadecimal digits or its first {SHORTEST_KEY} at least; "
-                            f"asked: {options.document}. --find looks for text, --id for a document's own id.")
+                            f"asked: {options.document}. --find searches for text, --id for a document's own id.")
         return Wanted(key=key)
     if options.id is not None:
         return Wanted(ids=frozenset({(options.source or "", options.id)}))
     if not options.find:
-        raise UserError("--find takes the text to look for; asked: nothing.")
+        raise UserError("--find needs a text to search for; asked: nothing.")
     return Wanted(text=options.find, ignore_case=options.ignore_case)
 
 
@@ -158,8 +158,8 @@ def _nothing(options: argparse.Namespace, corpus: Corpus) -> str:
         f"with the id {options.id}" if options.id is not None else f"that holds {options.find!r}"
     where = f" in the source {options.source}" if options.source else ""
     aside = "" if any(record.get("split") == DROPPED for record in corpus.manifest.outputs) else \
-        " (what filters dropped was not kept: shard.keep_dropped)"
-    copies = "" if corpus.names_duplicates else "; which copies were dropped was not recorded (shard.keep_dropped)"
+        " (documents that filters dropped were not kept: shard.keep_dropped)"
+    copies = "" if corpus.names_duplicates else "; dropped duplicates were not recorded (shard.keep_dropped)"
     unknown = f" There is no such source; there are {', '.join(corpus.sources)}." \
         if options.source not in (None, "", *corpus.sources) else ""
     return f"No document {what}{where} is in the shards of {corpus.folder}{aside}{copies}.{unknown}"

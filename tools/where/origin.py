@@ -1,4 +1,4 @@
-"""Where a document came from: its source file and record, and the copies that were dropped for it."""
+"""Where a document came from: its source file and record, and its dropped duplicates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Corpus:
 
     Attributes:
         folder, manifest: of the shard stage, here or in the run that is reused.
-        sources: the names of the configured ones.
+        sources: names of the configured sources.
     """
 
     def __init__(self, run: Run) -> None:
@@ -28,40 +28,40 @@ class Corpus:
         self._paths = {record["name"]: record["path"] for record in self.manifest.files}
 
     def text_of(self, shard: str, number: int) -> Any:
-        """The document of this number in a text shard (see `read_shard`); None where the shard is gone."""
+        """The document with this number in a text shard (see `read_shard`); None if the shard is missing."""
         if not (self.folder / shard).is_file():
             return None
         return next(read_shard(self.folder, self.shards[shard], only=[number]))
 
     def placed(self, source: str, name: str) -> dict[str, Any]:
-        """Where a document was read, by its place or else its id: `file:7`, `file@1234` or `file:7[0:100]`.
+        """Where a document was read from, given its place, or else its id: `file:7`, `file@1234` or `file:7[0:100]`.
 
         Returns:
-            file: by its name within the source; of a dataset its split. path: where it lay then; None if it is no file
-            here. record: number from 1, or, of a file that was read in parts, the offset of its first byte (Arrow:
-            batch and row); None: all of the file. origin: all of that for a person.
+            file: name within the source; for a dataset its split. path: of the file when it was read; None if it is
+            not a local file. record: number from 1, or, for a file that was read in parts, the offset of its first byte
+            (Arrow: batch and row); None for the whole file. origin: all of that as text.
         """
         cut = None if f"{source}/{name}" in self._paths else _CUT.search(name)
         whole = name if cut is None else name[:cut.start()]
         ends = [len(whole), *(at for at in reversed(range(len(whole))) if whole[at] in ":@")]
         end = next((end for end in ends if f"{source}/{whole[:end]}" in self._paths), None)
-        if end is None:  # of a dataset, whose files are not known here
+        if end is None:  # a record of a dataset, whose files are unknown here
             split, _, number = whole.rpartition(":")
             end = len(split) if split and number.isdigit() else len(whole)
         file, sign, at = whole[:end], whole[end:end + 1], whole[end + 1:]
         path, record = self._paths.get(f"{source}/{file}"), int(at) if sign == ":" and at.isdigit() else at or None
-        told = "" if record is None else f", {'record' if isinstance(record, int) else 'at'} {record}"
+        place = "" if record is None else f", {'record' if isinstance(record, int) else 'at'} {record}"
         characters = f", characters {cut[1] or 0}..{cut[2]}" if cut else ""
-        return {"origin": f"{path or file}{told}{characters}", "file": file, "path": path, "record": record}
+        return {"origin": f"{path or file}{place}{characters}", "file": file, "path": path, "record": record}
 
     @property
     def names_duplicates(self) -> bool:
-        """Whether it was recorded which document was kept instead of each that was dropped."""
+        """Whether duplicates were recorded with the documents that were kept in their place."""
         return any(record.get("split") == DUPLICATES for record in self.manifest.outputs)
 
     def duplicates(self, *, of: set[tuple[str, str]] | None = None,
                    ids: frozenset[tuple[str, str]] = frozenset()) -> Iterator[dict[str, str]]:
-        """Rows of `duplicates/*.parquet`: those whose kept document (source, id) is in `of`, or that are themselves in
+        """Rows of `duplicates/*.parquet` whose kept document (source, id) is in `of`, or whose own (source, id) is in
         `ids` (source "" means any)."""
         import pyarrow.compute as pc
         from pyarrow import array, parquet, string

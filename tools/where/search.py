@@ -1,6 +1,6 @@
-"""Which documents are meant: those whose text holds a string, those of an id, those of a key; found by processes.
+"""Search documents by text, by id or by key, in worker processes.
 
-A process is given a shard, or some, and gives back numbers and names: no text but of what was found travels.
+A process gets one or more shards and returns numbers and names. Of the text, only excerpts are returned.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from drover.tools.processes import in_order
 
 KEYS_AT_ONCE = 1 << 20
 SHARDS_AT_ONCE = 32
-"""Token shards whose keys one process is given to look through."""
+"""Token shards whose keys a process searches at a time."""
 AROUND = 60
-"""Characters shown before and after what was looked for."""
+"""Characters of an excerpt before and after the match."""
 DROPPED = "dropped"
-"""What filters dropped, where that was kept: the split of such files in the stage's manifest."""
+"""The split, in the stage's manifest, of files with the documents that filters dropped."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is looked for; one of the three.
+    """A search: one of text, ids and key.
 
     Attributes:
-        text: what a text holds.
-        ignore_case: whether upper and lower case are one for that.
+        text: a part of a document's text.
+        ignore_case: whether to ignore the case of the text.
         ids: ids of documents, each as (source, id); source "" means any.
-        key: how a key begins, in hexadecimal digits.
+        key: first hexadecimal digits of a key.
     """
 
     text: str = ""
@@ -49,9 +49,9 @@ class Wanted:
     key: str = ""
 
     def place(self, source: str, names: tuple[str, ...], text: str) -> int | None:
-        """Where what is looked for begins in a document's text; None if this is not such a document.
+        """Where the match begins in a document's text; None if the document does not match.
 
-        names: what the document is called: its id, and where one of its own says nothing of that, its file and record.
+        names: the document's id, and its file and record if it has an id of its own.
         """
         if self.ids:
             return 0 if any((asked, name) in self.ids for asked in (source, "") for name in names) else None
@@ -69,8 +69,8 @@ class Hit:
     """A document that was found.
 
     shard: the text shard's path inside its stage's folder; number: of the document in it, from 0.
-    dropped: by which filter and why, of one that no shard holds.
-    place: its file and record, where that was kept beside an id of its own.
+    dropped: the filter that dropped it, and the reason; None for a document of a shard.
+    place: its file and record, if it has an id of its own.
     """
 
     shard: str
@@ -84,8 +84,8 @@ class Hit:
 
 def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | None, processes: int, limit: int,
               splits: tuple[str, ...] = (*SPLITS, DROPPED)) -> tuple[list[Hit], bool]:
-    """The documents of the shard stage in `folder` that are looked for, in the order of its shards; `limit` at most,
-    and whether the search ended there.
+    """The matching documents of the shard stage in `folder`, in the order of its shards: at most `limit`, and whether
+    there are more.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -103,7 +103,7 @@ def text_hits(folder: Path, manifest: Manifest, wanted: Wanted, source: str | No
 
 
 def _hits_in(job: tuple[Path, dict[str, Any], Wanted, int]) -> list[Hit]:
-    """One more than the limit, if there are so many."""
+    """The matches in a file: at most one more than the limit."""
     folder, record, wanted, limit = job
     found: list[Hit] = []
     for hit, text in _texts(folder, record):
@@ -130,10 +130,10 @@ def _texts(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Hit, str]]:
 
 
 def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, processes: int) -> list[tuple[int, int]]:
-    """(row of the table, number in the shard) of each document whose key begins so, in the order of the table.
+    """(row of the table, number in the shard) of each document whose key begins with `key`, in the order of the table.
 
     Raises:
-        UserError: keys that differ begin so.
+        UserError: several different keys begin with it.
     """
     jobs = [(folder, row, table.record(row), key) for row in range(len(table))
             if source in (None, table.kinds[table.kind[row]][1])]
@@ -150,7 +150,7 @@ def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, proc
 
 
 def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int, str]]:
-    """The row, number and key of each document of a shard whose key begins so."""
+    """The row, number and key of each document of a shard whose key begins with the prefix."""
     folder, row, record, prefix = job
     shard, found = TokenShard(folder / record["path"], record), []
     low, high = (np.bytes_(bytes.fromhex(prefix.ljust(2 * KEY_BYTES, end))) for end in "0f")
@@ -162,7 +162,7 @@ def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int,
 
 
 def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-    """The lines of rejected.jsonl of records that are called so."""
+    """The lines of rejected.jsonl whose records have one of these ids."""
     for line in read_lines(folder / "rejected.jsonl"):
         own = place_in(line["file"], line["record"])
         if (line["source"], own) in ids or ("", own) in ids:

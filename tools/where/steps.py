@@ -1,4 +1,4 @@
-"""Which samples a step trained on, and which step trained on a sample: as logged, or as it will be."""
+"""Which samples a step trained on, and which step trained on a sample, as logged or as planned."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ What = Literal["trained", "skipped", "left out", "to come"]
 
 @dataclass(frozen=True)
 class Passage:
-    """What became of a sample.
+    """How a sample was used.
 
-    step: that trained on it, skipped its update, saw it before a rollback left it out, or will train on it.
-    rank: the data-parallel rank that had it, of as many as were asked for; None for one that no step keeps.
-    why: of a skipped or left-out one.
+    step: the step that trained on it, skipped its update, used it before a rollback, or will train on it.
+    rank: the data-parallel rank that has it, out of --ranks; None for a sample that a rollback left out.
+    why: the reason why it was skipped or left out.
     """
 
     step: int
@@ -34,15 +34,15 @@ class Passage:
 
 
 class Steps:
-    """The steps of a run: those in its log that no rollback undid, and those that are still to come.
+    """The steps of a run: those in its log that no rollback undid, and planned ones.
 
     Args:
         ledger: the run's records.
-        ranks: data-parallel ranks on which a step is thought to run.
+        ranks: number of data-parallel ranks.
 
     Attributes:
         done: the last step in the log.
-        planned: the last of the plan.
+        planned: the last step of the plan.
     """
 
     def __init__(self, ledger: Ledger, ranks: int = 1) -> None:
@@ -52,7 +52,7 @@ class Steps:
         self._excluded = ledger.excluded()
 
     def check_ranks(self, step: int | None = None) -> None:
-        """UserError if the sequences of a step do not come out even on so many ranks; without one, those of any."""
+        """UserError if the ranks do not divide the sequences of a step (default: of every step)."""
         for phase in self.phases.phases if step is None else [self.phases.phase_of(step)]:
             if self.ranks < 1 or phase.sequences % self.ranks:
                 within = f" of phase {phase.number + 1}" if self.phases.declared else ""
@@ -60,19 +60,19 @@ class Steps:
                                 f"{self.ranks} ranks.")
 
     def warn_of_drift(self) -> None:
-        """Say it where the log is partly of another order."""
+        """Warn if the settings changed during the run, so that earlier steps may have had another order."""
         if any(event.get("drift") for event in self.ledger.events):
-            print("warning: this run went on under other settings at some point (--accept-drift); steps before that "
-                  "may have seen other text than is shown here", file=sys.stderr)
+            print("warning: the settings of this run were changed (--accept-drift); earlier steps may have trained on "
+                  "other text than is shown here", file=sys.stderr)
 
     @property
     def end(self) -> int:
-        """The first sample that no step of the log or of the plan takes."""
+        """The sample after the last one of the log and of the plan."""
         planned = self._excluded.take(0, self.phases.sequences_between(0, self.planned)).end
         return max([planned, *(int(line["samples"][1]) for line in self.ledger.final.values())])
 
     def samples(self, step: int) -> np.ndarray:
-        """The sample numbers of a step (from 1), in their order."""
+        """The sample numbers of a step (from 1), ascending."""
         if (line := self.ledger.final.get(step)) is None:
             before = self.phases.sequences_between(0, step - 1)
             return self._excluded.numbers(0, before, self.phases.sequences_between(0, step) - before)
@@ -83,7 +83,7 @@ class Steps:
         return str(self.ledger.final.get(step, {}).get("skipped", ""))
 
     def passage(self, sample: int) -> Passage:
-        """What became of a sample, or will."""
+        """How a sample was used, or will be."""
         for rollback in self.ledger.rollbacks:
             if rollback.plan_sha256 in self.ledger.data.order.links and any(
                     first <= sample < end for first, end in rollback.samples):

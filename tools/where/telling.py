@@ -1,4 +1,4 @@
-"""What became of a document, in lines for a person."""
+"""Print how a document was used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def lines_of(record: dict[str, Any], done: int, planned: int, ranks: int) -> Ite
 
     Args:
         done, planned: steps of the run.
-        ranks: data-parallel ranks that were asked about; of one no rank is named.
+        ranks: number of data-parallel ranks; with one, no rank is printed.
     """
     found = [f"    ... {' '.join(record['found'].split())} ..."] if "found" in record else []
     origin = [f"    from {record['origin']}"] if "origin" in record else []
@@ -64,5 +64,5 @@ def _summary(record: dict[str, Any], done: int, planned: int) -> str:
 
 
 def _epoch(one: dict[str, Any]) -> str:
-    """The epoch of a reading; a phase whose sequences fit no grain counts its own."""
+    """The epoch of a reading. A phase whose sequences do not divide a chunk counts its own epochs."""
     return str(one["epoch"]) + (f" of phase {one['anew_in_phase']}" if "anew_in_phase" in one else "")

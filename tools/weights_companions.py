@@ -1,4 +1,4 @@
-"""What lies beside weights and is to go with them: tokenizer, chat template, special ids, settings of generation."""
+"""The files that belong to weights: tokenizer, chat template, special ids, generation settings."""
 
 from __future__ import annotations
 
@@ -29,22 +29,28 @@ from drover.pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")
-"""Files of a Hugging Face folder that go with its weights."""
+"""Files of a Hugging Face folder that are copied with its weights."""
 TEMPLATES = "additional_chat_templates"
 MODEL_FILE = "tokenizer.model"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-"""What a tokenizer of Meta's becomes in a Hugging Face folder."""
+"""The files of a tokenizer in a Hugging Face folder."""
 _KEPT_BY_THE_HUB = f"original/{MODEL_FILE}"
-"""Where the Hub's folders have Llama 3's: readers of such folders take one beside the weights for sentencepiece's."""
+"""Llama 3's tokenizer.model in the Hub's folders. Readers would take one next to the weights for sentencepiece's."""
 _PROBE = "  Two  spaces,\ttabs\n\nlines; ﬁve ½ Ａ e\u0301 don't 1234567 \U0001f44b "
-"""What normalisers of text change."""
+"""A text that every normaliser changes."""
 
 
 @dataclass
-class Beside:
-    """files: by their name in a Hugging Face folder. vocabulary: a tokenizer.model, as Meta has it. tokenizer: what
-    that defines, where there is nothing else that transformers would read. token_ids: as config.json names them.
-    context_length: of a run, which its tokenizer does not know; None elsewhere."""
+class Companions:
+    """The files that belong to weights.
+
+    Attributes:
+        files: by their name in a Hugging Face folder.
+        vocabulary: a tokenizer.model, as Meta has it.
+        tokenizer: the tokenizer of that file; None if there are files that transformers reads.
+        token_ids: as config.json names them.
+        context_length: of a run's model, which its tokenizer files do not have; None for other weights.
+    """
 
     files: dict[str, Path] = field(default_factory=dict)
     vocabulary: Path | None = None
@@ -53,8 +59,8 @@ class Beside:
     context_length: int | None = None
 
 
-def beside(weights: Weights) -> Beside:
-    """What lies beside these weights: in their folder, or in the tokenizer stage of the run that they are of."""
+def companions_of(weights: Weights) -> Companions:
+    """The files that belong to weights: from their folder, or from the tokenizer stage of their run."""
     folder = weights.path
     if weights.form == "hf":
         settings = read_json(folder / "config.json")
@@ -74,8 +80,8 @@ def beside(weights: Weights) -> Beside:
     return found
 
 
-def _in_folder(folder: Path) -> Beside:
-    found = Beside({name: folder / name for name in NAMES if (folder / name).is_file()})
+def _in_folder(folder: Path) -> Companions:
+    found = Companions({name: folder / name for name in NAMES if (folder / name).is_file()})
     for path in sorted((folder / TEMPLATES).glob("*.jinja")):
         found.files[f"{TEMPLATES}/{path.name}"] = path
     places = (folder / MODEL_FILE, folder / _KEPT_BY_THE_HUB)
@@ -83,11 +89,11 @@ def _in_folder(folder: Path) -> Beside:
     return found
 
 
-def _of_run(checkpoint: Path, context_length: int) -> Beside:
-    """The tokenizer that a training checkpoint's run has, if it lies in one, and what its weights came with."""
+def _of_run(checkpoint: Path, context_length: int) -> Companions:
+    """The tokenizer of a training checkpoint's run, and the generation settings of its initial weights."""
     run = checkpoint.resolve().parents[2]  # <run>/train/checkpoints/step-...
     if not (run / "config.yaml").is_file():
-        return Beside()
+        return Companions()
     folder = run_in(run).stage_folder("tokenizer")
     found = _in_folder(folder / "hf")
     found.vocabulary = folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else None
@@ -99,20 +105,20 @@ def _of_run(checkpoint: Path, context_length: int) -> Beside:
     try:
         record = vocabulary_record(folder)
         found.token_ids = {"bos_token_id": record["bos_id"], "eos_token_id": record["eos_id"]}
-    except UserError:  # the tokenizer is gone; that there is none is said
-        pass
+    except UserError:
+        pass  # the tokenizer is gone: `carried_files` prints that there is none
     return found
 
 
-def goes_along(found: Beside, form: str) -> tuple[list[OutputFile], list[str]]:
-    """The files that go with weights into a form, and sentences about what is carried over and what is not."""
-    files, told = dict[str, Callable[[Path], object]](), list[str]()
+def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[str]]:
+    """The files to copy with weights into a format, and sentences about what is copied and what is not."""
+    files, sentences = dict[str, Callable[[Path], object]](), list[str]()
     for name, path in found.files.items() if form != "meta" else ():
         files[name] = partial(shutil.copyfile, path)
         if name == SETTINGS and (names_code(path) or found.context_length is not None):
             files[name] = text_file(name, settings_text(path, found.context_length)).write
         if name == SETTINGS and names_code(path):
-            told.append(f"{SETTINGS} named code ({CODE}), which is left out.")
+            sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")
     if found.vocabulary is not None:
         as_hub_has_it = form == "hf" and not _is_sentencepiece(found.vocabulary)
         files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, found.vocabulary)
@@ -122,11 +128,11 @@ def goes_along(found: Beside, form: str) -> tuple[list[OutputFile], list[str]]:
             files[name] = lambda path: write_hugging_face(tokenizer, path.parent)
             carried.append(f"{name} (made of {MODEL_FILE})")
     elif form == "hf" and found.vocabulary and TOKENIZER[0] not in found.files:
-        told.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
-    told.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
+        sentences.append(f"No {TOKENIZER[0]} with equal ids can be made of {MODEL_FILE}.")
+    sentences.insert(0, f"Carried over: {', '.join(carried)}." if carried else "No tokenizer was carried over.")
     if form == "meta" and found.files:
-        told.append(f"Left behind, as this form has no place for it: {', '.join(sorted(found.files))}.")
-    return [OutputFile(name, 0, write) for name, write in files.items()], told
+        sentences.append(f"Not copied, since this format has no place for it: {', '.join(sorted(found.files))}.")
+    return [OutputFile(name, 0, write) for name, write in files.items()], sentences
 
 
 def _is_sentencepiece(path: Path) -> bool:
@@ -136,8 +142,8 @@ def _is_sentencepiece(path: Path) -> bool:
 
 
 def _tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer in a tokenizer.model; None if it is none, is of a larger vocabulary than the weights, or normalises
-    text in a way that a tokenizer.json made of it would not."""
+    """The tokenizer in a tokenizer.model. None if the file is not one, has a larger vocabulary than the weights, or
+    normalises text in a way that a tokenizer.json cannot express."""
     try:
         tokenizer = open_tokenizer("sentencepiece" if _is_sentencepiece(path) else "tiktoken", path)
     except UserError:
