@@ -43,9 +43,9 @@ def test_a_chain(ready):
     ("silent", False, 1, "shard failed: ended as if all were well, but is not done. Nothing after it was started."),
     ("late done", False, 0, "all done in"),
     ("fail", False, 2, "shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/"
-                       "shard/local.0/output.log. Once the cause is mended, the same command continues."),
-    ("fail", True, 2, "Once the cause is mended, the same command without --force continues"),
-    ("9", True, 137, "shard failed: killed by SIGKILL, as the kernel does when memory runs out: see dmesg; a smaller"),
+                       "shard/local.0/output.log. Once the cause is fixed, the same command continues."),
+    ("fail", True, 2, "Once the cause is fixed, the same command without --force continues"),
+    ("9", True, 137, "shard failed: killed by SIGKILL, as the kernel does when memory runs out (see dmesg); a smaller"),
     ("stopped", False, 130, "stopped in shard; the same command continues"),
     ("request", False, 130, "stopped in shard; the same command continues"),
     ("done,request", False, 130, "stopped before tokenizer; the same command continues")])

@@ -95,7 +95,7 @@ def test_finished_partial_and_stale_stages(launcher):
     before = launcher.refused("--stage", "encode", "--dry-run", "tokenizer.vocab_size=2048", "--force")
     assert "tokenizer.vocab_size: 1024 -> 2048" in before, "a stage before the asked one is not served"
     (launcher.run / "encode" / "manifest.json").unlink()
-    assert "encode was only begun, and outputs of two settings must not" in launcher.refused(*other, "--accept-drift")
+    assert "encode is not finished, and one stage must not mix" in launcher.refused(*other, "--accept-drift")
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -172,9 +172,9 @@ def test_packages_of_other_versions_are_refused(monkeypatch):
 def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launcher, more):
     large = ("--stage", "train", "--cluster", "local", "model.preset=llama3.1_405b", "model.vocab_size=128256", *more)
     told = launcher.refused(*large)
-    assert re.search(r"moments alone take [\d.]+ TB a rank, but of the free memory here it gets", told)
-    assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free where", told)
-    assert "launch.check_fit=false starts it all the same" in told and not launcher.run.exists()
+    assert re.search(r"optimizer state alone take [\d.]+ TB a rank, but its share of the free memory here is", told)
+    assert re.search(r"the run may write [\d.]+ TB \(up to \d+ checkpoints .*are free at", told)
+    assert "launch.check_fit=false starts it anyway" in told and not launcher.run.exists()
     if more:
         assert "-m drover.pipeline.train" in launcher.accepted(*large, "launch.check_fit=false")
 
@@ -182,7 +182,7 @@ def test_what_fits_neither_memory_nor_disk_is_refused_unless_it_is_wanted(launch
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher, cluster):
     told = launcher.refused("--stage", "train", "--cluster", cluster, "--dry-run", "launch.device=mps")
-    assert "launch.device=mps is Apple's GPU, and the stages would not run on a Mac" in told
+    assert "launch.device=mps is Apple's GPU, but the stages would not run on a Mac" in told
     told = launcher.refused("--stage", "train", "--cluster", cluster, "--dry-run", "launch.device=mps",
                             "train.precision=bf16", "parallel.engine=deepspeed")
     assert all(f"{part} is not for launch.device 'mps'" in told
@@ -207,7 +207,7 @@ def test_where_it_runs(launcher, monkeypatch):
     shown = launcher.accepted(*asked, "--nodes", "1")
     assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
     refused = launcher.refused("--stage", "shard", "--nodes", "1")
-    assert "--nodes and --gpus-per-node are asked of Slurm, but this runs here (no sbatch" in refused
+    assert "--nodes and --gpus-per-node are for Slurm, but this runs here (no sbatch" in refused
     assert "--rehearse is for jobs on Slurm" in launcher.refused("--stage", "shard", "--rehearse")
     launcher.with_slurm(monkeypatch)
     there = launcher.accepted(*asked)

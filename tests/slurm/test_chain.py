@@ -174,7 +174,7 @@ def test_the_rest_of_the_page_does_what_it_says(done):
             if len(line.split()) > 1}  # of a stage the first line: others are its figures
     assert {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
     assert "step 12/12" in of("--logs runs/demo train") and of("--logs runs/demo train --rank 1")
-    assert "nothing to stop" in of("--stop") and "nothing of runs/demo is in the queue" in of("--cancel")
+    assert "nothing to stop" in of("--stop") and "no job of runs/demo is in the queue" in of("--cancel")
     assert "--nodes 2" in COMMANDS[-1]
-    assert "nothing to submit: all asked stages are done" in said[COMMANDS[-1]]
+    assert "nothing to submit: all requested stages are done" in said[COMMANDS[-1]]
     assert len(read_chains(done.run)) == 1

@@ -28,7 +28,7 @@ def run(shared_run, request):
 def test_the_next_link_goes_on_where_jobs_may_not_queue_themselves(run):
     run.submit("launch.train.links=2", "launch.requeue=false", "launch.preflight=true", stages="train,convert")
     run.next_wait()
-    assert "preflight: 2 nodes sound" in run.log()
+    assert "preflight: 2 nodes passed" in run.log()
     first, second = run.job(link=0), run.job(link=1)
     run.ask("scancel", "--signal=USR2", first)
     end = run.next_end()
@@ -59,7 +59,7 @@ def test_two_submissions_never_train_at_once(run, tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     run.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    assert "does not say whether jobs of this run are queued" in run.submit(nodes=1)
+    assert "squeue does not answer" in run.submit(nodes=1)
     run.environment["PATH"] = os.environ["PATH"]
     second = run.job()
     assert run.cluster.state(second) == "PENDING Dependency"

@@ -1,4 +1,4 @@
-"""What `drover doctor` runs on a cluster's nodes: one task per node, which prints what it finds as a line of JSON.
+"""The program of `drover doctor` on a cluster's nodes: one task per node, which prints its findings as a line of JSON.
 
     srun --ntasks-per-node=1 ... python -m drover.launch.slurm.job.site_trial FOLDER SECONDS
 """
@@ -31,16 +31,16 @@ RUNTIMES = ("apptainer", "singularity", "podman", "enroot")
 
 @dataclass
 class NodeFacts:
-    """What one node shows.
+    """The findings of one node.
 
     Attributes:
-        import_s: seconds to import torch, and `torch` its version; without torch, None and the error.
-        gpus: that the task may use; `gpu` the name of the first, empty if the driver does not answer.
+        import_s: seconds to import torch; `torch`: its version. Without torch None and "".
+        gpus: number that the task may use; `gpu`: name of the first, empty if the driver does not answer.
         visible_s: seconds from the renaming of a file on the first node until it was seen here; None on the first node.
-            These compare clocks too, which `clock_at` allows for.
-        locked_out: whether a lock that the first node held was refused here.
+            It includes the difference of the clocks, which `clock_at` shows.
+        locked_out: whether this node could not take a lock that the first node held.
         times, clock_at: as in a preflight's report.
-        problems: what is wrong, by kind.
+        problems: by kind.
     """
 
     rank: int
@@ -71,7 +71,7 @@ def try_site(folder: Path, limit_s: float) -> None:
     began = time.monotonic()
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 - whatever keeps the site's torch from starting is a finding
+    except Exception as error:  # noqa: BLE001 - any failure of the site's torch is a finding
         facts.problems["torch"] = f"torch cannot be imported: {type(error).__name__}: {error}"
     else:
         facts.torch, facts.import_s = torch.__version__, time.monotonic() - began
@@ -83,16 +83,16 @@ def try_site(folder: Path, limit_s: float) -> None:
 
 
 def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
-    """Rename a file and hold a lock on the first node; see on the others when the one shows and the other refuses.
+    """On the first node, rename a file and hold a lock; on the others, measure when the file appears, and try the lock.
 
-    Every node looks for the file before it is there, so that a client that remembers its absence shows.
+    Every node looks for the file before it exists, to find file systems that cache missing names.
     """
     flag, until = folder / "flag", time.monotonic() + limit_s
 
     def waited(done: Callable[[], bool]) -> bool:
         while not done():
             if time.monotonic() > until:
-                facts.problems["shared"] = f"files of other nodes did not show in {folder} within {limit_s:.0f} s"
+                facts.problems["shared"] = f"files of other nodes did not appear in {folder} within {limit_s:.0f} s"
                 return False
             time.sleep(POLL_S)
         return True
@@ -117,19 +117,19 @@ def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
 
 
 def exchange(facts: NodeFacts, world: int, limit_s: float) -> None:
-    """A product, exchanges between nodes and an all-reduce, as a preflight measures them."""
+    """Measure a product, exchanges between nodes and an all-reduce, as a preflight does."""
     os.environ |= {"RANK": str(facts.rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     report = Report(facts.rank, facts.node)
     try:
         measure(report, limit_s)
-    except Exception as error:  # noqa: BLE001 - a network that does not work is a finding
+    except Exception as error:  # noqa: BLE001 - a failing network is a finding
         why = (str(error) or "?").splitlines()[0]
         facts.problems["network"] = f"an all-reduce failed: {type(error).__name__}: {why}"
     facts.times, facts.clock_at = report.times, report.clock_at
 
 
 def read_facts(folder: Path) -> list[NodeFacts]:
-    """What the nodes printed, in their order."""
+    """The nodes' findings, in their order."""
     found = []
     for path in folder.glob("node*.log"):
         with open(path, "rb") as file:

@@ -15,7 +15,7 @@ from drover.pipeline.core.errors import UserError
 from tests.launch.recorded_slurm import NO_CONTROLLER, FakeSlurm
 from tests.launch.run_folders import HandMade
 
-GO_ON = "to go on: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
+GO_ON = "to continue: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_cancel_begins_at_the_end_of_the_chain(run, slurm, capsys):
     assert slurm.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14", "scancel 30"]
     assert capsys.readouterr().out.splitlines() == [
         "cancelled 17 (demo-convert)", "cancelled 16 (demo-train)", "cancelled 14 (demo-encode)",
-        "cancelled 30 (demo-evaluate-step-00000100)", f"what is finished is kept; {GO_ON}"]
+        "cancelled 30 (demo-evaluate-step-00000100)", f"finished stages are kept; {GO_ON}"]
 
 
 def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, monkeypatch):
@@ -68,7 +68,7 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, 
 
 def test_nothing_to_cancel(run, slurm, tmp_path, capsys):
     slurm.queue(("11_0", "COMPLETED"))
-    for folder, said in ((run.folder, "is in the queue any more"), (tmp_path / "local", "nothing to cancel")):
+    for folder, said in ((run.folder, "no job of "), (tmp_path / "local", "nothing to cancel")):
         assert cancel(folder, slurm.scheduler()) == 0 and said in capsys.readouterr().out
     assert slurm.calls("scancel") == []
 
@@ -80,14 +80,14 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
     slurm.say("scancel", error=NO_CONTROLLER, status=1)
     assert cancel(run.folder, slurm.scheduler()) == 1 and slurm.calls("scancel")[9:] == ["scancel 19"]
     said = capsys.readouterr().err
-    assert "Slurm does not say what is in the queue" in said and f"drover cancel {run.folder}" in said
+    assert "squeue does not answer" in said and f"drover cancel {run.folder}" in said
 
 
 @pytest.mark.parametrize("status, line, written, said", [
     ("preempted", ("16", "PENDING", "BeginTime", "", "0:00", "1"), True, "when its job starts again"),
-    (None, ("16", "PENDING", "Dependency"), False, "takes it out of the queue"),
-    (None, ("16", "RUNNING"), True, "after the step"),
-    ("running", ("16", "RUNNING"), True, "training (job 16) will stop after the step that it is in")])
+    (None, ("16", "PENDING", "Dependency"), False, "removes it from the queue"),
+    (None, ("16", "RUNNING"), True, "after its current step"),
+    ("running", ("16", "RUNNING"), True, "training (job 16) will stop after its current step")])
 def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, line, written, said):
     if status:
         run.state("train", status, job="16")
@@ -103,7 +103,7 @@ def test_stop_when_slurm_is_silent(run, slurm, capsys):
     slurm.say("squeue", error=NO_CONTROLLER, status=1)
     assert stop(run.folder, slurm.scheduler()) == 0
     assert (run.folder / STOP).read_text() == "drover stop\n"
-    assert "not sure that training runs" in capsys.readouterr().err
+    assert "training may not be running" in capsys.readouterr().err
 
 
 def two_starts(run):
@@ -126,9 +126,9 @@ def test_logs(run, capsys, rank):
 
 @pytest.mark.parametrize("arguments, said", [
     ({"stage": "trian"}, "There is no stage trian. The stages are shard, tokenizer"),
-    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train in .*. Its newest start .16.1. has .* 0-3."),
-    ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. The stage itself has not started."),
-    ({"stage": "convert"}, "The stage itself has not started; its job says: .*/logs/slurm/17.log")])
+    ({"stage": "train", "rank": 7}, "There is no log of rank 7 of train in .*. Its newest start .16.1. has ranks 0-3."),
+    ({"stage": "encode"}, "There is no log of rank 0 of encode in .*. The stage has not started."),
+    ({"stage": "convert"}, "The stage has not started. Read its job's log, .*/logs/slurm/17.log")])
 def test_logs_that_are_not_there(run, arguments, said):
     two_starts(run)
     run.log("slurm/17.log")

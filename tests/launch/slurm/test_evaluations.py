@@ -122,11 +122,11 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch
     for _ in range(3):
         found.look()
         found.finish()
-    assert said == ["the checkpoint of step 20 is not evaluated for now, training goes on: sbatch: error: no such "
+    assert said == ["the checkpoint of step 20 is not evaluated for now, training continues: sbatch: error: no such "
                     "partition", "the checkpoint of step 40 is evaluated by job 78"]
     queued.append("silent")
     found.finish()
-    assert "Slurm does not say" in said[-1]
+    assert "squeue does not answer" in said[-1]
 
 
 def test_a_checkpoint_that_is_gone(job):

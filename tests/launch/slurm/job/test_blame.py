@@ -49,8 +49,8 @@ def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, a
     reports = importing(count, answered)
     found = judge(reports, nodes_of(count), lasted, quiet)
     assert not found.bad and not found.reason
-    assert found.told[0].startswith("not all nodes have answered yet") and "slow is not sick" in found.told[0]
-    assert f"({count - answered} of {count}" in found.told[0]
+    assert found.lines[0].startswith("not all nodes have answered yet") and "slow is not bad" in found.lines[0]
+    assert f"({count - answered} of {count}" in found.lines[0]
     reports[0] = replace(reports[0], problems=GPU)
     assert count == 2 or judge(reports, nodes_of(count), lasted, quiet).bad == {"n0000": GPU["gpu"]}
 
@@ -67,7 +67,7 @@ def test_never_more_than_a_few_are_blamed(count, seed):
     found = judge(reports, nodes_of(count), draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
     assert bool(found.reason) == (len(sick) > few(count)) == ("launch.exclude" in found.reason)
     assert set(found.bad) == sick if found.reason else len(found.bad) <= few(count) and set(found.bad) >= sick
-    told = [*found.told, *conclusion(found, reports, nodes_of(count), 100.0, "")]
+    told = [*found.lines, *conclusion(found, reports, nodes_of(count), 100.0, "")]
     assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
 
 
@@ -123,7 +123,7 @@ def trial(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("nodes", "limit"), [(1, 180), (2, 181), (64, 212), (512, 436), (4096, 1800)])
 def test_the_trial_ends_when_its_time_is_up(trial, nodes, limit):
     found, went_on = trial(nodes, [], [0.0, limit - 1.0, limit + 1.0])
-    assert went_on == [True, True, False] and not found.bad and "no node can be blamed; going on" in found.told[-1]
+    assert went_on == [True, True, False] and not found.bad and "no node can be blamed" in found.lines[-1]
 
 
 @pytest.mark.parametrize(("lasted", "stuck"), [(30, 150), (70, 210)])

@@ -49,8 +49,8 @@ def having(kind, *nodes):
 
 @pytest.mark.parametrize(("reports", "bad"), [
     (SOUND, {}),
-    (but(2, problems={"shm": "/dev/shm is not there", "gpu": "more"}),
-     {"n3": "/dev/shm is not there"}),
+    (but(2, problems={"shm": "/dev/shm does not exist", "gpu": "more"}),
+     {"n3": "/dev/shm does not exist"}),
     (SOUND[:3], {"n4": "it did not report"}),
     (but(*range(4), times={}), {}),  # nobody met: it is not the nodes
     (but(1, clock_at=1009.0), {"n2": "its clock is 9 s fast"}),
@@ -83,7 +83,7 @@ def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
 @pytest.mark.parametrize(("apart", "said"), [(6.0, 1), (4.0, 0)])
 def test_of_two_nodes_whose_clocks_differ_it_is_said_and_none_is_blamed(apart, said):
     found = judge([replace(SOUND[0], clock_at=1000.0), replace(SOUND[1], clock_at=1000.0 + apart)], NODES[:2], 4.0)
-    assert not found.bad and sum("2 of 2 nodes differ in their clocks" in text for text in found.told) == said
+    assert not found.bad and sum("2 of 2 nodes differ in their clocks" in text for text in found.lines) == said
 
 
 @pytest.mark.parametrize(("reports", "everywhere", "bad"), [
@@ -109,7 +109,7 @@ def test_every_node_has_two_partners(count):
 
 def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
     found = check_node(tmp_path / "gone", gpus=2, shared=tmp_path / "shm")
-    assert "cannot write into" in found["folder"] and found["shm"].endswith("shm is not there") and len(found) == 3
+    assert "cannot write into" in found["folder"] and found["shm"].endswith("shm does not exist") and len(found) == 3
     assert found["gpu"] == "0 GPUs instead of 2"
     (tmp_path / "launch").mkdir()
     for name in ("LEAST_DISK", "LEAST_SHARED"):
@@ -147,7 +147,7 @@ def test_gpus(tmp_path, monkeypatch):
     assert check_gpus(2) == []
     smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
     assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
-                             "other processes compute on its GPUs (process 1)"]
+                             "other processes use its GPUs (process 1)"]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
     smi(tmp_path, "", before="exit 9")
@@ -185,7 +185,7 @@ def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submissi
 def test_the_next_link_goes_on_without_the_bad_node(job):
     chain_of(job, "12", "13", "14")
     status, log = job.go(trial=Found({"n2": "no shared memory"}, []), links=3)
-    assert status == 0 and "the next job of the chain goes on without it" in log
+    assert status == 0 and "the next job of the chain continues without it" in log
     assert job.slurm.left_out == {"13": ["n2"], "14": ["n2"]}
     assert not job.events("attempt") and not (job.stage / "STATE.json").exists()
 

@@ -48,7 +48,7 @@ def test_logs_of_old_starts_are_removed(job):
             folder.mkdir(parents=True)
             os.utime(folder, (number, number))
     log = job.go("work")[1]
-    assert f"removed from {logs}, as old: 9.0, 9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9, 9.10\n" in log
+    assert f"removed logs of old starts from {logs}: 9.0, 9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9, 9.10\n" in log
     assert {path.name for path in logs.glob("*.*")} == {
         "12.0", *(f"9.{number}" for number in range(11, KEPT + 10)), *(f"20_{number}.0" for number in range(KEPT + 10))}
 
@@ -151,7 +151,7 @@ def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):
 def test_the_stop_file(job):
     (job.run / "launch/stop").write_text("enough")
     status, log = job.go()
-    assert status == 1 and "training is to stand" in log and not job.events("attempt")
+    assert status == 1 and "training does not start" in log and not job.events("attempt")
 
 
 def test_the_start_that_nobody_saw_the_end_of(job):

@@ -54,8 +54,8 @@ trap : TERM INT
 module load cuda
 check=$(cat '{code}/drover/launch/slurm/trust.py')
 echo "$check" | sha256sum | grep -q "^SHA256 " || {{ echo \
-'refused: {code}/drover/launch/slurm/trust.py is not what was submitted, or gone; submit the same command again'; \
-exit 1; }}
+'refused: {code}/drover/launch/slurm/trust.py changed after the submission or is missing; submit \
+the same command again'; exit 1; }}
 code=$({python} -I -c "$check" check '{work}/runs/trial/launch/jobs/CHAIN-train.json' SHA256) || exit 1
 export PYTHONPATH=$code${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
@@ -149,7 +149,7 @@ def test_submission_chains_what_is_not_done(slurm):
 def test_a_run_is_queued_once(slurm):
     slurm.accepted("--stage", "all")
     assert [job.stage for job in slurm.chain.jobs] == list(STAGES), "every stage has a job"
-    assert "does not say" in slurm.accepted("--stage", "all", SILENT="1")
+    assert "squeue does not answer" in slurm.accepted("--stage", "all", SILENT="1")
     again = slurm.refused("--stage", "all", QUEUED=queue_line("104", "RUNNING"))
     assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
     assert "other jobs of the same names are in the queue: 999" in slurm.accepted(
@@ -188,7 +188,7 @@ def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypat
 def test_the_shells_own_slurm_variables_reach_no_job(slurm):
     shown = slurm.accepted("--stage", "shard", SBATCH_EXPORT="NONE", SBATCH_TIMELIMIT="1", SLURM_JOB_ID="7",
                            SLURM_NNODES="4", SLURM_CONF="/etc/slurm.conf")
-    assert "passed on to sbatch and the jobs: SBATCH_EXPORT, SBATCH_TIMELIMIT, SLURM_JOB_ID, SLURM_NNODES of" in shown
+    assert "SBATCH_EXPORT, SBATCH_TIMELIMIT, SLURM_JOB_ID, SLURM_NNODES of your shell are not passed on" in shown
     assert (slurm.queue / "101.environment").read_text().split() == ["SLURM_CONF=/etc/slurm.conf"]
 
 
@@ -198,12 +198,12 @@ def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
         'echo "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite"\n')
     (slurm.tools / "sinfo").chmod(0o755)
     said = slurm.refused("--stage", "all")
-    assert "train, evaluate: asks for 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
+    assert "train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
            "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())
-    assert "there is no partition bug here (launch.partition); there are big, debug" in slurm.refused(
+    assert "there is no partition bug (launch.partition); there are big, debug" in slurm.refused(
         "--stage", "all", "launch.partition=bug")
     assert "4,194,304 MB each" in slurm.refused("--stage", "all", "launch.cpus=2", "launch.mem=4T")
-    assert "asks for 3 nodes with 8 cores, 2 GPUs, 0 MB each" in slurm.refused(
+    assert "requests 3 nodes with 8 cores, 2 GPUs, 0 MB each" in slurm.refused(
         "--stage", "all", "--nodes", "3", "launch.partition=big", "launch.gpus_per_node=2", "train.micro_batch=1",
         "train.batch_tokens=12288", "--no-rehearse")
     slurm.accepted("--stage", "all", "launch.cpus=2")
@@ -223,8 +223,8 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
             add_strike(slurm.run, node, job, "went down")
     (slurm.run / "launch/stop").touch()
     shown = slurm.accepted("--stage", "all")
-    assert "left out  n7: failed twice within a day" in shown
-    assert "not left out  n3: failed twice within a day as well, but of 1 nodes no more than 1" in shown
+    assert "excluded  n7: failed twice within a day" in shown
+    assert "not excluded  n3: failed twice within a day too, but of 1 nodes at most 1 is" in shown
     assert option((slurm.queue / "104").read_text(), "exclude") == "n7"
     assert not (slurm.run / "launch/stop").exists(), "it was meant for what ran then"
 
@@ -236,10 +236,10 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
         "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=4")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     queued = 11 + 4 * 5  # without the phases of near-duplicates
-    for part in ("train asks for 4 nodes; the site gives a job 2", "asks for 240 min; the site gives a job 60",
-                 "shard-read asks for 4 elements; the site gives a job 3", "a GPU here has 1e-06 GB",
+    for part in ("train requests 4 nodes; the site allows 2", "requests 240 min; the site allows 60",
+                 "shard-read requests 4 elements; the site allows 3", "a GPU here has 1e-06 GB",
                  f"{queued} jobs would be queued; the site allows 4", "your shell has no such variable",
-                 "holds what looks like a secret, HF_TOKEN", "nothing would be left to train in"):
+                 "contains what looks like a secret, HF_TOKEN", "no time would be left to train"):
         assert part in said, part
     assert "hf_abc" not in said
     least = f"launch.limits={{nodes: 4, time: 240, array: 4, jobs: {queued}, gpu_memory_gb: 1}}"
@@ -264,7 +264,7 @@ def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monk
     assert made.cpus_per_task == 6 and option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
     assert not (slurm.queue / "108.environment").exists()
     config.write_text(config.read_text().replace("cpus: 3", "cpus: 4"))
-    with pytest.raises(UserError, match="is not what was submitted"):
+    with pytest.raises(UserError, match="changed after the submission"):
         Evaluations(spec, print).to_submit()
 
 
@@ -280,7 +280,7 @@ def test_a_file_system_without_locks(slurm, monkeypatch):
 def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm):
     said = slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1", "train.steps=200000000",
                          "train.warmup_steps=3")
-    assert "checkpoints" in said and "are free where" in said
+    assert "checkpoints" in said and "are free at" in said
     assert "not divisible by 6 data-parallel ranks" in slurm.refused(
         "--stage", "all", "--nodes", "3", "--dry-run")
 

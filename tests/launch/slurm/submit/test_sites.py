@@ -100,7 +100,7 @@ def test_the_dry_run_shows_the_container(launcher):
 
 @pytest.mark.parametrize("extra", ["container-image", "container-mounts"])
 def test_a_container_of_the_batch_script_is_refused_with_the_setting(launcher, extra):
-    assert "Say it with launch.container" in launcher.refused(*TWO_NODES, f'launch.extra={{"{extra}": "x"}}')
+    assert "Use launch.container" in launcher.refused(*TWO_NODES, f'launch.extra={{"{extra}": "x"}}')
 
 
 def test_packages_of_another_python_are_not_judged_by_this_one(launcher):
