@@ -127,8 +127,6 @@ class Job:
             write_state, self.stage / PARTS, file=last_word_file(self.spec.phase, element, self.spec.parts))
         if what == "no step":
             return read_end(1, NO_STEP)
-        if what == "abandoned":
-            return read_end(137, "", abandoned=True)
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
             return read_end(143, "srun: error: n1: task 0: Exited with exit code 2\n")
@@ -143,9 +141,6 @@ class Job:
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
-        if what == "failed":
-            say("failed", reason="the third record is broken")
-            return StepEnd(143)
         if element is None:
             say("running")
         if what.startswith("save"):

@@ -137,7 +137,7 @@ def test_every_stage_is_done(done):
 
 def test_training_went_on_without_the_lost_node(done):
     first, second = done.events("attempt")
-    assert (first["restart"], second["restart"], second["from"]) == (0, 1, WAIT - 1)
+    assert second["restart"] > first["restart"] and second["from"] == WAIT - 1
     assert len(set(second["nodes"])) == 4 and done.lost in first["nodes"] and done.lost not in second["nodes"]
     assert done.lost in done.events("ended")[0]["reason"]
     strikes = list(read_lines(done.run / "launch/nodes.jsonl"))

@@ -129,11 +129,3 @@ def test_a_users_own_formats_are_left_out(slurm, monkeypatch):
     ("3:04", 184), ("1-02:03:04", 93784), ("INVALID", 0)])
 def test_seconds(text, value):
     assert seconds(text) == value
-
-
-def test_a_signal_and_nodes_that_cannot_be_left_out(slurm):
-    slurm.say("scancel")
-    slurm.say("scontrol", error="Invalid job id specified", status=1)
-    assert slurm.scheduler().cancel("11", "--signal=USR2") is None
-    assert slurm.scheduler().leave_out("11", ["n3"]) == "Invalid job id specified"
-    assert slurm.calls() == ["scancel --signal=USR2 11", "scontrol --oneliner show job 11"]

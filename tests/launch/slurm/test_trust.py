@@ -125,7 +125,7 @@ def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, 
         assert "belongs" in why or f"`chmod go-w {path}`" in said
         os.chown(path, before.st_uid, -1)
         path.chmod(before.st_mode)
-        assert check(submitted) == ""
+    assert check(submitted) == ""
 
 
 def test_a_group_can_be_trusted(submitted, monkeypatch):
@@ -231,30 +231,28 @@ def test_the_configuration_is_compared_whoever_owns_it(submitted):
 
 def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(submitted, monkeypatch):
     code, content = Path(submitted.code), submitted.code_sha256
+
+    def damaged(step=None):
+        """Whether a damaged copy is still that for a task of a step."""
+        if step:
+            monkeypatch.setenv("SLURM_STEP_ID", step)
+        (copy / "drover/launch/a.py").write_text("damaged")
+        assert local_copy(code, content) == copy
+        return "damaged" in (copy / "drover/launch/a.py").read_text()
+
     copy = local_copy(code, content)
     assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700 and (copy / "snapshot.json").exists()
-    (copy / "drover/launch/a.py").write_text("damaged")
-    assert local_copy(code, content) == copy and "damaged" not in (copy / "drover/launch/a.py").read_text()
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    local_copy(code, content)
-    (copy / "drover/launch/a.py").write_text("damaged")
-    local_copy(code, content)
-    assert "damaged" in (copy / "drover/launch/a.py").read_text(), "the step's first task has compared it"
-    monkeypatch.setenv("SLURM_STEP_ID", "1")
-    local_copy(code, content)
-    assert "damaged" not in (copy / "drover/launch/a.py").read_text()
+    assert not damaged() and not damaged("0") and damaged(), "the step's first task has compared it"
+    assert not damaged("1")
     old, recent = copy.with_name("code-old"), copy.with_name("code-recent")
     for other in (old, recent):
         other.mkdir()
         archive_of(other).touch()
         other.with_suffix(".compared").touch()
     os.utime(old.with_suffix(".compared"), (0, 0))
+    archive_of(code).write_bytes(b"PK")  # the node has the archive as well
     shutil.rmtree(copy)
     assert local_copy(code, content).is_dir() and recent.is_dir() and not old.exists() and not archive_of(old).exists()
-    archive_of(code).write_bytes(b"PK")
-    shutil.rmtree(copy)
-    assert local_copy(code, content).is_dir(), "the node has the archive as well"
     archive_of(copy).write_bytes(b"PK")
     monkeypatch.setenv("SLURM_STEP_ID", "2")
     with pytest.raises(ValueError, match="other code"):
@@ -262,33 +260,35 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
 
 
 def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
+    """Without room on the node, with the one in the run folder, as long as that is what was submitted."""
     values = json.dumps({name: vars(submitted)[name] for name in trust.CODE})
     command = [sys.executable, "-I", trust.__file__, "node", values, "sh", "-c", "echo $PYTHONPATH"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins", "TMPDIR": str(tmp_path)}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins",
+                   **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(tmp_path))}
 
     def run():
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
-    status, said = run()
-    copy = tmp_path / f"drover-{os.getuid()}" / f"code-{submitted.code_sha256[:16]}"
-    assert (status, said) == (0, f"{copy}:/plugins\n")
-    environment["TMPDIR"] = environment["TEMP"] = environment["TMP"] = str(tmp_path)
-    shutil.rmtree(copy.parent)
-    copy.parent.touch()  # no room, or somebody else's
+    place = tmp_path / f"drover-{os.getuid()}"
+    assert run() == (0, f"{place}/code-{submitted.code_sha256[:16]}:/plugins\n")
+    shutil.rmtree(place)
+    place.touch()  # no room, or somebody else's
     status, said = run()
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
     (Path(submitted.code) / "drover/launch/a.py").write_text("evil")
     assert run()[0] == 2
-    copy.parent.unlink()
+    place.unlink()
     assert run()[0] == 0, "it comes from the archive"
-    shutil.rmtree(copy.parent)
+    shutil.rmtree(place)
     archive_of(Path(submitted.code)).write_bytes(b"PK")
     assert run()[0] == 2
+
+
+def test_what_looks_at_a_nodes_copy_is_not_taken_from_the_run_folder(submitted, tmp_path):
     step = srun_command(submitted, tmp_path, ["true"])
     before = step[:step.index("node")]
-    assert not any(submitted.code in word for word in before), "what looks at the copy is not taken from there"
-    assert "def local_copy(" in before[-1]
+    assert "def local_copy(" in before[-1] and not any(submitted.code in word for word in before)
 
 
 def test_the_archive_proves_nothing_by_itself(submitted, checkout):
@@ -328,7 +328,7 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     assert not loose, "what is submitted is one's own, whatever the umask and the checkout"
     lines = (slurm.queue / "104").read_text().splitlines()
     last = next(number for number, line in enumerate(lines) if " -I " in line)
-    script = "\n".join(["#!/bin/bash", *lines[last - 2:last + 2], "echo started from $PYTHONPATH"])
+    script = "\n".join([*lines[last - 2:last + 2], "echo started from $PYTHONPATH"])
 
     def run():
         done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
@@ -341,8 +341,6 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     assert status == 0 and re.fullmatch(rf"started from {copy}/code-[0-9a-f]+\n", said)
     (code / "drover/launch/new.py").write_text("evil")
     assert run()[0] == 0 and not list(copy.rglob("new.py")), "this node has what was submitted"
-    shutil.rmtree(copy)
-    assert run()[0] == 0, "as an archive it is whole"
     shutil.rmtree(copy)
     archive_of(code).unlink()
     status, said = run()
@@ -367,28 +365,24 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 
 def test_a_private_folder(tmp_path, monkeypatch):
     os.umask(0)
-    made = private_folder(tmp_path / "mine")
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    made.chmod(0o755)  # as earlier versions made it: others could only read
-    assert private_folder(made) == made and stat.S_IMODE(made.stat().st_mode) == 0o700
+    mine, link = tmp_path / "mine", tmp_path / "link"
+    link.symlink_to(mine)
+    for mode in (None, 0o755):  # made, and one that others could read
+        if mode:
+            mine.chmod(mode)
+        assert private_folder(mine) == mine and stat.S_IMODE(mine.stat().st_mode) == 0o700
     (tmp_path / "file").touch(0o600)
-    (tmp_path / "link").symlink_to(made)
-    for path, mode in ((made, 0o702), (tmp_path / "link", 0o702)):
-        path.chmod(mode)
-        with pytest.raises(PermissionError, match="may be written by everyone"):
-            private_folder(path)
     with pytest.raises(FileExistsError):
         private_folder(tmp_path / "file")
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    made.chmod(0o770)
-    with pytest.raises(PermissionError, match="may be written by the group"):
-        private_folder(made)
-    if ROOT:
-        made.chmod(0o700)
-        for path in (tmp_path / "link", made):
-            os.chown(path, OTHER, -1, follow_symlinks=False)
-            with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
-                private_folder(path)
+    for mode, owner, why in ((0o702, -1, "may be written by everyone"), (0o770, -1, "may be written by the group"),
+                             (0o700, OTHER, f"belongs to the user {OTHER}")):
+        if owner == -1 or ROOT:
+            mine.chmod(mode)
+            for path in (link, mine):
+                os.chown(path, owner, -1, follow_symlinks=False)
+                with pytest.raises(PermissionError, match=why):
+                    private_folder(path)
 
 
 def test_compilers_keep_what_they_run_again_in_private():

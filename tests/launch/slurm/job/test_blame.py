@@ -89,11 +89,11 @@ def test_who_was_late_when_training_hung(job):
     assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n0003": 2}, "of two nodes it is not the nodes"
 
 
-def test_what_many_nodes_suffer_at_once_is_no_strike(job, capsys):
+@pytest.mark.parametrize(("count", "strikes"), [(3, 1), (4, 0)])
+def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, strikes):
     there = Runner(job.spec, SlurmHost("12", "12", 0, tuple(nodes_of(64)), None, job.slurm))
-    assert there._strike(dict.fromkeys(nodes_of(4), "went down")) == strikes(job.run) == {}
-    assert "has a cause in common: none of them gets a strike" in capsys.readouterr().out
-    assert there._strike(dict.fromkeys(nodes_of(3), "went down")) == dict.fromkeys(nodes_of(3), 1)
+    found = there._strike(dict.fromkeys(nodes_of(count), "went down"))
+    assert found == dict.fromkeys(nodes_of(count), 1) if strikes else found == {}
 
 
 @pytest.fixture

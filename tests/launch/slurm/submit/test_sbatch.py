@@ -93,6 +93,7 @@ def test_the_script_of_training_on_four_nodes(launcher):
     assert plain == TRAIN_ON_FOUR_NODES.format(work=launcher.work, code=code, python=sys.executable)
     for text in found.values():
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
+        assert len(text.splitlines()) < 40, "a person can read it"
 
     phases = [f"shard-{phase}" for phase in ("read", "sort", "match", "decide", "write")]  # without near-duplicates
     assert list(found) == [*phases, "shard", "tokenizer", "encode-parts", "encode", "train", "convert", "evaluate",
@@ -103,10 +104,9 @@ def test_the_script_of_training_on_four_nodes(launcher):
         tasks = "8" if key in ("train", "evaluate") else None
         assert [option(text, name) for name in ("array", "gpus-per-node", "nodes", "ntasks-per-node")] == [
             "0-3" if key in (*phases, "encode-parts") else None, tasks, "4" if key == "train" else "1", tasks or "1"]
-    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
-    assert re.fullmatch(r"shard-read +to do +4 of 4 parts +2 processes +6 +500G +10 h 00 m +-", rows["shard-read"])
-    assert re.fullmatch(r"train +waiting +4 +32 ranks x 6 threads +48 +8 +500G +25 h 00 m +gpu, high, h100 +encode",
-                        rows["train"]), rows["train"]
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "shard-read to do 4 of 4 parts 2 processes 6 500G 10 h 00 m -" in rows
+    assert "train waiting 4 32 ranks x 6 threads 48 8 500G 25 h 00 m gpu, high, h100 encode" in rows
 
 
 def test_links_arrays_and_sites_without_requeue(launcher):
@@ -131,19 +131,22 @@ def test_links_arrays_and_sites_without_requeue(launcher):
 def test_submission_chains_what_is_not_done(slurm):
     slurm.done("shard")
     assert "nothing to submit" in slurm.accepted("--stage", "shard") and not list(slurm.queue.iterdir())
-    shown = slurm.accepted("--stage", "all", "launch.encode.array=2", "train.steps=40")
+    shown = slurm.accepted("--stage", "all", "launch.encode.array=2", "train.steps=40", "--force")
     chain = slurm.chain
-    assert [(job.stage, job.kind, job.id, job.elements, job.dependencies) for job in chain.jobs][:4] == [
-        ("tokenizer", "job", "101", None, ()), ("encode", "array", "102", (0, 1), ("101",)),
-        ("encode", "finalise", "103", None, ("102",)), ("train", "job", "104", None, ("103",))]
-    assert option((slurm.queue / "104").read_text(), "dependency") == "afterok:103,singleton"
-    assert "encode    job 102 (array encode) after 101" in shown and "`drover status " in shown
-    assert chain.command[-4:] == ("--stage", "all", "launch.encode.array=2", "train.steps=40")
+    assert [(job.stage, job.kind, job.id, job.elements, job.dependencies) for job in chain.jobs][1:5] == [
+        ("tokenizer", "job", "102", None, ("101",)), ("encode", "array", "103", (0, 1), ("102",)),
+        ("encode", "finalise", "104", None, ("103",)), ("train", "job", "105", None, ("104",))]
+    assert option((slurm.queue / "105").read_text(), "dependency") == "afterok:104,singleton"
+    assert "encode    job 103 (array encode) after 102" in shown and "`drover status " in shown
     assert not list(slurm.run.rglob("*.pkl")), "nothing is unpickled"
-    spec = JobSpec.load(Path(chain.jobs[3].spec))
+    spec = JobSpec.load(Path(chain.jobs[4].spec))
     assert (spec.stage, spec.ranks, spec.nodes, spec.chain, spec.run) == ("train", 2, 1, chain.id, str(slurm.run))
     assert spec.command[1:3] == ("-m", "drover.pipeline.train") and chain.config in spec.command
     assert "steps: 40" in Path(chain.config).read_text() and slurm.run in Path(chain.config).parents
+    # What is to continue is not forced again.
+    assert "the same command without --force submits what is left" in shown
+    assert "--force" in chain.command and "--force" not in go_on(read_run(slurm.run))
+    assert spec.command[spec.command.index("--force-id") + 1] == chain.id and "--force" not in spec.command
 
 
 def test_a_run_is_queued_once(slurm):
@@ -154,14 +157,6 @@ def test_a_run_is_queued_once(slurm):
     assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
     assert "other jobs of the same names are in the queue: 999" in slurm.accepted(
         "--stage", "all", QUEUED=queue_line("999", "RUNNING", name="trial-train"))
-
-
-def test_what_is_to_go_on_is_not_forced_again(slurm):
-    slurm.done("shard")
-    assert "the same command without --force submits what is left" in slurm.accepted("--stage", "all", "--force")
-    assert "--force" in slurm.chain.command and "--force" not in go_on(read_run(slurm.run))
-    command = JobSpec.load(Path(slurm.chain.jobs[0].spec)).command
-    assert command[command.index("--force-id") + 1] == slurm.chain.id and "--force" not in command
 
 
 def test_two_submissions_of_a_run_do_not_meet(slurm):
@@ -248,22 +243,21 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
 
 def test_an_evaluation_beside_training_is_submitted_as_the_chain_was(slurm, monkeypatch):
     """By the train job's runner, whose own variables of Slurm it does not get."""
-    slurm.accepted("--stage", "all", "launch.gpus_per_node=2", "launch.cpus=3",
+    slurm.done("shard", "tokenizer", "encode")
+    slurm.accepted("--stage", "train", "launch.gpus_per_node=2", "launch.cpus=3",
                    "launch.evaluate.every_checkpoints=1", "train.checkpoint.every_steps=20")
-    config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[3].spec))
+    config, spec = Path(slurm.chain.config), JobSpec.load(Path(slurm.chain.jobs[0].spec))
     write_json(slurm.run / "train/checkpoints/step-00000020/COMPLETE.json", {})
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(sys, "executable", "another python")
     evaluations = Evaluations(spec, print)
-    [owed] = evaluations.to_submit()
-    assert evaluations.submit(owed) == "108"
-    job = slurm.chain.jobs[-1]
-    assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "108", ())
-    made = JobSpec.load(Path(job.spec))
+    assert [evaluations.submit(job) for job in evaluations.to_submit()] == ["102"]
+    job, made = slurm.chain.jobs[-1], JobSpec.load(Path(slurm.chain.jobs[-1].spec))
+    assert (job.name, job.kind, job.id, job.dependencies) == ("trial-evaluate-step-00000020", "evaluation", "102", ())
     assert made.command[:3] == (spec.command[0], "-m", "drover.launch.slurm.evaluations") and made.files == spec.files
-    assert made.cpus_per_task == 6 and option((slurm.queue / "108").read_text(), "gpus-per-node") == "2"
-    assert not (slurm.queue / "108.environment").exists()
-    config.write_text(config.read_text().replace("cpus: 3", "cpus: 4"))
+    assert made.cpus_per_task == 6 and option((slurm.queue / "102").read_text(), "gpus-per-node") == "2"
+    assert not (slurm.queue / "102.environment").exists()
+    config.write_text(f"{config.read_text()}\n")
     with pytest.raises(UserError, match="changed after the submission"):
         Evaluations(spec, print).to_submit()
 
@@ -275,19 +269,3 @@ def test_a_file_system_without_locks(slurm, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", none)
     slurm.accepted("--stage", "all", "launch.encode.array=2")
     assert len(slurm.chain.jobs) == 8
-
-
-def test_a_disk_or_ranks_that_do_not_fit_are_told_before(slurm):
-    said = slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1", "train.steps=200000000",
-                         "train.warmup_steps=3")
-    assert "checkpoints" in said and "are free at" in said
-    assert "not divisible by 6 data-parallel ranks" in slurm.refused(
-        "--stage", "all", "--nodes", "3", "--dry-run")
-
-
-def test_a_profile_is_named_on_the_command_line(slurm):
-    (slurm.work / "clusters").mkdir()
-    (slurm.work / "clusters/ours.yaml").write_text("partition: gpu\nenvironment: {NCCL_DEBUG: INFO}\n")
-    assert "slurm (profile ours)" in slurm.accepted("--stage", "all", "--cluster", "ours")
-    assert option((slurm.queue / "104").read_text(), "partition") == "gpu"
-    assert JobSpec.load(Path(slurm.chain.jobs[3].spec)).environment["NCCL_DEBUG"] == "INFO"

@@ -1,9 +1,7 @@
-"""Sites as they are: what sbatch and srun get for each, as lines beside those of a bare site."""
+"""Containers: how each runtime starts a stage, and that the batch script stays outside."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,49 +13,10 @@ from drover.launch.slurm.job.srun import srun_command
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.config.launching import Container
 from tests.conftest import REPOSITORY
-from tests.launch.slurm.submit.test_sbatch import scripts
 
 TWO_NODES = ("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "--no-rehearse", "launch.gpus_per_node=8",
              "launch.train.nodes=2")
 SIF, PYTHON = "/shared/drover.sif", "/opt/venv/bin/python"
-SITES = {
-    "pyxis": ({"container": {"image": "ours/drover:1", "runtime": "pyxis"}, "python": PYTHON}, set(), set()),
-    "apptainer with modules": (
-        {"container": {"image": SIF}, "python": PYTHON, "setup": ["module load apptainer"]},
-        {"module load apptainer"}, set()),
-    "typed GRES with QOS": (
-        {"gpu_type": "h100", "qos": "high", "account": "physics"},
-        {"#SBATCH --gpus-per-node=h100:8", "#SBATCH --qos=high", "#SBATCH --account=physics"},
-        {"#SBATCH --gpus-per-node=8"}),
-    "AMD": (
-        {"srun_args": ["--gpu-bind=none"], "environment": {"HSA_FORCE_FINE_GRAIN_PCIE": "1"},
-         "health_check": ["/opt/site/check"]}, set(), set()),
-    "neither requeue nor accounting": (
-        {"requeue": False, "train.links": 2}, {"#SBATCH --no-requeue"}, {"#SBATCH --requeue"}),
-}
-"""Settings of the section launch; lines of the train job's script that a bare site has not, and that it has instead."""
-
-
-def script(launcher, settings):
-    """The lines of a train job's script."""
-    shown = launcher.accepted(*TWO_NODES, *(f"launch.{name}={json.dumps(value)}" for name, value in settings.items()))
-    found = scripts(shown)
-    text = next(found[key] for key in ("train", "train-1") if key in found)
-    subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
-    assert len(text.splitlines()) < 40
-    encode = [line for key, one in found.items() if key.startswith("encode") for line in one.splitlines()]
-    assert not any("gpus" in line for line in encode), "jobs without ranks ask for no GPU"
-    return [line for line in text.splitlines() if not any(
-        word in line for word in ("sha256sum", "job.runner", "--comment", " check ", "--job-name", "137"))]
-
-
-@pytest.mark.parametrize("name", SITES)
-def test_what_sbatch_gets(launcher, name):
-    settings, added, gone = SITES[name]
-    bare, here = set(script(launcher, {})), set(script(launcher, settings))
-    assert (here - bare, bare - here) == (added, gone)
-
-
 @pytest.mark.parametrize(("container", "wrap", "srun_args"), [
     ({"image": SIF, "mounts": ["/data", "/scratch:/tmp"]},
      ["apptainer", "exec", "--nv", "--bind=/runs:/runs", "--bind=/work:/work", "--bind=/data:/data",
