@@ -30,8 +30,8 @@ from tempfile import mkdtemp
 
 import drover
 from drover.launch.plan import in_container
-from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
-from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts, read_facts
+from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE, read_reports
+from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.launch.slurm.submit.options import GPUS, directives, long_options
 from drover.launch.slurm.submit.sbatch import uninterrupted
@@ -173,7 +173,7 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
                           "the profile may lack account, qos or constraint")
             return
         reason = _wait(scheduler, number, wait)
-        facts[name] = read_facts(folder)
+        facts[name] = read_reports(folder, NodeFacts)
         log = (folder / "job.log").read_text(errors="replace").strip() if (folder / "job.log").is_file() else ""
         yield from judge(name, nodes, gpus, facts[name], reason, log)
     finally:

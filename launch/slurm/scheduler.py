@@ -158,10 +158,9 @@ class Scheduler:
         arrays = {_array(id): job for id, job in (known or {}).items()}
         return None if known is None else [replace(job, id=id) for id, job in arrays.items()]
 
-    def cancel(self, id: str, *options: str) -> str | None:
-        """Cancel a job, or with `--signal=USR2` signal its steps; None, or why that failed. A job that has already
-        ended is no failure."""
-        answer = self._ask("scancel", *options, id)
+    def cancel(self, id: str) -> str | None:
+        """Cancel a job; None, or why that failed. A job that has already ended is no failure."""
+        answer = self._ask("scancel", id)
         ended = answer.reached and (answer.unknown_job or "already complet" in answer.error)
         return None if ended else answer.problem
 

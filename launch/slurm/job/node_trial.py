@@ -17,15 +17,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drover.launch.devices import for_amd, smi, visible_gpus
 from drover.launch.processes import answer_of
+from drover.launch.slurm.start_logs import labelled
 
 FIELDS = 4
 """Number of fields in nvidia-smi's row for a GPU."""
@@ -133,12 +136,13 @@ def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
         if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
-    _send(report)
+    send(report)
     measure(report, limit_s)
-    _send(report)
+    send(report)
 
 
-def _send(report: Report) -> None:
+def send(report: Report) -> None:
+    """Print a report for `read_reports`."""
     print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # one write, so that no other line can split it
 
 
@@ -193,6 +197,23 @@ def measure(report: Report, limit_s: float) -> None:
     report.times[REDUCE] = best(lambda: dist.all_reduce(total))
     dist.barrier()
     dist.destroy_process_group()
+
+
+R = TypeVar("R", bound=Report)
+
+
+def read_reports(folder: Path, kind: type[R]) -> list[R]:
+    """The newest report of each rank, from the nodes' logs. Other lines are skipped."""
+    texts, found = defaultdict[int, bytes](bytes), dict[int, R]()
+    for path in folder.glob("node*.log"):
+        with suppress(OSError), open(path, "rb") as file:
+            for rank, text in labelled(file):
+                texts[rank] += text
+    for rank, text in sorted(texts.items()):
+        for line in text.splitlines():
+            with suppress(ValueError, TypeError):
+                found[rank] = kind(**json.loads(line))
+    return list(found.values())
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ it is in the shared run folder, the cause is common to them.
 
 from __future__ import annotations
 
-import json
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -20,11 +17,10 @@ from statistics import median
 
 from drover.launch.host import Host
 from drover.launch.processes import Each
-from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report
+from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report, read_reports
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
-from drover.launch.slurm.start_logs import labelled
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
 """Time limit, which grows with the number of nodes: all ranks import from one file system at once."""
@@ -67,7 +63,7 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
         nonlocal reports, last, look_at
         now = time.monotonic()
         if now >= look_at:
-            if (found := read_reports(folder)) != reports:
+            if (found := read_reports(folder, Report)) != reports:
                 reports, last = found, now
             look_at = now + 1 + len(reports) / 1000
         silent = _silent(reports, places)
@@ -159,17 +155,3 @@ def _silent(reports: Sequence[Report], places: Sequence[str]) -> list[str]:
     """Nodes with a rank that has not reported."""
     there = {report.rank for report in reports}
     return list(dict.fromkeys(node for rank, node in enumerate(places) if rank not in there))
-
-
-def read_reports(folder: Path) -> list[Report]:
-    """The newest report of each rank, from the nodes' logs. Other lines are skipped."""
-    texts, found = defaultdict[int, bytes](bytes), dict[int, Report]()
-    for path in folder.glob("node*.log"):
-        with suppress(OSError), open(path, "rb") as file:
-            for rank, text in labelled(file):
-                texts[rank] += text
-    for rank, text in sorted(texts.items()):
-        for line in text.splitlines():
-            with suppress(ValueError, TypeError):
-                found[rank] = Report(**json.loads(line))
-    return list(found.values())

@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drover.launch.devices import smi, visible_gpus
-from drover.launch.slurm.job.node_trial import Report, check_node, measure
-from drover.launch.slurm.start_logs import labelled
+from drover.launch.slurm.job.node_trial import Report, check_node, measure, send
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
@@ -30,8 +28,8 @@ RUNTIMES = ("apptainer", "singularity", "podman", "enroot")
 
 
 @dataclass
-class NodeFacts:
-    """The findings of one node.
+class NodeFacts(Report):
+    """A preflight's report of one node, and more about the node.
 
     Attributes:
         import_s: seconds to import torch; `torch`: its version. Without torch None and "".
@@ -39,12 +37,8 @@ class NodeFacts:
         visible_s: seconds from the renaming of a file on the first node until it was seen here; None on the first node.
             It includes the difference of the clocks, which `clock_at` shows.
         locked_out: whether this node could not take a lock that the first node held.
-        times, clock_at: as in a preflight's report.
-        problems: by kind.
     """
 
-    rank: int
-    node: str
     python: str = platform.python_version()
     torch: str = ""
     import_s: float | None = None
@@ -54,9 +48,6 @@ class NodeFacts:
     runtimes: list[str] = field(default_factory=list)
     visible_s: float | None = None
     locked_out: bool | None = None
-    times: dict[str, float] = field(default_factory=dict)
-    clock_at: float | None = None
-    problems: dict[str, str] = field(default_factory=dict)
 
 
 def try_site(folder: Path, limit_s: float) -> None:
@@ -79,7 +70,8 @@ def try_site(folder: Path, limit_s: float) -> None:
         share(folder, facts, world, limit_s)
     if facts.torch:
         exchange(facts, world, limit_s)
-    print("\n" + json.dumps(asdict(facts)), flush=True)
+    print()  # after what torch may have printed
+    send(facts)
 
 
 def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
@@ -119,24 +111,11 @@ def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
 def exchange(facts: NodeFacts, world: int, limit_s: float) -> None:
     """Measure a product, exchanges between nodes and an all-reduce, as a preflight does."""
     os.environ |= {"RANK": str(facts.rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    report = Report(facts.rank, facts.node)
     try:
-        measure(report, limit_s)
+        measure(facts, limit_s)
     except Exception as error:  # noqa: BLE001 - a failing network is a finding
         why = (str(error) or "?").splitlines()[0]
         facts.problems["network"] = f"an all-reduce failed: {type(error).__name__}: {why}"
-    facts.times, facts.clock_at = report.times, report.clock_at
-
-
-def read_facts(folder: Path) -> list[NodeFacts]:
-    """The nodes' findings, in their order."""
-    found = []
-    for path in folder.glob("node*.log"):
-        with open(path, "rb") as file:
-            for _, line in labelled(file):
-                with suppress(ValueError, TypeError):
-                    found.append(NodeFacts(**json.loads(line)))
-    return sorted(found, key=lambda facts: facts.rank)
 
 
 if __name__ == "__main__":

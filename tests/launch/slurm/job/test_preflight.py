@@ -19,8 +19,9 @@ from drover.launch.slurm.job.node_trial import (
     check_gpus,
     check_node,
     partner_of,
+    read_reports,
 )
-from drover.launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
+from drover.launch.slurm.job.preflight import Found, judge, run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.nodes import failing
 from drover.pipeline.contract.stages import REPOSITORY
@@ -112,7 +113,7 @@ def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_p
              f"0: {texts[0]}"]
     (tmp_path / "node0.log").write_text("\n".join(lines))
     (tmp_path / "node12.log").write_text(f"97: {json.dumps(asdict(replace(SOUND[2], rank=97)))}\n")
-    assert read_reports(tmp_path) == [SOUND[0], SOUND[1], replace(SOUND[2], rank=97)]
+    assert read_reports(tmp_path, Report) == [SOUND[0], SOUND[1], replace(SOUND[2], rank=97)]
 
 
 def smi(folder, gpus, processes="", before=""):
@@ -226,5 +227,5 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     here = SlurmHost("12", "12", 0, tuple(NODES[:3]), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
-    assert [report.clock_at is not None for report in read_reports(folder)] == [True, False] * 3
+    assert [report.clock_at is not None for report in read_reports(folder, Report)] == [True, False] * 3
     assert (tmp_path / "calls").read_text().startswith("-m drover.launch.slurm.job.node_trial")
