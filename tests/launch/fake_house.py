@@ -18,7 +18,6 @@ import os, signal, sys, time
 from pathlib import Path
 from drover.pipeline.config.section import identity
 from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sha256_json, write_text
 
 NAME = "{name}"
@@ -32,10 +31,6 @@ def work(work):
     (pids / f"{{NAME}}-{{RANK}}.secret").write_text(os.environ.get("DROVER_STORE_SECRET", ""))
     print(f"{{NAME}} rank {{RANK}} of {{os.environ.get('WORLD_SIZE', '-')}} "
           f"threads {{os.environ.get('OMP_NUM_THREADS', '-')}} terminal {{sys.stdout.isatty()}}", flush=True)
-    if manner == "silent":
-        os._exit(0)
-    if manner == "fail":
-        raise UserError("the third record of corpus.txt is broken. Mend it.")
     if manner == "killed":
         if RANK == "1":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -60,8 +55,6 @@ def work(work):
     content = sha256_json([NAME, work.fingerprint])
     write_text(work.folder / "out.txt", content)
     work.commit([output_record(work.folder, work.folder / "out.txt")], {{"files": 1}})
-    if manner == "late":
-        os._exit(3)
 
 
 if __name__ == "__main__":

@@ -122,16 +122,6 @@ def test_a_closed_terminal_is_a_request_to_stop(ready):
     assert "convert-0" not in ready.started()
 
 
-def test_a_closed_output_does_not_end_the_run(house):
-    launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard,tokenizer"), cwd=house.work,
-                                env=house.environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert any(line.startswith(b"shard rank") for line in launcher.stdout)
-    launcher.stdout.close()
-    launcher.stderr.close()
-    assert launcher.wait() == 0
-    assert (house.run / "tokenizer" / "manifest.json").exists()
-
-
 @pytest.mark.parametrize(("processes", "gpus", "device", "ranks"), [
     (None, 0, "auto", 1), (3, 0, "cpu", 3), (None, 4, "cuda", 4), (2, 4, "auto", 2), (2, 1, "auto", 1),
     (3, 0, "mps", 1)])

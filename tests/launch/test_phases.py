@@ -9,7 +9,6 @@ import yaml
 
 from drover.launch.checks import _refuse_plan
 from drover.launch.describe import consumption_lines, training_facts
-from drover.launch.forecast import shape_of, state_bytes_per_rank, training_flops
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
@@ -58,14 +57,6 @@ def test_before_encode_the_phases_are_told(tmp_path):
 def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
     [said] = consumption_lines(run_of(tmp_path, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1}))
     assert said == "data      tokens and epochs of each source are known once training has planned the packing"
-
-
-def test_what_a_plan_costs_is_added_up_over_its_phases(tmp_path):
-    config = run_of(tmp_path).config
-    shape = shape_of(config)
-    assert training_flops(config) == 10_240 * shape.flops_per_token(64, causal=False) + \
-        20_480 * shape.flops_per_token(128, causal=False)
-    assert state_bytes_per_rank(config, 2) == state_bytes_per_rank(run_of(tmp_path, phases=[]).config, 2)
 
 
 def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):

