@@ -57,7 +57,9 @@ class Slurm:
         return {node: self.down.get(node, "idle") for node in nodes}
 
     def node_address(self, name: str) -> str:
-        return self.address
+        """Once; then the controller is down, as for all that asks later."""
+        self.address, found = name, self.address
+        return found
 
     def requeue(self, id: str, patience_s: float) -> str | None:
         self.requeued.append(id)

@@ -49,11 +49,6 @@ class Submitted:
     run: Path
     lost: str = ""
 
-    @property
-    def chain(self):
-        """The first submission."""
-        return read_chains(self.run)[0]
-
     def manifest(self, stage):
         manifest = read_manifest(self.run / stage)
         assert manifest is not None, self.story()
@@ -130,7 +125,7 @@ def copy_of_the_repository(folder):
 
 def test_every_stage_is_done(done):
     for stage in STAGES:
-        assert done.manifest(stage).stage == stage and read_state(done.run / stage).status == "done", done.story()
+        assert done.manifest(stage) and read_state(done.run / stage).status == "done", done.story()
     assert (done.run / "report.html").is_file()
     assert read_json(done.run / "evaluate/results.json")["heldout"]["overall"]["bits_per_byte"] > 0
 

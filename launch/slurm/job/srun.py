@@ -39,7 +39,13 @@ _NO_STEP = re.compile(r"^srun: error: (.*(?:Unable to (?:create step|resolve|con
 
 
 class SlurmHost(Host):
-    """A job's nodes."""
+    """A job's nodes.
+
+    Attributes:
+        meeting: address of the first node, as Slurm has it; empty until it was needed and Slurm has answered.
+    """
+
+    meeting = ""
 
     @classmethod
     def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
@@ -76,7 +82,9 @@ class SlurmHost(Host):
 
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
         """On the first node. Ranks sign what they leave in their store with the secret."""
-        return {"MASTER_ADDR": address(self.nodes[0], self.scheduler), "MASTER_PORT": str(free_port()),
+        if self.meeting in ("", self.nodes[0]):  # else it is kept: the controller may be down at a later start
+            self.meeting = address(self.nodes[0], self.scheduler)
+        return {"MASTER_ADDR": self.meeting, "MASTER_PORT": str(free_port()),
                 "DROVER_RANKS": str(spec.ranks), "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
 
 
