@@ -1,4 +1,4 @@
-"""What is refused before anything starts or queues: everything that would fail later and can be known now."""
+"""Checks before anything starts or queues. Everything that would fail later and can be known now is refused."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _AZURE = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCES
 CREDENTIALS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
                "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_BEARER_TOKEN"),
                "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
-"""How variables begin that have credentials for a kind of object store. Folders need none."""
+"""Prefixes of the variables that hold credentials, by kind of object store. Folders need none."""
 
 
 def refuse_unusable_places(config: Config, path: str) -> None:
-    """Refuse a run folder that there cannot be, and addresses in place of paths, before anything is looked for there;
-    what else is wrong with the configuration is said with it."""
+    """Refuse a run folder that cannot exist, and URLs in place of paths, before anything is looked up there. The error
+    names all other problems of the configuration too."""
     obstacle = blocked(config.folder)
     if obstacle is not None or any(place_problems(config)):
         raise refusal(([] if obstacle is None else [obstacle]) + problems(config), path)
 
 
 def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: bool = True) -> None:
-    """Refuse what cannot work, all at once: the configuration itself, and its fit to the planned ranks.
+    """Refuse all problems at once: of the configuration itself, and of its fit to the planned ranks.
 
-    here: the jobs will find the file systems of this machine.
+    here: the jobs see the file systems of this machine.
     """
     found, running = problems(config), {job.stage: job for job in jobs if job.to_run}
     if here and running and (obstacle := blocked(config.folder, write=True)) is not None:
@@ -60,7 +60,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
         if job.own_python:
             found += absent_packages(config, stage)
     if "convert" in running and (problem := export_problem(config.model)):
-        found.append(f"{problem} Ask for the stages up to train (--stage shard,tokenizer,encode,train).")
+        found.append(f"{problem} Request the stages up to train (--stage shard,tokenizer,encode,train).")
     if "train" in running:
         found += [*rank_problems(config, running["train"].ranks), *absent_attention(config)]
     if found:
@@ -68,23 +68,22 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
 
 
 def _refuse_all(what: str, found: list[str]) -> None:
-    """Refuse one problem by itself, several below the words `what`."""
+    """Refuse one problem alone, several as a list below the heading `what`."""
     if found:
         raise UserError(all_problems(found, what, len(found)))
 
 
 def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environment: Environment, *,
                 showing: bool = False) -> None:
-    """Refuse what this box or the cluster would refuse or break on later, all at once.
+    """Refuse at once all that this machine or the cluster would refuse or fail at later.
 
-    environment: of the shell that submits. showing: jobs are only shown, perhaps on another machine than the one that
-    submits.
+    environment: of the shell that submits. showing: jobs are only shown, perhaps not on the machine that will submit.
     """
-    found = credential_problems(run.config, environment)  # the configuration is written into the run folder
+    found = credential_problems(run.config, environment)  # the configuration will be written into the run folder
     running = [job for job in jobs if job.to_run]
     away = options.cluster != "local"
     if run.config.launch.device == "mps" and (away or sys.platform != "darwin"):
-        found.append("launch.device=mps is Apple's GPU, and the stages would not run on a Mac: take auto.")
+        found.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if away:
         found += environment_problems(run.config, environment)
     if options.cluster == "hosts":
@@ -99,7 +98,7 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
-    """That training's state alone is more than a rank's memory, as far as that is known."""
+    """Whether training's state alone exceeds the memory of a rank, if both are known."""
     train = next((job for job in jobs if job.key == "train"), None)
     state = state_bytes_per_rank(config, train.ranks) if train is not None else None
     if train is None or state is None:
@@ -107,29 +106,29 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
     site, here = config.launch.limits.gpu_memory_gb, options.machine
     if options.cluster != "local":
         memory, has = (site or 0) * 1e9, f"a GPU here has {site:g} GB (launch.limits)" if site else ""
-        advice = "take more nodes, a smaller parallel.dp_replicate, or parallel.engine=deepspeed with offload"
+        advice = "use more nodes, a smaller parallel.dp_replicate, or parallel.engine=deepspeed with offload"
     else:
         memory = here.memory if here.gpus else here.memory / train.ranks
-        has = f"{'a GPU here has' if here.gpus else 'of the free memory here it gets'} {readable(memory)}"
-        advice = "take a smaller model (`drover presets` lists shapes), or a machine with more"
+        has = f"{'a GPU here has' if here.gpus else 'its share of the free memory here is'} {readable(memory)}"
+        advice = "use a smaller model (`drover presets` lists shapes) or a machine with more memory"
     if memory and state > memory:
-        yield (f"weights, gradients and moments alone take {readable(state)} a rank, but {has}: {advice}; "
-               f"launch.check_fit=false starts it all the same.")
+        yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {has}: {advice}. "
+               f"launch.check_fit=false starts it anyway.")
 
 
 def disk_problems(run: Run, disk: Disk) -> Iterator[str]:
-    """That the run may write more than is free."""
+    """Whether the run may write more than is free."""
     if disk.needed > disk.free:
         parts = ", ".join(f"{name} {readable(size)}" for name, size in disk.parts.items() if size)
-        yield (f"the run may write {readable(disk.needed)} ({parts}), but {readable(disk.free)} are free where "
-               f"{run.folder} goes: free some, set runs_dir, or keep fewer checkpoints (train.checkpoint.keep); "
-               f"launch.check_fit=false starts it all the same.")
+        yield (f"the run may write {readable(disk.needed)} ({parts}), but only {readable(disk.free)} are free at "
+               f"{run.folder}: free some space, set runs_dir, or keep fewer checkpoints (train.checkpoint.keep). "
+               f"launch.check_fit=false starts it anyway.")
 
 
 def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool = False) -> None:
-    """Refuse, before anything starts, what a stage would refuse later: absent inputs and stale stages.
+    """Refuse what a stage would refuse later: missing inputs and stale stages.
 
-    Where jobs are only shown, inputs may still be absent.
+    If jobs are only shown, inputs may still be missing.
     """
     asked = {job.stage for job in jobs}
     running = [stage for stage in STAGES if any(job.stage == stage and job.to_run for job in jobs)]
@@ -137,9 +136,9 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
     absent = [stage for stage in STAGES if stage in needed and not showing and run.manifest(stage) is None]
     if absent:
         are, them = ("is", "it") if len(absent) == 1 else ("are", "them")
-        raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} {are} not done, and "
-                        f"not asked for. Ask for {them} too ({_named(asked.union(absent))}, or --stage all), or take "
-                        f"finished stages from another run with reuse=<folder>.")
+        raise UserError(f"{', '.join(running)} cannot start: {', '.join(absent)} of {run.folder} {are} not done and "
+                        f"not requested. Request {them} too ({_named(asked.union(absent))}, or --stage all), or use "
+                        f"the finished stages of another run with reuse=<folder>.")
     _refuse_absent_files(run.config, running)
     if "train" in running:
         if run.config.train.init_from is not None:
@@ -149,8 +148,8 @@ def refuse_unsound(run: Run, jobs: list[Job], options: Options, *, showing: bool
         refuse_stale(run, job, options)
     for stage in before([*asked]):
         if stage not in asked and (changed := run.changed(stage)):
-            raise UserError(f"{run.refusal(stage, State('stale', changed))}\n{stage} was not asked for, but what was "
-                            f"asked for is made of it: name it as well ({_named(asked | {stage})}).")
+            raise UserError(f"{run.refusal(stage, State('stale', changed))}\n{stage} was not requested, but the "
+                            f"requested stages depend on it: name it too ({_named(asked | {stage})}).")
 
 
 def _named(stages: set[str]) -> str:
@@ -158,14 +157,14 @@ def _named(stages: set[str]) -> str:
 
 
 def say_absent(run: Run, jobs: list[Job]) -> None:
-    """Say, once, which files that stages were made of are not there any more: that is not refused."""
+    """Print, once, which input files of finished stages no longer exist. That is not refused."""
     asked = [job.stage for job in jobs]
     for text in run.absences([stage for stage in STAGES if stage in {*asked, *before(asked)}]):
         say("note", text)
 
 
 def refuse_stale(run: Run, job: Job, options: Options) -> None:
-    """Refuse a stage that was made of something else, unless the request says what to do about it."""
+    """Refuse a stage with changed inputs or settings, unless the request says what to do about it."""
     if job.forced or job.state.kind != "stale":
         return
     # Two settings must not meet in one stage's outputs.
@@ -173,18 +172,18 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
     refusal = run.refusal(job.stage, job.state)
     later = {stage for stage in STAGES if stage == job.stage or job.stage in before([stage])}
     if options.accept_drift and mixed:
-        refusal = UserError(f"{refusal}\n--accept-drift does not help here: {job.stage} was only begun, and outputs of "
-                            f"two settings must not be mixed in one stage.")
+        refusal = UserError(f"{refusal}\n--accept-drift does not help here: {job.stage} is not finished, and one stage "
+                            f"must not mix outputs of two settings.")
     elif options.accept_drift and not run.is_reused(job.stage):
         return
     elif len(later) > 1:
-        refusal = UserError(f"{refusal}\n--force rebuilds every stage that is asked for; {_named(later)} --force "
-                            f"rebuilds {job.stage} and what is made of it.")
+        refusal = UserError(f"{refusal}\n--force rebuilds every requested stage; {_named(later)} --force rebuilds "
+                            f"{job.stage} and the stages that depend on it.")
     raise refusal
 
 
 def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
-    """What of the settings hosts without Slurm cannot do."""
+    """Settings that do not work on hosts without Slurm."""
     if not launch.hosts:
         yield "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."
     if twice := sorted({host for host in launch.hosts if launch.hosts.count(host) > 1}):
@@ -200,24 +199,24 @@ def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
         yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."
 
 
-MORE = {"nodes": "ask for fewer (--nodes)", "min": "ask for less (launch.<stage>.time): training goes on by itself",
-        "elements": "ask for fewer (launch.<stage>.array)"}
-"""What to do about a job that asks for more than the site gives."""
+MORE = {"nodes": "request fewer (--nodes)", "min": "request less (launch.<stage>.time); training continues by itself",
+        "elements": "request fewer (launch.<stage>.array)"}
+"""What to do if a job requests more than the site allows."""
 
 
 def environment_problems(config: Config, environment: Environment) -> Iterator[str]:
-    """What in the variables of jobs elsewhere cannot work. environment: of the shell that submits."""
+    """Variables of jobs on other machines that cannot work. environment: of the shell that submits."""
     launch = config.launch
     for name in launch.secrets:
         if not environment.get(name):
-            yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or take it out."
+            yield f"launch.secrets names {name}, but your shell has no such variable. Set it, or remove the name."
     if "PYTHONPATH" in launch.environment:
-        yield ("launch.environment holds PYTHONPATH, which the jobs set to their copy of the code. Add folders to it "
-               "in launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
+        yield ("launch.environment has PYTHONPATH, which the jobs set to their copy of the code. Add folders to it in "
+               "launch.setup (export PYTHONPATH=...), or name the modules in plugins.")
 
 
 def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind]) -> Iterator[str]:
-    """What the cluster would refuse, or a job there break on. nodes: what the cluster has; () where it is not known."""
+    """What the cluster would refuse, or what a job would fail at there. nodes: of the cluster; () if unknown."""
     launch, site = config.launch, config.launch.limits
     yield from option_problems(launch, jobs)
     yield from node_problems(jobs, nodes)
@@ -226,17 +225,17 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
         for asked, most, what in ((job.nodes, site.nodes, "nodes"), (job.minutes, longest, "min"),
                                   (max(job.elements, default=-1) + 1, site.array, "elements")):
             if most is not None and asked > most:
-                yield f"{job.key} asks for {asked} {what}; the site gives a job {most} (launch.limits): {MORE[what]}."
+                yield f"{job.key} requests {asked} {what}; the site allows {most} (launch.limits): {MORE[what]}."
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
-            yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before "
-                   f"its end (launch.signal_s): nothing would be left to train in.")
+            yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before its end "
+                   f"(launch.signal_s): no time would be left to train.")
     count = sum(len(job.elements) or 1 for job in jobs)
     if site.jobs is not None and count > site.jobs:
         yield f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits)."
 
 
 def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:
-    """Which jobs no nodes of their partition fit, and what those have."""
+    """The jobs that no nodes of their partition fit, and what those nodes have."""
     found: dict[str, list[str]] = {}
     for job in jobs if nodes else ():
         if text := _misfit(job, nodes):
@@ -245,10 +244,10 @@ def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:
 
 
 def _misfit(job: Job, nodes: Sequence[NodeKind]) -> str:
-    """Why nodes do not fit a job; "" where enough of them do."""
+    """Why nodes do not fit a job; "" if enough of them do."""
     partitions, names = {kind.partition for kind in nodes}, set(filter(None, (job.asked.partition or "").split(",")))
     if absent := sorted(names - partitions):
-        return (f"there is no partition {', '.join(absent)} here (launch.partition); there are "
+        return (f"there is no partition {', '.join(absent)} (launch.partition); there are "
                 f"{', '.join(sorted(partitions))}")
     there = [kind for kind in nodes if kind.partition in names or (kind.usual and not names)]
     number, unit = re.fullmatch(r"(\d+)([KMGT]?)", job.asked.mem or "0").groups()  # type: ignore[union-attr]
@@ -258,17 +257,17 @@ def _misfit(job: Job, nodes: Sequence[NodeKind]) -> str:
     if fit >= job.nodes or not there:
         return ""
     has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
-    return (f"asks for {job.nodes} node{'s' * (job.nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
+    return (f"requests {job.nodes} node{'s' * (job.nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
             f"{memory:,} MB each, but the partition {'/'.join(sorted({kind.partition for kind in there}))} has {has}. "
             f"A rank, or a job without ranks, gets launch.cpus cores; a node gets launch.gpus_per_node or "
             f"launch.processes ranks")
 
 
 def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environment, *, here: bool) -> None:
-    """Refuse addresses to copy to that nothing can be written to, before anything runs: all at once.
+    """Refuse upload URLs that cannot be written to, all at once, before anything runs.
 
-    here: the jobs run on this machine. Elsewhere they may have credentials that this one has not; then it is said that
-    nothing was tried.
+    here: the jobs run on this machine. Elsewhere they may have credentials that this machine lacks; then the URL is not
+    tried, and a note says so.
     """
     wanted = {"train": ("train.checkpoint.copy_to", config.train.checkpoint.copy_to),
               "convert": ("convert.copy_to", config.convert.copy_to)}
@@ -277,21 +276,21 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environ
         if url is None or not any(job.stage == stage and job.to_run for job in jobs):
             continue
         if not here and not any(name.startswith(CREDENTIALS.get(url.partition(":")[0], ("",))) for name in environment):
-            say("note", f"{key} {url} is not tried from here, where there are no credentials for it")
+            say("note", f"{key} {url} is not tried from here, because this shell has no credentials for it")
             continue
         try:
             preflight(Store(url))
         except UserError as error:
             found.append(f"{key}: {error}")
-    _refuse_all("What is to be copied to an object store has no place", found)
+    _refuse_all("Uploads to an object store would fail", found)
 
 
 def refuse_wrong_packages(extras: Collection[str]) -> None:
-    """Refuse packages of other versions than Drover and these of its extras ask for, or absent ones: jobs would fail
-    hours later.
+    """Refuse packages that are missing, or whose versions Drover and these extras do not allow: jobs would fail hours
+    later.
 
     Raises:
-        UserError: naming all of them, and the command that mends it.
+        UserError: names all of them, and the command that repairs it.
     """
     from packaging.requirements import Requirement
 
@@ -299,7 +298,7 @@ def refuse_wrong_packages(extras: Collection[str]) -> None:
     try:
         wanted = map(Requirement, metadata.requires("drover") or [])
     except metadata.PackageNotFoundError:
-        return  # not installed but run from a checkout; what is missing shows at import
+        return  # run from a checkout without an installation; a missing package shows at import
     for requirement in wanted:
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             versions = [one.version for one in metadata.distributions(name=requirement.name)][:1]
@@ -309,11 +308,11 @@ def refuse_wrong_packages(extras: Collection[str]) -> None:
                 found.append(f"{requirement.name} is {versions[0]}, but {requirement.specifier} is needed")
     if found:
         raise UserError(f"The Python environment does not fit:\n{listed(found)}\n"
-                        f"`pip install --editable '.[{','.join(sorted(extras))}]'` in the checkout mends it.")
+                        f"`pip install --editable '.[{','.join(sorted(extras))}]'` in the checkout repairs it.")
 
 
 def _refuse_absent_files(config: Config, stages: list[str]) -> None:
-    """A corpus or tokenizer file that is not there is found before the stages ahead of it have run."""
+    """Refuse missing corpus and tokenizer files before the earlier stages have run."""
     found = []
     for stage in stages:
         try:
@@ -321,14 +320,14 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
         except UserError as error:
             found.append(f"{stage}: {error}")
             continue
-        found += [f"{stage}: the input file {path} is not there." for _, path in files if not path.is_file()]
+        found += [f"{stage}: the input file {path} does not exist." for _, path in files if not path.is_file()]
         if stage == "shard":
             found += [f"{stage}: {problem}" for problem in absent_columns(config.shard, files)]
-    _refuse_all("What the stages read is not there", found)
+    _refuse_all("Inputs of the stages are missing", found)
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:
-    """Weights to start from that are of another shape are found before the job waits in a queue."""
+    """Refuse initial weights of another shape before the job waits in a queue."""
     from drover.pipeline.training.initial_weights import refuse_other_shape  # imports torch
     model, made = run.config.model, run.manifest("tokenizer")
     size = model.vocab_size or (made.counts["vocab_size"] if made is not None else None)
@@ -336,8 +335,8 @@ def _refuse_other_weights(run: Run, path: str) -> None:
 
 
 def _refuse_plan(run: Run, *, forced: bool) -> None:
-    """Phases that change what is trained already, and sources that would be read too often, are found before the job
-    waits in a queue; the latter once encode has counted the tokens."""
+    """Refuse, before the job waits in a queue, phases that change what is already trained, and sources that would be
+    read too often. The latter are known once encode has counted the tokens."""
     train = run.config.train
     if (consumption := planned_consumption(run)) is not None:
         from drover.pipeline.data.sampling.consumption import excesses
@@ -347,7 +346,7 @@ def _refuse_plan(run: Run, *, forced: bool) -> None:
     if train.phases and checkpoints and not forced:
         from drover.pipeline.training.resume import changed_future
         for path in reversed(checkpoints):
-            if (marker := whole_marker(path)) is not None:  # training sets a torn one aside
+            if (marker := whole_marker(path)) is not None:  # training renames a corrupted one
                 progress = TrainingProgress(**marker["progress"])
                 for text in changed_future(path, progress, PhasePlan.of(train)):
                     say("note", f"plan changed after step {progress.step}: {text}")

@@ -1,7 +1,8 @@
-"""What must not be written to files: others read a run's configuration, its jobs' scripts and their copy of the code.
+"""Secrets that must not be written to files. Others can read a run's configuration, its job scripts and its copy of the
+code.
 
-A setting is judged by its value (tokens of known forms, passwords in addresses, values of the shell's own secrets) and
-by its name: whole words, so that TOKENIZERS_PARALLELISM is no token. No message holds a value.
+A setting is judged by its value (tokens of known forms, passwords in URLs, values of the shell's own secrets) and by
+its name: by whole words, so that TOKENIZERS_PARALLELISM is no token. No message contains a value.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KNOWN = {
     "a GitLab token": rf"{_START}gl(?:pat|dt|rt|cbt|ptt|agent)-[A-Za-z0-9_-]{{12,}}",
     "an AWS key": rf"{_START}(?:AKIA|ASIA)[A-Z0-9]{{16}}(?![A-Za-z0-9])",
     "a Slack token": rf"{_START}xox[abeoprs]-[A-Za-z0-9-]{{10,}}",
-    "an address that lets its holder in": r"[?&](?:X-Amz-Signature=[0-9a-f]{32,}|X-Goog-Signature=[0-9a-f]{32,}|"
+    "a URL that grants access": r"[?&](?:X-Amz-Signature=[0-9a-f]{32,}|X-Goog-Signature=[0-9a-f]{32,}|"
                                           r"sig=[A-Za-z0-9%/+_=-]{20,})|"
                                           r"hooks\.slack\.com/(?:services|workflows)/[A-Z0-9]{6,}/[A-Za-z0-9/]{10,}|"
                                           r"discord(?:app)?\.com/api/webhooks/[0-9]+/[A-Za-z0-9_-]{20,}",
@@ -38,38 +39,38 @@ KNOWN = {
     "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^\s/@:'\"{}$]*:(?![$<{*])[^\s/@'\"]+@",
     "a header with a credential": r"(?i:authorization)\s*:\s*(?i:bearer|basic|token)\s+(?!\$)[^\s'\"]{8,}",
 }
-"""Forms of values that are secrets under any name."""
+"""Forms of values that are secrets whatever their name is."""
 _KNOWN = {what: re.compile(pattern) for what, pattern in KNOWN.items()}
 PASSWORDS = frozenset(("SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE", "CREDENTIAL",
                        "CREDENTIALS"))
-"""Words of names whose values are secrets, whatever they look like."""
+"""Words in names whose values are always secrets."""
 TOKENS = PASSWORDS | {"TOKEN", "APIKEY", "PRIVATE"}
-"""Those, and words of names whose values are if they are no number, switch or path."""
+"""Those, and words in names whose values are secrets unless they are a number, a switch or a path."""
 AUTHORISED = TOKENS | {"AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "DSN", "KEY", "KEYS", "LOGIN", "PASS", "PAT", "PWD",
                        "SESSION", "SIGNATURE", "TOKENS"}
-"""Those, and words of names whose values are if they look random."""
+"""Those, and words in names whose values are secrets if they look random."""
 LEAST_DISTINCT = 8
-"""Different characters of a value that looks random."""
+"""A value with fewer different characters does not look random."""
 _ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;,]*)")
 _GIVEN = re.compile(r"--([a-z][a-z-]*)[= ](\"[^\"]+\"|'[^']+'|[^\s;,-][^\s;,]*)")
 _HARMLESS = re.compile(r"|[-+]?[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?|(?i:true|false|yes|no|on|off|none|null)|[~.]?/.*|~|"
                        r"[$`].*")
-"""Nothing, numbers, switches, paths, and what the shell will put there."""
+"""Nothing, numbers, switches, paths, and shell substitutions."""
 LEAST_SHARED = 8
-"""Characters of a secret of the shell by which it is recognised elsewhere."""
+"""Shorter values of the shell's secrets are not searched for in settings."""
 LARGEST = 1 << 20
-"""Bytes of a file that is looked at; configurations and code are smaller."""
-HOLDS = ("{key} holds what looks like a secret{what}: it would be written to files. Set {name} in the shell that "
-         "submits (`export {name}=...`) and put the name alone into launch.secrets; or write it into a file that only "
-         "you can read (chmod 600) and let launch.setup source that file{rest}.")
+"""Larger files (in bytes) are not searched; configurations and code are smaller."""
+HOLDS = ("{key} contains what looks like a secret{what}, and would be written to files. Set {name} in the shell that "
+         "submits (`export {name}=...`) and put only its name into launch.secrets; or write it into a file that only "
+         "you can read (chmod 600) and source that file in launch.setup{rest}.")
 _OF_JOBS = re.compile(r"launch\.(environment|setup|wrap|ssh|srun_args|health_check|container\.options|(\w+\.)?extra)\b")
-"""Settings that are judged by the names in them as well."""
+"""Settings in which names of variables and options are judged too."""
 _VARIABLE = re.compile(r"launch\.(environment|(\w+\.)?extra)\.(?!export$)")
-"""Settings whose last word is such a name."""
+"""Settings whose key ends with such a name."""
 
 
 def credential_problems(config: Config, environment: Environment) -> list[str]:
-    """Every setting that looks like a secret, with the way on.
+    """Every setting that contains what looks like a secret, with what to do instead.
 
     environment: of the shell that submits.
     """
@@ -78,7 +79,7 @@ def credential_problems(config: Config, environment: Environment) -> list[str]:
         name in launch.secrets or known_form(secret) or (words_of(name) & TOKENS and is_random(secret)))}
     settings = config.model_dump(mode="json")
     for name in ("wrap", "ssh", "srun_args", "health_check"):
-        settings["launch"][name] = " ".join(settings["launch"][name])  # `--token`, `abc` are two words there
+        settings["launch"][name] = " ".join(settings["launch"][name])  # `--token` and `abc` are two items there
     settings["launch"]["container"]["options"] = " ".join(launch.container.options)
     for key, value in flatten(settings).items():
         if isinstance(value, bool) or value is None:
@@ -90,14 +91,14 @@ def credential_problems(config: Config, environment: Environment) -> list[str]:
         for name, given in [*_ASSIGNED.findall(text), *_GIVEN.findall(text)] if _OF_JOBS.match(key) else ():
             if name not in launch.not_secrets and is_secret(name, given) and not known_form(f"{name}={given}"):
                 found.append(HOLDS.format(key=key, what=f", {name}", name=name.replace("-", "_"),
-                                          rest=f"; if it is no secret, say so: launch.not_secrets=[{name}]"))
-        found += [f"{key} holds the value of your shell's {name}: it would be written to files. Take it out and put "
+                                          rest=f"; if it is no secret, set launch.not_secrets=[{name}]"))
+        found += [f"{key} contains the value of your shell's {name}, and would be written to files. Remove it and put "
                   f"{name} into launch.secrets." for name, secret in shell.items() if secret in text]
     return found
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is a secret by its name, as far as its value does not tell otherwise."""
+    """Whether a variable is a secret by its name, unless its value shows that it is none."""
     words, value = words_of(name), value.strip().strip("\"'")
     if value[:1] in ("$", "`", ""):
         return False
@@ -110,24 +111,24 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def is_random(value: str) -> bool:
-    """Whether a value looks drawn at random: long, without blanks, letters and digits, many different ones."""
+    """Whether a value looks random: long, without blanks, of letters and digits, many of them different."""
     return len({*value}) >= LEAST_DISTINCT and re.fullmatch(r"(?=.*[0-9])(?=.*[A-Za-z])\S{16,}", value) is not None
 
 
 def known_form(text: str) -> str:
-    """What kind of secret a text holds; empty if none of a known form."""
+    """The kind of secret that a text contains; empty if there is none of a known form."""
     return next((what for what, pattern in _KNOWN.items() if pattern.search(text)), "")
 
 
 def words_of(name: str) -> set[str]:
-    """The words of a name, in capitals: of `HF_TOKEN`, `apiKey` or `api-key`."""
+    """The words of a name such as `HF_TOKEN`, `apiKey` or `api-key`, in capitals."""
     split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     words = [word for word in re.split(r"[^A-Za-z0-9]+", split.upper()) if word]
     return {*words, *("APIKEY" for pair in pairwise(words) if pair == ("API", "KEY"))}
 
 
 def files_with_secrets(folder: Path, names: Iterable[Path]) -> dict[str, str]:
-    """Files, relative to `folder`, that hold a secret of a known form, and its kind."""
+    """Files, relative to `folder`, that contain a secret of a known form, with its kind."""
     found = {}
     for name in names:
         path = folder / name

@@ -1,4 +1,4 @@
-"""The plan as a person reads it before anything starts."""
+"""Prints the plan, for a person to read before anything starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from drover.pipeline.core.console import aligned, duration, readable
 from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
-"""Cores, GPUs and memory are a node's."""
+"""Cores, GPUs and memory are per node."""
 
 
 def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Disk) -> None:
-    """Print the run folder, a row per job, and what follows from the settings of train."""
+    """Print the run folder, one row per job, and what the settings of train amount to."""
     config, machine = run.config, options.machine
     print(f"run       {run.folder}")
     print(f"cluster   {options.cluster} ({where})")
@@ -40,7 +40,7 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     if disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
-    # How long it will take, where this box's cores train; of GPUs the launcher knows too little.
+    # How long it will take, if this machine's cores train. The launcher knows too little of GPUs.
     if options.cluster == "local" and train and train.to_run and not machine.gpus and (
             seconds := estimate(config, jobs, matrix_rate(machine.cores))):
         low, high, *training = map(duration, seconds)
@@ -50,19 +50,19 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
 
 
 def work(job: Job) -> str:
-    """How many processes do the job, with how many threads."""
+    """The job's processes and their threads, such as `2 ranks x 4 threads`."""
     if job.ranks:
         return f"{job.ranks} rank{'s' * (job.ranks > 1)} x {job.cpus_per_task} thread{'s' * (job.cpus_per_task > 1)}"
     return f"{job.processes} process{'es' * (job.processes > 1)}"
 
 
 def row(job: Job, options: Options) -> tuple[str, ...]:
-    """A job in the table: on one box its processes, on hosts how many of them, on Slurm what it asks for as well."""
+    """A job's row of the table: its processes or hosts, and on Slurm also what it requests."""
     slurm, state = options.cluster == "slurm", str(job.state)
     if job.forced:
         state = f"rebuild (now {job.state.kind})"
     elif slurm and job.state.kind == "waiting":
-        state = "waiting"  # for what, the last column says
+        state = "waiting"  # the last column says for what
     if not job.to_run:
         return job.key, state, *([""] * (len(SLURM_COLUMNS) - 2) if slurm else ["-"])
     if not slurm:
@@ -79,9 +79,9 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
 
 
 def training_facts(config: Config, job: Job) -> list[str]:
-    """What the settings of train amount to: tokens, sequences, accumulation, parameters, memory, disk."""
+    """What the settings of train amount to: tokens, sequences, gradient accumulation, parameters, memory."""
     train, model, parallel, ranks = config.train, config.model, config.parallel, job.ranks
-    # What is done is shown too, and need not fit the ranks that there are now.
+    # Finished training is shown too, and need not fit today's ranks.
     fits, known, plan = not rank_problems(config, ranks), shape_of(config), PhasePlan.of(train)
     lines = [f"batch     {BatchPlan.of(phase.train, parallel, ranks)}"
              f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
@@ -97,15 +97,16 @@ def training_facts(config: Config, job: Job) -> list[str]:
         longest = with_largest(config, ranks).train.sequence_length
         gathered = readable(gathered_bytes_per_layer(config, ranks))
         lines.append(f"context   {longest // parallel.cp:,} tokens of each sequence on a rank; "
-                     f"keys and values of all are gathered, {gathered} a layer")
+                     f"keys and values are all-gathered, {gathered} a layer")
     if state := state_bytes_per_rank(config, ranks):
-        lines.append(f"memory    {readable(state)} a rank for weights, gradients and moments; activations come on top")
+        lines.append(f"memory    {readable(state)} a rank for weights, gradients and optimizer state; activations come "
+                     f"on top")
     return lines
 
 
 def consumption_lines(run: Run) -> list[str]:
-    """What training will consume of each source in each phase, where there are phases, a mixture or a limit: tokens
-    and epochs, once they are known; before, the phases."""
+    """Tokens and epochs of each source in each phase, if there are phases, a mixture or a limit. Until the tokens are
+    counted, only the phases."""
     train, found = run.config.train, planned_consumption(run)
     if not says_consumption(train):
         return []
@@ -120,7 +121,7 @@ def consumption_lines(run: Run) -> list[str]:
 
 
 def stages_text(config: Config) -> str:
-    """How the layers are dealt out over a pipeline."""
+    """How the layers are distributed over pipeline stages."""
     parallel = config.parallel
     held = [len(layers) for layers in stage_layers(shape_of(config) or config.model, parallel.stages)]
     inner = sorted(set(held[1:-1]))
@@ -130,7 +131,7 @@ def stages_text(config: Config) -> str:
 
 
 def _departures(model: ModelConfig) -> list[str]:
-    """What the network has otherwise than a Llama, a line each."""
+    """How the network differs from a Llama, a line for each difference."""
     wide = model.head_dim and model.heads * model.head_dim != model.dim
     full = f" (all in one layer of {model.full_attention_interval})" if model.full_attention_interval else ""
     found = {"biases of queries, keys and values": model.qkv_bias, f"heads {model.head_dim} wide": wide,
@@ -141,7 +142,7 @@ def _departures(model: ModelConfig) -> list[str]:
 
 
 def by_hand(job: Job) -> str:
-    """The job's command as a line for a shell, with its container and what srun is given beside the job's shape."""
+    """The job's command as a line for a shell, with its container and the additional options of srun."""
     environment = {**job.environment, "PYTHONPATH": code_path(job.code)}
     settings = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     step = ["srun", *job.srun_args] if job.srun_args else []

@@ -1,4 +1,4 @@
-"""GPUs of this machine, as they are seen without torch."""
+"""GPUs of this machine, found without torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 SMI_S = 30.0
-"""For an answer of nvidia-smi, which loads the driver first where nothing keeps it loaded."""
+"""Time limit for nvidia-smi, which first loads the driver if nothing keeps it loaded."""
 
 
 MASKS = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
-"""Variables that say which GPUs a process may use: NVIDIA's, and AMD's, of whose the one with fewest holds."""
+"""Variables that say which GPUs a process may use: NVIDIA's and AMD's. The one with the fewest GPUs counts."""
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
@@ -28,7 +28,7 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 
 
 def for_amd() -> bool:
-    """Whether torch here is the build for AMD's GPUs. To another build a device of AMD's is a screen."""
+    """Whether torch is a build for AMD's GPUs. Without one, AMD devices only drive screens."""
     try:
         return "rocm" in metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -36,10 +36,10 @@ def for_amd() -> bool:
 
 
 def smi(query: str) -> list[list[str]] | None:
-    """Rows that nvidia-smi has about the GPUs that this process may use; None: no answer."""
+    """What nvidia-smi answers, a row for each GPU that this process may use; None: no answer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     only = [f"--id={visible}"] if visible and "MIG" not in visible else []
-    for _ in range(2):  # a failure may pass
+    for _ in range(2):  # a failure may be temporary
         with suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits", *only], capture_output=True,
                                     text=True, timeout=SMI_S, check=True).stdout

@@ -1,4 +1,4 @@
-"""Ask a Slurm site what Drover needs to know, and write a profile to start from.
+"""Test a Slurm site, and write a profile to start from.
 
     drover doctor                                 asks Slurm, then runs a small job in the default partition
     drover doctor --partition gpu --partition cpu a job in each of these
@@ -30,8 +30,8 @@ from tempfile import mkdtemp
 
 import drover
 from drover.launch.plan import in_container
-from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
-from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts, read_facts
+from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE, read_reports
+from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts
 from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
 from drover.launch.slurm.submit.options import GPUS, directives, long_options
 from drover.launch.slurm.submit.sbatch import uninterrupted
@@ -47,7 +47,7 @@ PACKAGE = Path(drover.__file__).parent
 JOB = "drover"
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 CLOCK_S = 1.0
-"""Clocks that are further apart confuse logs; a preflight refuses 5 s."""
+"""Clocks that are further apart confuse logs. The preflight of a job refuses 5 s."""
 SLOW_IMPORT_S = 20.0
 SLOW_FOLDER_S = 3.0
 TRIAL_S = 120
@@ -58,7 +58,7 @@ MINUTES = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the table. state: `ok`, `note` or `problem`; advice: what to do or to set, if anything."""
+    """A row of the table. state: `ok`, `note` or `problem`; advice: what to do or to set, if anything."""
 
     what: str
     state: str
@@ -69,9 +69,9 @@ class Finding:
 def add_options(parser: Parser) -> None:
     """The options."""
     parser.add_argument("--cluster", metavar="PROFILE", help="use this profile's modules, Python and environment")
-    parser.add_argument("--partition", action="append", metavar="NAME", help="try this partition; can be repeated")
+    parser.add_argument("--partition", action="append", metavar="NAME", help="test this partition; can be repeated")
     parser.add_argument("--runs-dir", default="runs", metavar="FOLDER", help="shared folder to test (default: runs)")
-    parser.add_argument("--no-jobs", action="store_true", help="only ask Slurm; queue nothing")
+    parser.add_argument("--no-jobs", action="store_true", help="only ask Slurm, and queue nothing")
     parser.add_argument("--wait", type=float, default=10, metavar="MINUTES",
                         help="how long a job may wait in the queue (default 10)")
     parser.add_argument("--write", metavar="FILE", help="write a profile to start from")
@@ -79,13 +79,13 @@ def add_options(parser: Parser) -> None:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Ask, try, print; 1 if there is a problem."""
+    """Ask, test, print; 1 if there is a problem."""
     refuse_low(options, "wait")
     if options.write and Path(options.write).exists():
         raise UserError(f"{options.write} exists already. Give another name, or remove it.")
     if shutil.which("sbatch") is None:
-        raise UserError("There is no sbatch on PATH, so this is no login node of a Slurm cluster. Log in there, load "
-                        "Slurm's module, or start a Slurm on this machine with `drover lab up 4`.")
+        raise UserError("There is no sbatch on PATH, so this is not a login node of a Slurm cluster. Log in to one, "
+                        "load Slurm's module, or start a Slurm on this machine with `drover lab up 4`.")
     chosen = [f"launch.cluster={options.cluster}"] if options.cluster else []
     launch = load_config(PACKAGE / "configs/demo.yaml", chosen, check=False).launch
     scheduler = Scheduler()
@@ -94,7 +94,7 @@ def work(options: argparse.Namespace) -> int:
     facts = dict[str, list[NodeFacts]]()
     for name in [] if options.no_jobs or not kinds else options.partition or _usual_partitions(launch, kinds):
         if not options.json:
-            print(f"trying partition {name} ...", file=sys.stderr, flush=True)
+            print(f"testing partition {name} ...", file=sys.stderr, flush=True)
         findings += try_partition(name, kinds, launch, Path(options.runs_dir), options.wait, facts)
     if options.write:
         Path(options.write).parent.mkdir(parents=True, exist_ok=True)
@@ -111,9 +111,9 @@ def work(options: argparse.Namespace) -> int:
 
 
 def ask_slurm(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: dict[str, str]) -> Iterator[Finding]:
-    """What Slurm answers without a job."""
+    """What Slurm answers without running a job."""
     if not kinds:
-        yield Finding("Slurm", PROBLEM, "sinfo shows no partition", "look at `sinfo`; the controller may be away")
+        yield Finding("Slurm", PROBLEM, "sinfo shows no partition", "look at `sinfo`; the controller may be down")
         return
     yield Finding("Slurm", OK, f"version {settings.get('SLURM_VERSION', 'unknown')}")
     for kind in kinds:
@@ -125,11 +125,11 @@ def ask_slurm(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: dict[st
     else:
         yield Finding("requeue", OK, "allowed")
     if settings.get("AccountingStorageType", "").endswith("/none") or not settings.get("AccountingStorageType"):
-        yield Finding("accounting", NOTE, "none; the run's own records decide")
+        yield Finding("accounting", NOTE, "none; Drover relies on the run's own records")
     else:
         rows = scheduler.associations(getpass.getuser())
         found = "; ".join(" ".join(filter(None, row)) for row in rows) or "no association for you"
-        yield Finding("account, QOS", OK if rows else NOTE, found, "account: and qos:, if the default is not yours")
+        yield Finding("account, QOS", OK if rows else NOTE, found, "set account: and qos: unless you use the defaults")
 
 
 def ask_here(runs: Path) -> Iterator[Finding]:
@@ -138,7 +138,7 @@ def ask_here(runs: Path) -> Iterator[Finding]:
     if found := [name for name in RUNTIMES if shutil.which(name)]:
         yield Finding("containers here", OK, ", ".join(found), "container: {image: ...} runs the stages in one")
     if os.environ.get("MODULEPATH"):
-        yield Finding("modules", OK, "there are modules", "setup: [module load ...]")
+        yield Finding("modules", OK, "this site has modules", "setup: [module load ...]")
     place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free / 1e9
     writable = os.access(place, os.W_OK)
@@ -148,7 +148,7 @@ def ask_here(runs: Path) -> Iterator[Finding]:
 
 def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, runs: Path, wait: float,
                   facts: dict[str, list[NodeFacts]]) -> Iterator[Finding]:
-    """Run the job in a partition, and judge what its nodes found; `facts` gets that too."""
+    """Run the job in a partition and judge what its nodes report. The reports are added to `facts`."""
     here = [kind for kind in kinds if kind.partition == name]
     if not here:
         yield Finding(f"job in {name}", PROBLEM, "there is no such partition", "sinfo lists them")
@@ -156,9 +156,9 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
     new = not runs.exists()
     runs.mkdir(parents=True, exist_ok=True)
     folder, scheduler = Path(mkdtemp(prefix=".doctor-", dir=runs)).absolute(), Scheduler()
-    (folder / "launch").mkdir()  # where a node's check writes
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # a killed command leaves no job either
-        if signal.getsignal(ending) == signal.SIG_DFL:  # nohup ignores one of them
+    (folder / "launch").mkdir()  # `check_node` writes there
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # then `finally` cancels the job
+        if signal.getsignal(ending) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(ending, signal.default_int_handler)
     try:
         nodes = 2 if sum(kind.nodes for kind in here) > 1 else 1
@@ -173,11 +173,11 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
                           "the profile may lack account, qos or constraint")
             return
         reason = _wait(scheduler, number, wait)
-        facts[name] = read_facts(folder)
+        facts[name] = read_reports(folder, NodeFacts)
         log = (folder / "job.log").read_text(errors="replace").strip() if (folder / "job.log").is_file() else ""
         yield from judge(name, nodes, gpus, facts[name], reason, log)
     finally:
-        scheduler.cancel(f"--name={JOB}{folder.name}")  # also one whose number was lost
+        scheduler.cancel(f"--name={JOB}{folder.name}")  # by name, in case sbatch's answer was lost
         shutil.rmtree(folder, ignore_errors=True)
         if new:
             with suppress(OSError):
@@ -185,8 +185,11 @@ def try_partition(name: str, kinds: Sequence[NodeKind], launch: LaunchConfig, ru
 
 
 def judge(name: str, nodes: int, gpus: bool, facts: Sequence[NodeFacts], reason: str, log: str) -> Iterator[Finding]:
-    """What the nodes' reports mean. gpus: whether each was asked for one. reason: why the job did not end, if so. log:
-    what it printed outside of reports."""
+    """What the nodes' reports mean.
+
+    gpus: a GPU was requested on each node. reason: why the job did not end, if it did not. log: what it printed outside
+    of reports.
+    """
     if not facts:
         last = log.splitlines()[-1] if log else "no node reported"
         yield Finding(f"job in {name}", PROBLEM, reason or last, "" if reason else
@@ -207,7 +210,7 @@ def judge(name: str, nodes: int, gpus: bool, facts: Sequence[NodeFacts], reason:
     absent = gpus and not all(node.gpus for node in facts)
     found = f"{', '.join(kinds) or 'no GPU'}; {facts[0].cpus} cores a node"
     yield Finding("  devices", PROBLEM if absent else OK, found,
-                  "a GPU was asked for; look at the partition's GRES and at launch.gpu_type" if absent else "")
+                  "a GPU was requested; look at the partition's GRES and at launch.gpu_type" if absent else "")
     if runtimes := sorted({name for node in facts for name in node.runtimes}):
         yield Finding("  containers", OK, ", ".join(runtimes), "container: {image: ...} runs the stages in one")
     if len(facts) > 1:
@@ -215,7 +218,7 @@ def judge(name: str, nodes: int, gpus: bool, facts: Sequence[NodeFacts], reason:
 
 
 def _judge_together(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What only several nodes show: the clocks, the shared folder, the network."""
+    """What takes several nodes to see: clocks, the shared folder, the network."""
     clocks = [node.clock_at for node in facts if node.clock_at is not None]
     apart = max(clocks) - min(clocks) if clocks else 0.0
     if len(clocks) > 1:
@@ -226,9 +229,9 @@ def _judge_together(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
         seen = max(node.visible_s or 0.0 for node in others)
         late = seen > SLOW_FOLDER_S + apart
         yield Finding("  shared folder", NOTE if late else OK, f"a renamed file shows after {max(0.0, seen):.2f} s",
-                      "the file system caches absent names; status may lag behind" * late)
+                      "the file system caches missing names; status may lag behind" * late)
         locked = all(node.locked_out for node in others)
-        yield Finding("  locks between nodes", OK if locked else PROBLEM, "refused as they should be" if locked else
+        yield Finding("  locks between nodes", OK if locked else PROBLEM, "they exclude each other" if locked else
                       "two nodes held one lock", "" if locked else "mount the run folder with flock (Lustre: -o flock)")
     times = {what: [node.times[what] for node in facts if what in node.times] for what in (EXCHANGE, REDUCE)}
     if all(times.values()):
@@ -240,12 +243,12 @@ def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str
     """A profile of the site in YAML, with the reason for each value."""
     gpu = max(kinds, key=lambda kind: (kind.gpus, kind.usual, kind.nodes), default=None)
     cpu = next((kind for kind in kinds if not kind.gpus), None)
-    lines = ["# Written by `drover doctor`. Look it over: account, modules and time limits are yours to say."]
+    lines = ["# Written by `drover doctor`. Review it, and add account, modules and time limits."]
     if gpu is not None:
         per = gpu.cpus // max(1, gpu.gpus) if gpu.gpus else min(4, gpu.cpus)
         lines += [f"partition: {gpu.partition}", f"gpus_per_node: {gpu.gpus}",
                   f"cpus: {max(1, per)}  # {gpu.cpus} cores a node" + f", {gpu.gpus} GPUs" * bool(gpu.gpus),
-                  'train: {mem: "0"}  # all that a node has', 'evaluate: {mem: "0"}',
+                  'train: {mem: "0"}  # all memory of a node', 'evaluate: {mem: "0"}',
                   "# account: my-project", "# setup: [module load cuda]"]
     if any(node.runtimes for nodes in facts.values() for node in nodes):
         lines.append("# container: {image: /shared/images/drover.sif}")
@@ -269,7 +272,7 @@ def _described(kind: NodeKind) -> str:
 
 
 def _usual_partitions(launch: LaunchConfig, kinds: Sequence[NodeKind]) -> list[str]:
-    """The partition of the profile, or the site's default, or its first."""
+    """The partitions of the profile, else the site's default, else its first."""
     usual = [kind.partition for kind in kinds if kind.usual] or [kinds[0].partition]
     return launch.partition.split(",") if launch.partition else usual[:1]
 
@@ -298,15 +301,15 @@ def _script(partition: str, nodes: int, gpus: bool, launch: LaunchConfig, folder
 
 
 def _wait(scheduler: Scheduler, number: str, minutes: float) -> str:
-    """Wait for the job's end; why it did not come to one, if so. The caller cancels it then."""
+    """Wait for the end of the job; "", or why it did not end. The caller cancels it then."""
     until, job = time.monotonic() + 60 * minutes, None
     while time.monotonic() < until or (job is not None and job.state == "RUNNING"):
         job = (scheduler.jobs([number]) or {}).get(number)
         if job is not None and not job.queued:
             return ""
         time.sleep(1)
-    waits = f"still {job.state} ({job.reason})" if job is not None else "Slurm did not answer for it"
-    return f"{waits} after {minutes:g} minutes; it was cancelled"
+    waits = f"still {job.state} ({job.reason})" if job is not None else "Slurm did not answer"
+    return f"{waits} after {minutes:g} minutes; the job was cancelled"
 
 
 main = Program("python -m drover.launch.doctor", __doc__, add_options, work)

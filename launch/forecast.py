@@ -1,5 +1,5 @@
-"""How much disk, GPU memory and time a run will take, and how much of each source: known before it starts, so what
-cannot be is refused before it queues."""
+"""Estimates of disk, GPU memory and time, and of how much a run reads of each source. Known before it starts, they let
+the launcher refuse what does not fit."""
 
 from __future__ import annotations
 
@@ -30,29 +30,31 @@ if TYPE_CHECKING:
     from drover.pipeline.data.sampling.consumption import Consumption
 
 WEIGHT_BYTES = 4
-"""Of a parameter in a checkpoint and in training: its fp32 value; as much again for its gradient. What the optimizer
-keeps comes on top."""
+"""Bytes of a parameter's fp32 value, in a checkpoint and in training. A gradient takes as much again; the optimizer's
+state comes on top."""
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 TOKENS_PER_BYTE = 0.3
-"""Of text, at most, for a trained vocabulary: what token shards take is this times the bytes of a token."""
+"""The most tokens per byte of text with a trained vocabulary."""
 
 SIZE = 1024
-"""Rows and columns of the matrices that are multiplied: 2 GFLOP, some 10 ms on two cores."""
+"""Rows and columns of the matrices in the speed test: 2 GFLOP a product, some 10 ms on two cores."""
 LOOK_S = 0.1
-"""The look is over after so long, however slow the machine is."""
+"""Seconds of the speed test, however slow the machine is."""
 EFFICIENCY = (1.0, 0.4)
-"""Training's share of that speed on CPUs: at best (bfloat16, a faster library than NumPy's), and with small matrices,
-two ranks or a slow memory. Measured on the demo: 1.0 in bfloat16, 0.7 in float32 under AVX2 (benchmarks/RESULTS.md)."""
+"""Training's share of that speed on CPUs: the best case (bfloat16, a faster library than NumPy's), and the case of
+small matrices, two ranks or slow memory. Measured on the demo: 1.0 in bfloat16, 0.7 in float32 under AVX2
+(benchmarks/RESULTS.md)."""
 STAGE_S, MEGABYTE_S = 4.0, 0.2
-"""Seconds that a stage takes beside training's steps, and that shard, tokenizer and encode take for each MB of the
-corpus, on a fast core."""
+"""Seconds that a stage takes in addition to training steps, and that shard, tokenizer and encode take per MB of corpus,
+on a fast core."""
 SLOWER = 2.0
-"""How much longer that may take on another."""
+"""How many times longer that may take on a slow core."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes that the planned stages will write, and the free ones where they go. What is not known is not counted."""
+    """Bytes that the planned stages will write, by kind in `parts`, and the bytes free there. What is unknown is not
+    counted."""
 
     needed: int
     free: int
@@ -60,7 +62,7 @@ class Disk:
 
 
 def shape_of(config: Config) -> ModelConfig | None:
-    """The network with its vocabulary, or None as long as that is not known, or the network cannot be."""
+    """The network with its vocabulary; None while the vocabulary is unknown, or if the network is invalid."""
     vocabulary = config.model.vocab_size or vocabulary_size(config)
     if vocabulary is None or config.model.problems():
         return None
@@ -68,7 +70,7 @@ def shape_of(config: Config) -> ModelConfig | None:
 
 
 def optimizer_bytes(config: Config) -> float | None:
-    """Bytes of the optimizer's state over all parameters, or None as long as the vocabulary is not known."""
+    """Bytes of the optimizer's state over all parameters; None while the vocabulary is unknown."""
     shape = shape_of(config)
     if shape is None:
         return None
@@ -77,8 +79,8 @@ def optimizer_bytes(config: Config) -> float | None:
 
 
 def planned_consumption(run: Run) -> Consumption | None:
-    """What training will consume of each source, where its settings say so and encode has counted the tokens. What a
-    packing makes of the tokens is known once training has planned it."""
+    """What training will consume of each source, once encode has counted the tokens. None if it is not to be shown, and
+    for packed documents: training plans their packing later."""
     train, made = run.config.train, run.manifest("encode")
     if not says_consumption(train) or train.packing != "concatenate" or made is None or "splits" not in made.counts:
         return None
@@ -88,22 +90,24 @@ def planned_consumption(run: Run) -> Consumption | None:
 
 
 def says_consumption(train: TrainConfig) -> bool:
-    """Whether there are phases, a mixture or a limit, so that a user wants to know what each source gives."""
+    """Whether there are phases, a mixture or a limit of epochs, so that the user wants to see each source's share."""
     return bool(train.phases) or train.mixture is not None or train.max_epochs is not None
 
 
 def kept_checkpoints(config: Config) -> int:
-    """The most checkpoints that there are at one time; a new one is whole before an old one goes."""
+    """The most checkpoints on disk at one time. A new one is complete before an old one is removed."""
     train, evaluated = config.train, config.launch.evaluate.every_checkpoints
     permanent = train.checkpoint.permanent_every
-    owed = train.steps // (evaluated * train.checkpoint.every_steps) if evaluated else 0  # should their jobs not start
-    copied = 0 if train.checkpoint.copy_to is None else 2  # one that is being copied, and one that waits for it
+    # Those that wait for their evaluation, should its jobs not start.
+    unevaluated = train.steps // (evaluated * train.checkpoint.every_steps) if evaluated else 0
+    uploading = 0 if train.checkpoint.copy_to is None else 2  # one in progress, and one that waits
     averaged = sum(1 for step in config.convert.average if permanent is None or step % permanent)
-    return train.checkpoint.keep + 1 + copied + (train.steps // permanent if permanent else 0) + averaged + owed
+    return train.checkpoint.keep + 1 + uploading + (train.steps // permanent if permanent else 0) + averaged + \
+        unevaluated
 
 
 def disk(config: Config, jobs: list[Job]) -> Disk:
-    """What the jobs that are to run will write under the run's folder, less what of it is there already."""
+    """What the jobs that will run write under the run folder, less what they have already written."""
     running = {job.stage for job in jobs if job.to_run}
     parts: dict[str, int] = {}
     if "shard" in running:
@@ -123,14 +127,14 @@ def disk(config: Config, jobs: list[Job]) -> Disk:
 
 
 def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
-    """Bytes of weights, gradients and the optimizer's state that each rank holds at least, activations not counted.
+    """The least bytes of weights, gradients and optimizer state on a rank, without activations.
 
-    FSDP2 holds all in fp32, split over dp_shard x cp x tp ranks; with parallel.reduce=last, gradients over tp only
-    besides, and with parallel.reshard=never the gathered weights. In a pipeline a step has both these and the gathered
-    weights of all of a rank's stages, and torch keeps room for each micro-batch's hidden states and their gradients;
-    the rank with most weights is meant.
-    Under ZeRO the fp32 master and state are split over all ranks (on the GPU unless offloaded), gradients from stage 2
-    on, weights from stage 3 on; those are in bf16.
+    FSDP2 holds all in fp32, sharded over dp_shard x cp x tp ranks. parallel.reduce=last adds gradients that are sharded
+    over tp only, and parallel.reshard=never the all-gathered weights. With pipeline parallelism a step holds both, for
+    all stages of a rank, and torch keeps buffers for each micro-batch's hidden states and their gradients; the rank
+    with the most weights counts.
+    ZeRO shards the fp32 master weights and the state over all ranks (on the GPU unless offloaded), gradients from stage
+    2 on, and weights, which are in bf16, from stage 3 on.
     """
     shape, states, parallel = shape_of(config), optimizer_bytes(config), config.parallel
     if shape is None or states is None:
@@ -152,8 +156,8 @@ def state_bytes_per_rank(config: Config, ranks: int) -> int | None:
 
 
 def _received(config: Config, ranks: int) -> int:
-    """Numbers in the hidden states and their gradients for which torch keeps room in a pipeline: of every micro-batch,
-    for every stage of a rank."""
+    """Numbers in torch's buffers for hidden states and their gradients in a pipeline: of every micro-batch, for every
+    stage of a rank."""
     parallel = config.parallel
     batch = BatchPlan.of(with_largest(config, ranks).train, parallel, ranks)
     tokens = batch.micro_batch * batch.sequence_length // (parallel.cp * parallel.tp)
@@ -161,23 +165,23 @@ def _received(config: Config, ranks: int) -> int:
 
 
 def _width(config: Config) -> int:
-    """Bytes of a number in the computing precision; where it is not chosen, bf16 is meant."""
+    """Bytes of a number in the computing precision; bf16 if none is chosen."""
     return {"fp32": 4, "fp64": 8}.get(config.train.precision, 2)
 
 
 def gathered_bytes_per_layer(config: Config, ranks: int) -> int:
-    """Bytes of the keys and values that context parallelism gathers on each rank for a layer, in the computing
-    precision; where it is not chosen, bf16 is meant."""
+    """Bytes of the keys and values that context parallelism all-gathers on each rank for a layer, in the computing
+    precision; bf16 if none is chosen."""
     model, batch = config.model, BatchPlan.of(with_largest(config, ranks).train, config.parallel, ranks)
     kv_heads = model.kv_heads // config.parallel.tp
     return 2 * batch.micro_batch * batch.sequence_length * kv_heads * model.head_width * _width(config)
 
 
 def corpus_bytes(config: Config) -> int:
-    """Bytes of the input files; of Hub data sets nothing is known before they are read."""
+    """Bytes of the input files. The sizes of Hub data sets are unknown before they are read."""
     try:
         return sum(_size(path) for _, path in STAGES["shard"].input_files(config))
-    except UserError:  # not there: another check says so
+    except UserError:  # a missing file: another check refuses it
         return 0
 
 
@@ -186,7 +190,7 @@ def _size(path: InputFile) -> int:
         return path.size
     total = 0
     for file in (Path(root) / name for root, _, names in os.walk(path) for name in names) if path.is_dir() else [path]:
-        with suppress(OSError):  # gone meanwhile, or never there: another check says so
+        with suppress(OSError):  # a missing file: another check refuses it
             total += file.stat().st_size
     return total
 
@@ -194,7 +198,7 @@ def _size(path: InputFile) -> int:
 def matrix_rate(cores: int, look_s: float = LOOK_S) -> float:
     """FLOP/s of `cores` cores in float32 products, without importing torch.
 
-    By processor time, which other programs on the machine change little: what it can do, not what is left of it now.
+    Measured in processor time, which other programs change little: the machine's full speed, not what is free now.
     """
     import numpy as np
 
@@ -208,7 +212,7 @@ def matrix_rate(cores: int, look_s: float = LOOK_S) -> float:
 
 
 def training_flops(config: Config) -> float | None:
-    """Floating-point operations of the whole training, or None as long as the vocabulary is not known."""
+    """Floating-point operations of the whole training; None while the vocabulary is unknown."""
     shape = shape_of(config)
     return None if shape is None else sum(
         phase.tokens * shape.flops_per_token(phase.train.sequence_length, causal=False)
@@ -216,12 +220,10 @@ def training_flops(config: Config) -> float | None:
 
 
 def estimate(config: Config, jobs: list[Job], rate: float) -> tuple[float, float, float, float] | None:
-    """Seconds from..to of all that is to run, and from..to of the training in it, where matrices are multiplied at
-    `rate` FLOP/s.
+    """The least and the most seconds of all that will run, then of its training alone, at `rate` FLOP/s in products.
 
-    None where nothing is to be trained from its beginning, or not enough is known of it. A range is wide on purpose: a
-    factor of two between its ends is what shapes, ranks and memory make of equal matrix speeds. Once training runs, its
-    progress line knows better.
+    None if no training starts from scratch, or if too little is known. The ranges are wide on purpose: at equal matrix
+    speed, shapes, ranks and memory make a factor of two. Once training runs, its progress line is more precise.
     """
     running = [job for job in jobs if job.to_run]
     begins = any(job.stage == "train" and (job.forced or job.state.kind not in ("partial", "stale")) for job in running)

@@ -1,4 +1,5 @@
-"""Where a job runs: what the runner asks of Slurm, of this box, or of anything else that can start processes."""
+"""Where a job runs. The runner needs no more than this of Slurm, of this machine, or of anything else that can start
+processes."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from drover.pipeline.contract.signed import SECRET
 class StepEnd:
     """How the processes of a start ended.
 
-    status: of the first that failed, or of what started them (128 + n for signal n), nothing to rely on.
+    status: of the first that failed, or of the program that started them (128 + n for signal n). Do not rely on it.
     cause: what is known, in a few words; empty if nothing.
-    rank: the first that ended badly. exit_code: its exit status, if it chose to end, so that its last words say why.
-    lost: nodes that Slurm says failed.
+    rank: the first that failed. exit_code: its exit status if it exited by itself; then its last line says why.
+    lost: nodes that failed, according to Slurm.
     started: whether there were processes at all. abandoned: whether some may still run.
     """
 
@@ -39,7 +40,7 @@ class StepEnd:
 
 
 def process_end(status: int) -> StepEnd:
-    """How a process ended that has this exit status."""
+    """How a process with this exit status ended."""
     killed = f"killed by {signal.Signals(status - 128).name}" if 128 < status < 128 + signal.NSIG else ""
     return StepEnd(status, killed, exit_code=status if 0 < status < 128 else None)
 
@@ -52,15 +53,15 @@ def meeting(spec: JobSpec, address: str, port: int) -> dict[str, str]:
 
 @dataclass
 class Host(ABC):
-    """A job's place: how its processes are started there, and what is known of it.
+    """Where a job runs: how processes are started there, and what is known about the nodes.
 
     Attributes:
-        job: SLURM_JOB_ID, empty outside of Slurm. name: what people call it; of an array's element
-            `<array id>_<index>`.
-        restart: how often Slurm queued it again. index: of the element; None for a job that is no array.
-        scheduler: who has given the nodes, and is asked for the time that is left, for the state of nodes, and to queue
-            the job again. One that never answers (`NoScheduler`) lets a job go on.
-        asked: the signals that told the job to end, as they come.
+        job: SLURM_JOB_ID, empty outside of Slurm. name: the job's id for people; `<array id>_<index>` for an element of
+            an array.
+        restart: how often Slurm requeued the job. index: of the array element; None for a job that is no array.
+        scheduler: gave the nodes. It answers how much time is left and how nodes are, and requeues the job. With one
+            that never answers (`NoScheduler`) a job continues.
+        asked: signals that asked the job to end, in order of arrival.
     """
 
     job: str
@@ -84,40 +85,40 @@ class Host(ABC):
     @abstractmethod
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
-        """Start `command` once per rank (once, for a stage without ranks) and wait for the end of all.
+        """Start `command` once per rank (once for a stage without ranks) and wait until all have ended.
 
         The first rank that fails ends the others, and no rank outlives this process. `each` is called meanwhile; if it
-        answers False, the ranks are ended. The output goes to files in `folder` (`drover.launch.slurm.start_logs`).
+        returns False, the ranks are ended. The output goes to files in `folder` (`drover.launch.slurm.start_logs`).
         """
 
     @abstractmethod
     def say(self, text: str, *, quiet: bool = False) -> None:
-        """One line of the job's log. quiet: a person who watches needs no such line."""
+        """Write a line to the job's log. quiet: not to the terminal."""
 
     def lock(self, spec: JobSpec) -> JobLock | None:
-        """What keeps other jobs from the stage; None where the stage's own lock is enough."""
+        """A lock that keeps other jobs from the stage; None if the stage's own lock is enough."""
         return None
 
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
-        """Variables that tell the ranks of a start where they meet, unless `start` does. Each start gets a port of its
-        own: the last one's may still be closing."""
+        """Variables with the address at which the ranks of a start meet, unless `start` sets them. Each start gets its
+        own port, because that of the previous start may still be closing."""
         return {}
 
     def is_current(self) -> bool:
-        """Whether the scheduler still holds this start of the job for one that runs; so it is where it does not answer.
+        """Whether this start of the job is the one that the scheduler runs; True if the scheduler does not answer.
 
-        A node that Slurm gave up may run what it was given for long. A step that it asks for under the job's id would
-        get the nodes of the job's next start.
+        A node that Slurm has given up may keep running for long. A step that it requests under the job's id would get
+        the nodes of the job's next start.
         """
         job = self.seen()
         return job.state == UNKNOWN or (job.state in WITH_NODES and job.restarts == self.restart)
 
     def seen(self) -> JobInfo:
-        """How the scheduler sees this job; as one that it does not know where it does not answer."""
+        """The scheduler's view of this job; an unknown job if it does not answer."""
         return (self.scheduler.jobs([self.name]) or {}).get(self.name, JobInfo(self.name))
 
     def pause(self, seconds: float, each: Each) -> None:
-        """Wait, but not when told to end. `each` is called meanwhile."""
+        """Wait, unless asked to end. `each` is called meanwhile."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             each()

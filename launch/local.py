@@ -1,4 +1,4 @@
-"""The planned stages on this box, one after the other; a stage counts as done when its manifest says so."""
+"""Runs the planned stages on this machine, one after the other. A stage is done if its manifest says so."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from drover.pipeline.core.console import duration
 from drover.pipeline.parallel.free_memory import free_on_host
 
 WORDS = Path("logs") / "local.log"
-"""In a run folder: what the launcher said of all stages and starts on this box."""
-MEMORY = (", as the kernel does when memory runs out: see dmesg; a smaller train.micro_batch or launch.processes needs "
-          "less")
+"""The launcher's log of all stages and starts on this machine, in the run folder."""
+MEMORY = (", as the kernel does when memory runs out (see dmesg); a smaller train.micro_batch or launch.processes "
+          "needs less")
 
 
 @dataclass
 class LocalHost(Host):
-    """This box, for one stage."""
+    """This machine, for one stage."""
 
     log: Path = WORDS
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
-        """On the terminal as well."""
+        """The output goes to the terminal too."""
         processes = Processes(command, environment, spec.stage, self.asked, spec.ranks, folder / ONE_PROCESS,
                               shown=True)
         end = process_end(processes.run(each))
@@ -56,7 +56,7 @@ class LocalHost(Host):
         return replace(end, rank=rank, cause=f"rank {rank} on {self.nodes[0]}: {cause}")
 
     def say(self, text: str, *, quiet: bool = False) -> None:
-        """To the log, and to the terminal."""
+        """Write to the log and to the terminal."""
         with suppress(OSError), open(self.log, "a") as log:
             print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", file=log)
         if not quiet:
@@ -64,32 +64,32 @@ class LocalHost(Host):
 
 
 def find_machine(device: str = "auto") -> Machine:
-    """Cores that this process may use, GPUs that it can see, and memory, without importing torch.
+    """Cores that this process may use, visible GPUs, and memory, without importing torch.
 
-    device: launch.device; without CUDA no GPU counts.
+    device: launch.device. GPUs count only for `auto` and `cuda`.
     """
     if device not in ("auto", "cuda"):
         return Machine(usable_cores(), 0, free_on_host())
     rows = smi("--query-gpu=memory.total")
-    sizes = [int(mib) << 20 if mib.isdigit() else 0 for mib, *_ in rows or ()]  # 0: not known
+    sizes = [int(mib) << 20 if mib.isdigit() else 0 for mib, *_ in rows or ()]  # 0: unknown
     gpus = visible_gpus({}) if rows is None else len(rows)
     if not MASKS.isdisjoint(os.environ):
         gpus = min(gpus, visible_gpus(os.environ))
     return Machine(usable_cores(), gpus, min(sizes, default=0) if gpus else free_on_host())
 
 
-def this_box(run: Run, spec: JobSpec, asked: list[int]) -> Host:
-    """This box, for one stage."""
+def this_machine(run: Run, spec: JobSpec, asked: list[int]) -> Host:
+    """This machine, for one stage."""
     return LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
                      (platform.node(),), None, NoScheduler(), asked, run.folder / WORDS)
 
 
 Place = Callable[[Run, JobSpec, list[int]], Host]
-"""Where a stage of a run runs. The list holds the requests to stop, as they come."""
+"""Makes the host on which a stage runs. The list receives the requests to stop."""
 
 
-def run_jobs(config: Config, jobs: list[Job], options: Options, place: Place = this_box) -> int:
-    """Do the jobs; 0 if at the end all of them are done, else the status of the one that is not."""
+def run_jobs(config: Config, jobs: list[Job], options: Options, place: Place = this_machine) -> int:
+    """Run the jobs; 0 if all are done, else the status of the one that failed."""
     began, run, chain = time.monotonic(), Run(config), f"local-{now()}"
     with stop_requests() as asked:
         for job in jobs:
@@ -121,25 +121,25 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
     if asked or (decision and decision.status == "preempted"):
         tell(sys.stderr, f"\nstopped in {job.stage}; {again}")
         return INTERRUPTED
-    if decision is None:  # an earlier start of the Slurm job that this runs in has done the stage, or given it up
+    if decision is None:  # an earlier start of the Slurm job around us has finished the stage or given it up
         return status
     folder, end = runner.last or (run.folder, StepEnd(1))
     what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
     output = folder / ONE_PROCESS if options.cluster == "local" else rank_log(folder, end.rank, spec.tasks_per_node)
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
-                     f"{output}. Once the cause is mended, {again}.")
+                     f"{output}. Once the cause is fixed, {again}.")
     return end.status or 1
 
 
 def _spec(run: Run, job: Job, chain: str, *, local: bool) -> JobSpec:
-    """On this box, what the user's environment says goes before what was planned. A stage that is forced begins afresh
-    once: what is started again after a crash goes on."""
+    """On this machine the user's environment overrides the planned one. A forced stage starts from scratch once; after
+    a crash it continues."""
     path = os.pathsep.join(filter(None, [str(IMPORTED_FROM), os.environ.get("PYTHONPATH")]))
-    # Children import this checkout and nothing from the folder they run in, and hide no output.
+    # Children import this checkout, nothing from the folder they run in, and do not buffer output.
     environment = {**job.environment, **(os.environ if local else {}), "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
                    "PYTHONUNBUFFERED": "1", "DROVER_LAUNCHED": "1"}
-    # On this box somebody watches: a stage that can lose nothing is for him to start again.
+    # On this machine the user is watching: without checkpoints, let them decide whether to start the stage again.
     restarts = 0 if local and not STAGES[job.stage].checkpoints else run.config.launch.max_restarts
     command = tuple(f"--force-id={chain}" if word == "--force" else word for word in job.command)
     return replace(job, run=str(run.folder), chain=chain, command=command, environment=environment,

@@ -18,7 +18,7 @@ from drover.pipeline.contract.stages import IMPORTED_FROM, STAGES, before
 from drover.pipeline.records.pending_evaluations import evaluation_folder
 
 MOST_PARTS = 64
-"""Parts of a stage that are planned where nothing is said; more are a matter of the site."""
+"""The most parts of a stage by default; more are up to the site's settings."""
 Kind = Literal["job", "array", "finalise", "link", "evaluation"]
 
 
@@ -58,7 +58,7 @@ class Options:
 
 
 OPTIONS = ("account", "qos", "constraint")
-"""Settings that are options of sbatch as they are: a stage's own stand in its `extra`."""
+"""Settings that are options of sbatch under the same names. A single stage sets them in its `extra`."""
 
 
 def asked_of(launch: LaunchConfig, stage: str) -> Resources:
@@ -126,7 +126,7 @@ def local_ranks(config: Config, machine: Machine) -> int:
 
 
 def evaluation(config: Config, options: Options, step: int) -> Job:
-    """The job on Slurm that converts and evaluates the checkpoint after `step` beside training.
+    """The job on Slurm that converts and evaluates the checkpoint after `step` while training continues.
 
     It works in a run folder of its own, so it neither waits for the chain's own evaluation nor is taken for it.
     """

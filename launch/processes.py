@@ -1,4 +1,4 @@
-"""Processes that this one starts: their output, requests to stop them, and that none outlives it."""
+"""Child processes: their output, requests to stop them, and their end with this process."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ Environment = Mapping[str, str]
 Started = TypeVar("Started", bound="subprocess.Popen[bytes]")
 Say = Callable[[str], None]
 Each = Callable[[], bool]
-"""Called all along while something runs; ends it by answering False."""
+"""Called again and again while something runs; returning False ends it."""
 POLL_S = 0.1
 BROKEN_S = 12.0
-"""Seconds that the other ranks get once one has ended badly. srun itself would wait longer for one that it cannot
-reach."""
+"""Seconds that the other ranks get once one has failed. srun itself would wait longer for one that it cannot reach."""
 KILL_S = 40.0
-"""Seconds that processes get that must end at once."""
+"""Seconds that processes get to end after SIGTERM."""
 SHUTDOWN_S = 600.0
-"""Seconds that processes get to save and end, once they were asked to stop."""
+"""Seconds that processes get to save and end after the user's first request to stop."""
 CHUNK = 65536
 PORTS = range(20000, 30000)
 """Below the ports that the kernel hands out by itself (32768 and up)."""
@@ -46,13 +45,13 @@ _held: list[socket.socket] = []
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-# Loaded here, not after a fork: only calls that cannot deadlock are made there.
+# Loaded here because after a fork only calls that cannot deadlock are safe.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """The requests to stop (Ctrl-C, SIGTERM, a closed terminal) that come meanwhile: a list that grows."""
+    """Collect requests to stop (Ctrl-C, SIGTERM, a closed terminal) in a list, in order of arrival."""
     asked: list[int] = []
     numbers = [number for number in STOP_SIGNALS
                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]  # nohup is respected
@@ -65,18 +64,18 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends, however it ends.
+    """Let the kernel kill this process when the thread that started it ends for any reason.
 
-    parent: process id that the parent had, to notice if it is gone already.
+    parent: process id of the parent, to notice if it has ended already.
     """
-    if hasattr(_libc, "prctl"):  # Linux; elsewhere an orphan ends when its collectives or pipes break
+    if hasattr(_libc, "prctl"):  # Linux; elsewhere an orphan ends when its collectives or pipes fail
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL a process that was started in a session of its own, and what it started."""
+    """SIGKILL a process that leads its own session, and its children."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -85,7 +84,7 @@ def answer_of(command: Sequence[str], environment: Environment, timeout_s: float
               ) -> tuple[int, str, str]:
     """A program's exit status, output and errors.
 
-    One that hangs goes, with what it started: a site's wrapper would leave the real one behind.
+    A program that hangs is killed with its children, because a site may have wrapped the real program in a script.
 
     Raises:
         OSError: it cannot be started.
@@ -102,10 +101,10 @@ def answer_of(command: Sequence[str], environment: Environment, timeout_s: float
 
 
 def free_port() -> int:
-    """A port that nobody listens on here, on the first node; another one for each start.
+    """A free port on this node (the first one), a different one for each start.
 
-    It is held until the next is asked for, bound without listening: the ranks listen some seconds later only, and
-    others may look for a port meanwhile.
+    It stays bound, without listening, until the next call: the ranks listen only some seconds later, and others may
+    look for a port meanwhile.
     """
     while _held:
         _held.pop().close()
@@ -116,25 +115,28 @@ def free_port() -> int:
             probe.bind(("", port))
         except OSError:
             continue
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the rank does: it may bind beside this
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rank sets it too, and can bind the same port
         return port
-    raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on.")
+    raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on. Find "
+                    f"out what uses them (ss -ltn), or leave the node out (launch.exclude).")
 
 
 def tell(target: IO[str], text: str) -> None:
-    """Print while there is somebody to read: a closed terminal or pipe ends no run, and the logs have the story."""
+    """Print, and ignore a closed terminal or pipe: it must not end a run, and the logs have the same lines."""
     with suppress(OSError):
         print(text, file=target, flush=True)
 
 
 def pass_on(source: int, other_end: int, target: IO[str], log: IO[bytes]) -> None:
-    """Take all that comes from a pipe or pseudo-terminal until those who have its other end have closed it: for a
-    stream as it is, for the log in whole lines; of a line redrawn in place, the last drawing."""
+    """Copy everything from a pipe or pseudo-terminal until all writers have closed it.
+
+    `target` gets it unchanged. `log` gets complete lines, and of a line that was redrawn in place the last version.
+    """
     os.close(other_end)
     rest = b""
-    with suppress(OSError, ValueError):  # how a pseudo-terminal says so; nobody waits for what comes
+    with suppress(OSError, ValueError):  # a closed pseudo-terminal; a log that `run` has closed
         while chunk := os.read(source, CHUNK):
-            with suppress(OSError):  # as `tell`
+            with suppress(OSError):  # a closed terminal must not end the run
                 target.buffer.write(chunk)  # type: ignore[attr-defined]
                 target.buffer.flush()  # type: ignore[attr-defined]
             *lines, rest = (rest + chunk).split(b"\n")
@@ -164,13 +166,14 @@ class Group:
     """Processes that end together.
 
     Args:
-        running: those that were started, by rank.
-        stage: what they are called while they are stopped; empty: nothing is said of it.
-        asked: requests to stop, as they come. The first asks the processes to save and end, the second kills them.
+        running: the started processes, by rank.
+        stage: its name in messages about stopping it; empty: no messages.
+        asked: requests to stop, in order of arrival. The first asks the processes to save and end, the second kills
+            them.
 
     Attributes:
-        failed: ranks that ended badly, with their exit statuses, the first that failed first.
-        killed: whether they had to be killed, since they did not end when they were told to.
+        failed: ranks that failed, with their exit statuses, in order of failure.
+        killed: whether they had to be killed because they did not end after SIGTERM.
     """
 
     def __init__(self, running: Iterable[subprocess.Popen[bytes]], stage: str = "", asked: Sequence[int] = ()) -> None:
@@ -180,16 +183,16 @@ class Group:
         self._until = math.inf
 
     def run(self, each: Each = lambda: True) -> int:
-        """Wait until all have ended; the exit status of the first that failed (128 + n for signal n), or 0. Its end is
-        that of the others.
+        """Wait until all have ended; the exit status of the first that failed (128 + n for signal n), or 0. If one
+        fails, the others are ended.
 
-        each: called all along; ends the processes by answering False.
+        each: called again and again; returning False ends the processes.
         """
         heard = 0
         while self._running:
             time.sleep(POLL_S)
             ended = {rank: status for rank, process in self._running.items() if (status := process.poll()) is not None}
-            for rank in sorted(ended, key=lambda rank: ended[rank] >= 0):  # what was killed made the others fail
+            for rank in sorted(ended, key=lambda rank: ended[rank] >= 0):  # a killed one made the others fail
                 del self._running[rank]
                 if status := ended[rank]:
                     self.failed.append((rank, status if status > 0 else 128 - status))
@@ -209,10 +212,10 @@ class Group:
         return self.failed[0][1] if self.failed else 0
 
     def end_within(self, seconds: float) -> None:
-        """Ask the processes to end, once within that time."""
+        """Ask the processes to end within that time, unless they have less time already."""
         if time.monotonic() + seconds < self._until:
             self._until = time.monotonic() + seconds
-            for process in self._running.values():  # not Ctrl-C's own signal, which Python answers with a traceback
+            for process in self._running.values():  # SIGTERM: Python would answer SIGINT with a traceback
                 process.terminate()
 
 
@@ -220,9 +223,9 @@ class Processes(Group):
     """Processes of one command.
 
     Args:
-        ranks: processes under torch.distributed, which meet here; 0: one process without.
+        ranks: processes under torch.distributed, all on this machine; 0: one process without it.
         log: file for the output.
-        shown: whether it is shown as well; where this process has a terminal, those of the command are given one.
+        shown: whether to show the output too. If this process has a terminal, the command gets one.
     """
 
     def __init__(self, command: Sequence[str], environment: Environment, stage: str = "",
@@ -243,22 +246,22 @@ class Processes(Group):
             thread.start()
 
     def run(self, each: Each = lambda: True) -> int:
-        """As of a group; all output has been passed on."""
+        """Wait for the end as a group does, and for the rest of the output."""
         status = super().run(each)
         for thread in self._threads:
-            thread.join(1)  # what they left in the pipes; a lingering grandchild cannot hold us
+            thread.join(1)  # for the rest of the output; a grandchild that keeps the pipe open cannot hold us up
         self._log.close()
         return status
 
 
 def _prepare(parent: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))  # until a stage says that it hears them
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))  # until the stage has its handlers
     end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would inherit that it is ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the background job of a shell inherits that it is ignored
 
 
 def _terminal_pair() -> tuple[int, int]:
-    """A pseudo-terminal as wide as ours, so that the stage draws its live line; it changes no byte."""
+    """A pseudo-terminal as wide as ours, so that the stage draws its live line. It changes no byte."""
     read, write = os.openpty()
     tty.setraw(write)
     with suppress(OSError):  # a terminal without a size: the stage takes its default

@@ -1,6 +1,7 @@
-"""A training step of the job's own ranks, rehearsed before it queues: what cannot fit is refused in a minute.
+"""Computes the memory of a training step with the job's ranks before the job queues, so that a job that cannot fit is
+refused within a minute.
 
-It runs in a process of its own, so that the launcher needs no torch, and nothing that happens there stops it.
+This runs in its own process: the launcher needs no torch, and no failure there stops the submission.
 """
 
 from __future__ import annotations
@@ -23,46 +24,46 @@ from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
 
 LIMIT_S = 300.0
-"""Should a rehearsal take longer, the job is submitted without."""
+"""If a rehearsal takes longer (in seconds), the job is submitted without its result."""
 
 
 def worth_rehearsing(config: Config, jobs: list[Job]) -> bool:
-    """Whether a job is to train on GPUs of several nodes, by an engine that can be rehearsed."""
+    """Whether a job will train on GPUs of several nodes, with an engine that can be rehearsed."""
     train = _training(jobs)
     return train is not None and train.gpus_per_node > 0 and train.nodes > 1 and config.parallel.engine == "fsdp2"
 
 
 def rehearse_training(run: Run, jobs: list[Job], given: Options) -> None:
-    """Rehearse the step that is to be submitted, and say what it takes.
+    """Rehearse a training step of these jobs, and print the memory it takes.
 
     Raises:
         UserError: it does not fit the GPUs' memory (`launch.limits.gpu_memory_gb`), or cannot run.
     """
     config, train = run.config, _training(jobs)
     if train is None:
-        return say("rehearsal", "not done: no training is to be submitted")
+        return say("rehearsal", "not done: there is no training to submit")
     if importlib.util.find_spec("torch") is None:
         return say("rehearsal", "not done: torch is not installed here")
     words, made = config.model.vocab_size or vocabulary_size(config), run.manifest("tokenizer")
     if words is None and made is not None:
         words = made.counts["vocab_size"]
     if words is None:
-        return say("rehearsal", "not done: the vocabulary's size is known once the tokenizer is (or by "
-                                "model.vocab_size)")
-    say("rehearsal", "a step of training, without GPUs (--no-rehearse leaves it out) ...")
+        return say("rehearsal", "not done: the size of the vocabulary is unknown until the tokenizer is done "
+                                "(model.vocab_size sets it)")
+    say("rehearsal", "computing the memory of a training step without GPUs (--no-rehearse skips this) ...")
     request = {"config": given.config_path, "overrides": [*given.overrides, f"model.vocab_size={words}"],
                "ranks": train.ranks, "gpu": train.gpus_per_node > 0,
                "memory_gb": config.launch.limits.gpu_memory_gb if train.gpus_per_node else None}
     answer = _ask(request)
     if failed := answer.get("failed"):
-        return say("rehearsal", f"not done: {failed}. The job is submitted nevertheless")
+        return say("rehearsal", f"not done: {failed}. The job is submitted anyway")
     if answer.get("refused"):
-        raise UserError(f"A rehearsed step of training does not run: {answer['refused']}\n--no-rehearse submits it "
-                        f"without one.")
+        raise UserError(f"A training step cannot run: {answer['refused']}\n--no-rehearse submits the job without this "
+                        f"check.")
     for text in answer["lines"]:
         say("rehearsal", text)
     if not answer["fits"]:
-        raise UserError(f"Training does not fit: {answer['verdict']} --no-rehearse submits it nevertheless.")
+        raise UserError(f"Training does not fit: {answer['verdict']} --no-rehearse submits it anyway.")
 
 
 def _training(jobs: list[Job]) -> Job | None:
@@ -70,7 +71,7 @@ def _training(jobs: list[Job]) -> Job | None:
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
-    """What `drover.pipeline.rehearsal` answers; why it does not, as `failed`."""
+    """The answer of `drover.pipeline.rehearsal`; if there is none, the reason under `failed`."""
     path = filter(None, [str(IMPORTED_FROM), *plugin_folders(), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
                    "CUDA_VISIBLE_DEVICES": ""}

@@ -1,12 +1,12 @@
-"""Show how runs stand: all of them in a line each, or one as a table of its stages.
+"""Show the progress of all runs, a line each, or of one run, as a table of its stages.
 
     drover status                      every run under runs/
     drover status demo                 one run, its stages
     drover status runs/demo --watch    redrawn every 5 seconds, to the end of the chain
 
-`python launch/status.py --run demo` does the same. What a run's own files say counts first, then squeue and sacct.
-Nothing is written. Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing goes on any more and
-not all is done, 2 there is no such run, 130 stopped by Ctrl-C.
+`python launch/status.py --run demo` does the same. A run's own files count first, then squeue and sacct. Nothing is
+written. Exit status: 0 shown (--watch: all stages are done), 1 with --watch: nothing will continue by itself, and not
+all stages are done, 2 there is no such run, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from drover.pipeline.core.command_line import RUNS, Parser, Program, add_json, f
 from drover.pipeline.core.errors import UserError, printable
 
 WIDTH = 100
-"""Where the output is no terminal."""
+"""Columns, if the output is no terminal."""
 WATCH_S = 5.0
 LINE = "{stage:<10} {state:<8} {job:<9} {elapsed:>10}  {progress:<24} {left:>9}"
-"""Of the table. Other figures of a stage are told in a line below it."""
+"""A row of the table. Other figures of a stage follow in a line below the table."""
 HEADING = {name: name for name in ("stage", "state", "job", "elapsed", "progress", "left")}
 COLOURS = {"running": "36", "waiting": "36", "failed": "31", "stopped": "33", "done": "32", "reused": "32",
            "to do": "0"}
@@ -54,10 +54,10 @@ def add_options(parser: Parser) -> None:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Show what is asked for."""
+    """Show the run or the runs."""
     run = options.named or options.run
     if run is None and options.watch is not None:
-        raise UserError("--watch follows one run: name it.")
+        raise UserError("--watch follows one run. Name the run.")
     if options.watch is not None and not options.watch >= 0:
         raise UserError(f"--watch takes seconds, not {options.watch:g}.")
     folders = [find_run(run, options.runs_dir)] if run else runs_in(Path(options.runs_dir))
@@ -71,20 +71,20 @@ def work(options: argparse.Namespace) -> int:
 
 
 def as_json(standing: RunStatus) -> dict[str, Any]:
-    """A run for programs: its folder, outcome (done, failed, or null while it goes on), stages and remarks."""
+    """A run for programs: its folder, outcome (done, failed, or null while it continues), stages and remarks."""
     return {"run": str(standing.files.folder), "outcome": standing.outcome, "remarks": standing.remarks,
             "stages": [asdict(row) for row in standing.rows]}
 
 
 def look(folders: list[Path], scheduler: Scheduler) -> list[RunStatus]:
-    """How runs stand now."""
+    """The present status of runs."""
     jobs = scheduler.jobs([id for folder in folders for id in wanted_ids(read_run(folder))])
-    # Read again: a job that ended since would have left the queue, and its last word would not have been seen.
+    # Read again: a job may have ended in between, and left the queue and its final status.
     return [judge(read_run(folder), jobs, time.time()) for folder in folders]
 
 
 def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
-    """Show the run, again and again until nothing goes on, and then 0 if all is done, else 1. None: once, and 0."""
+    """Show the run every `every_s` seconds until nothing continues; then 0 if all is done, else 1. None: once; 0."""
     live, ended = sys.stdout.isatty(), 0
     while True:
         standing, = look([folder], scheduler)
@@ -93,10 +93,10 @@ def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
             print(*lines, sep="\n")
             return 0
         lines.insert(0, f"{time.strftime('%H:%M:%S')}, every {every_s:g} s, Ctrl-C ends this")
-        if live:  # from the top, each line over the old one: nothing flickers
+        if live:  # draw each line over the old one, so that nothing flickers
             lines = [f"{line}\x1b[K" for line in lines[:shutil.get_terminal_size().lines - 2]]
         print("\x1b[H" * live + "\n".join(lines) + "\x1b[J" * live, flush=True)
-        # A local chain is quiet between two stages, and Slurm while it hands a job on: look twice.
+        # Between two stages nothing runs for a moment, locally and on Slurm: end only after two such looks.
         ended = ended + 1 if standing.outcome else 0
         if ended > 1:
             return 0 if standing.outcome == "done" else 1
@@ -104,7 +104,7 @@ def watch(folder: Path, scheduler: Scheduler, every_s: float | None) -> int:
 
 
 def show(standing: RunStatus, colour: bool = False, columns: int = 0) -> list[str]:
-    """The run as lines: a table of the stages, their other figures, and what needs attention."""
+    """The run as lines: a table of the stages, their other figures, and remarks."""
     columns, chain = columns or max(40, shutil.get_terminal_size((WIDTH, 24)).columns), standing.files.chain
     title = f"run       {standing.files.folder}"
     if chain:
@@ -117,7 +117,7 @@ def show(standing: RunStatus, colour: bool = False, columns: int = 0) -> list[st
 
 
 def overview(runs_dir: Path, scheduler: Scheduler) -> list[str]:
-    """All runs of a folder, a line each, with the stage that says most."""
+    """All runs of a folder, a line each, with each run's current stage."""
     colour, found = in_colour(sys.stdout), look(runs_in(runs_dir), scheduler)
     lines = [SILENT] if found and SILENT in found[0].remarks else []
     lines.append(_line(HEADING, colour, f"{'run':<16} {'done':<6}") if found else f"no runs in {runs_dir}")

@@ -80,7 +80,7 @@ def _add_config(parser: Parser) -> None:
 
 
 def _usual_config() -> str:
-    """The demo's, where no configuration is given; this is said."""
+    """The demo's configuration if none is given, which is printed."""
     for path in (USUAL, Path(__file__).resolve().parent.parent / USUAL):
         if path.is_file():
             print(f"config    {path}, since no --config is given")
@@ -186,7 +186,7 @@ def _cluster(options: argparse.Namespace, hosts: Sequence[str]) -> tuple[Literal
     if explicit and asked == "auto" and options.dry_run:
         return "slurm", "no sbatch here: only shown"
     if explicit:
-        raise UserError(f"--nodes and --gpus-per-node are asked of Slurm, but this runs here ({why}). Leave them out "
+        raise UserError(f"--nodes and --gpus-per-node are for Slurm, but this runs here ({why}). Leave them out "
                         f"(launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; "
                         f"`drover plan --cluster slurm` shows what it would get.")
     return "local", why
@@ -289,7 +289,7 @@ explain = Program("drover explain", "Show what a setting or section means, its t
                           help="such as train.lr or train (default: all settings)"),
                   _explain, mixed=True)
 INSTEAD = {"--why": why, "--explain": explain, "--logs": show_logs, "--stop": stop, "--cancel": cancel}
-"""Options of the script that stand for another command, whose arguments come after them."""
+"""Options of the script that are commands of their own; their arguments follow."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

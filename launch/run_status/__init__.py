@@ -1,1 +1,1 @@
-"""How runs stand, local ones and those on Slurm."""
+"""The status of runs, local ones and those on Slurm."""

@@ -1,6 +1,6 @@
-"""What the files of a run say. Nothing is asked of Slurm here, and nothing is written.
+"""Reads the files of a run. This module never calls Slurm and never writes.
 
-Files may be replaced, cut or absent while they are read: what cannot be read now counts as not there.
+Files may be replaced, truncated or missing while they are read: a file that cannot be read now counts as missing.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class StageFiles:
-    """What a stage's folder says.
+    """The contents of a stage's folder.
 
     Attributes:
-        manifest: of the finished stage; `damaged`: why it cannot be read. reused: whether another run holds it.
+        manifest: of the finished stage; `damaged`: why it cannot be read. reused: it is in the folder of another run.
         begun: whether there is a start record.
-        alive: whether the process that last held the stage is there; None where that cannot be seen from here.
-        shares: the elements whose share of the stage is done, by the id of an array.
-        ended: the launcher's last word on a start in the newest submission, or on this box (`log_attempt`).
+        alive: whether the process that last held the stage still runs; None if it is on another machine.
+        shares: for each array, by its job id, the elements whose share of the stage is done.
+        ended: the launcher's last record (`log_attempt`) of a start of the newest submission, or on this machine.
     """
 
     manifest: Manifest | None
@@ -60,13 +60,13 @@ class StageFiles:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run folder as it was found.
+    """The contents of a run folder.
 
     Attributes:
-        remarks: what is to be said of evaluations beside training, and of nodes that failed.
-        evaluations: jobs of evaluations that are not done.
+        remarks: about evaluations of checkpoints and failed nodes.
+        evaluations: ids of the jobs of evaluations that are not done.
         stop: the reason in the stop file, if there is one.
-        train_nodes: how many its configuration asks for.
+        train_nodes: how many nodes the configuration requests for training.
         cluster: where it runs if not on Slurm: `local`, or `hosts` if its configuration names some.
     """
 
@@ -86,14 +86,14 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Everything that the files of a run say, at this moment."""
+    """Read the files of a run."""
     run, chain = _quietly(lambda: _run(folder), None), _quietly(lambda: read_chain(folder), None)
     jobs, nodes = chain.jobs if chain else (), run.config.launch.train.nodes if run else 1
     events: list[dict[str, Any]] = _quietly(lambda: read_attempts(folder), [])
     newest = chain.id if chain else events[-1].get("chain") if events else None
     ended = {str(event.get("stage")): event for event in events
              if event.get("event") == "ended" and event.get("chain") == newest}
-    # Of stages that plugins added, nothing is imported: they are known by what they left or were submitted as.
+    # Plugins are not imported: the stages that they add are known by their start records and jobs.
     added = [path.parent.name for path in sorted(folder.glob(f"*/{STARTED}"))]
     stages = {stage: _stage(run, folder / stage, [job for job in jobs if job.stage == stage and job.elements],
                             ended.get(stage, {}))
@@ -106,12 +106,12 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def when(text: str) -> float:
-    """An ISO time in seconds since the epoch; 0 if it is none."""
+    """An ISO time in seconds since the epoch; 0 if the text is no time."""
     return _quietly(lambda: datetime.fromisoformat(text).timestamp(), 0.0)
 
 
 def _run(folder: Path) -> Run:
-    """The run in its folder, wherever that is now, with nothing imported and nothing said of plugins."""
+    """The run at the folder's present place, without importing plugins or printing a note about them."""
     config = read_without_plugins(folder / "config.yaml")
     return Run(config.model_copy(update={"runs_dir": str(folder.parent), "name": folder.name}))
 
@@ -130,13 +130,15 @@ def _stage(run: Run | None, own: Path, arrays: list[ChainJob], ended: dict[str, 
 
 
 def _record(kind: type[Value], path: Path) -> Value | None:
-    """A record that a stage wrote; None if a value in it is not of its kind."""
+    """A stage's record; None if it is missing or invalid."""
     return _quietly(lambda: TypeAdapter(kind).validate_python(read_sealed(path)), None)
 
 
 def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...]) -> tuple[list[str], list[str]]:
-    """Of those that were made, begun or submitted, and those that are owed: what to say of them, and the jobs of those
-    that are not done."""
+    """Remarks about the evaluations of checkpoints, and the jobs of those that are not done.
+
+    Counted are evaluations that are done, started or submitted, and those that are still pending.
+    """
     jobs = {int(job.name.rpartition("-")[2]): job.id for job in submitted if job.kind == "evaluation"}
     steps = {*jobs, *map(step_of, named_after_steps(folder / EVALUATIONS)), *(owed(folder, run.config) if run else ())}
     states, failures, result = list[str](), list[str](), ""
@@ -152,7 +154,7 @@ def _evaluations(folder: Path, run: Run | None, submitted: tuple[ChainJob, ...])
             states.append("failed")
             failures.append(f"the evaluation of step {step} failed: {reasons[0]}")
         else:
-            states.append("owed")
+            states.append("pending")
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     return [f"evaluations of checkpoints: {counts}{result}"] * bool(counts) + failures, [*jobs.values()]
 
@@ -161,21 +163,21 @@ def _failed_nodes(folder: Path, wanted: int) -> list[str]:
     left_out, _ = failing(folder, wanted)
     newest = {strike["node"]: strike for strike in read_lines(folder / NODES, appended=True)}
     return [f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}"
-            f"{'; it is left out of the next submission' * (node in left_out)}" for node, strike in newest.items()]
+            f"{'; it is excluded from the next submission' * (node in left_out)}" for node, strike in newest.items()]
 
 
 def _alive(own: Path) -> bool | None:
-    """Whether the process that wrote its name into the stage's lock still runs; the lock itself is not touched."""
+    """Whether the process that the stage's lock names still runs. The lock itself is not touched."""
     text = _quietly(lambda: (own.parent / ".locks" / own.name).read_text(encoding="utf-8"), "")
     match = re.match(r"process (\d+) on (\S+?),? ", text)
     if not match or match[2] != platform.node():
         return None if match else False
     command = _quietly(lambda: psutil.Process(int(match[1])).cmdline(), list[str]())
-    return any(own.name in word for word in command)  # else the number is another process's by now
+    return any(own.name in word for word in command)  # else another process has the number by now
 
 
 def _quietly(read: Callable[[], Value], otherwise: Value) -> Value:
-    """What cannot be read now counts as not there."""
+    """What `read` returns; `otherwise` if that cannot be read now."""
     try:
         return read()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, psutil.Error):

@@ -1,6 +1,6 @@
-"""How a run stands, from what its files say and what Slurm answers: nothing is read here.
+"""Derives the status of a run from its files and Slurm's answers. This module reads nothing itself.
 
-A stage's own files count first, then what Slurm says of its jobs.
+A stage's own files count first, then Slurm's answers about its jobs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from drover.pipeline.contract.state import Progress
 from drover.pipeline.core.console import duration
 
 Jobs = Mapping[str, JobInfo] | None
-"""What Slurm says by job id; None: it does not answer."""
+"""Slurm's answers by job id; None: it does not answer."""
 State = Literal["running", "failed", "stopped", "waiting", "to do", "done", "reused"]
-"""docs/slurm.md says what each means. Of a run, the stage whose state comes first here tells most."""
+"""docs/slurm.md explains them. The current stage of a run is the one whose state comes first here."""
 Outcome = Literal["done", "failed"] | None
 FINISHED = ("done", "reused")
-SILENT = "Slurm does not answer: the states are what the files say, and may be old"
+SILENT = "Slurm does not answer: the states come from the run's files and may be old"
 RESTART_S = 120.0
-"""A stage whose launcher starts it again on this box writes that it runs within this time."""
+"""A stage that is started again on this machine records that it runs within this time (in seconds)."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A stage, as the table shows it; "" for what is not known, or means nothing here.
+    """A stage in the table; "" for what is unknown or does not apply.
 
-    figures: what else there is to know of its work. remarks: what a person should know or do about it.
+    figures: more about its work. remarks: what a person should know or do.
     """
 
     stage: str
@@ -50,8 +50,8 @@ class RunStatus:
     """A run.
 
     Attributes:
-        current: of the stages that were asked for, the one that says most.
-        outcome: `done`, `failed` (nothing goes on by itself any more), or None while it goes on.
+        current: of the requested stages, the one to look at first.
+        outcome: `done`, `failed` (nothing will continue by itself), or None while the run continues.
     """
 
     files: RunFiles
@@ -62,7 +62,7 @@ class RunStatus:
 
 
 def wanted_ids(run: RunFiles) -> list[str]:
-    """Jobs that Slurm has to be asked for; none for a run whose files say it all."""
+    """Ids of the jobs whose states Slurm has to give; none if the run's files suffice."""
     ids = [*run.evaluations]
     for stage, files in run.stages.items():
         if _is_due(run, stage):
@@ -73,9 +73,9 @@ def wanted_ids(run: RunFiles) -> list[str]:
 
 
 def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
-    """How the run stands at `now` (seconds since the epoch)."""
+    """The status of the run at `now` (seconds since the epoch)."""
     rows: list[Row] = []
-    asked: list[Row] = []  # by the newest submission, else what was begun
+    asked: list[Row] = []  # requested by the newest submission; without one, the stages that were started
     for stage, files in run.stages.items():
         broken = any(row.state in ("failed", "stopped") for row in asked)
         rows.append(_Stage(run, stage, jobs, now).row(broken))
@@ -83,17 +83,17 @@ def judge(run: RunFiles, jobs: Jobs, now: float) -> RunStatus:
     current = min(asked or rows, key=lambda row: get_args(State).index(row.state))
     beside = any(jobs[id].queued for id in run.evaluations if id in jobs) if jobs else False
     states = {row.state for row in rows}
-    # What waits for something that failed waits in vain.
+    # A stage that waits for a failed one will never run.
     goes_on = beside or not asked or "running" in states or ("waiting" in states and "failed" not in states)
     outcome: Outcome = None if goes_on else "done" if current.state in FINISHED else "failed"
     remarks = [SILENT] * (jobs is None) + [remark for row in rows for remark in row.remarks] + run.remarks
     if outcome == "failed":
-        remarks.append(f"to go on: {go_on(run)}")
+        remarks.append(f"to continue: {go_on(run)}")
     return RunStatus(run, rows, asked[-1] if outcome == "done" else current, remarks, outcome)
 
 
 def go_on(run: RunFiles) -> str:
-    """The command that continues the run: that of the submission, which must not force again what it has forced."""
+    """The command that continues the run: the one that submitted it, without --force."""
     if run.chain and run.chain.jobs:
         program, *words = run.chain.command
         began = ["drover"] if Path(program).name == "drover" else ["python", program]
@@ -102,21 +102,21 @@ def go_on(run: RunFiles) -> str:
 
 
 def _is_due(run: RunFiles, stage: str) -> bool:
-    """Whether the stage is not done, or was done before the submission that asks for it (again)."""
+    """Whether the stage is not done, or was done before the newest submission that requests it."""
     manifest = run.stages[stage].manifest
     return manifest is None or bool(run.chain and run.jobs(stage)
                                     and when(manifest.finished) < when(run.chain.submitted))
 
 
 class _Stage:
-    """A stage's files and what Slurm says of its jobs.
+    """A stage's files and Slurm's answers about its jobs.
 
     Attributes:
-        said: the stage's last word, if it still counts.
-        job: that of the submission that matters now: the one that runs, then the next in the queue, then the first that
-            failed, then the last. info: what Slurm says of it.
-        failed: elements of arrays that ended without their share done, as (job, element, state). Unknown ones may have
-            been cancelled.
+        said: the stage's final status, if it still counts.
+        job: the job that matters now: the one that runs, else the next in the queue, else the first that failed, else
+            the last. info: Slurm's answer about it.
+        failed: array elements that ended without finishing their share, as (job, element, state). Unknown ones do not
+            count: they may have been cancelled.
     """
 
     def __init__(self, run: RunFiles, stage: str, jobs: Jobs, now: float) -> None:
@@ -125,7 +125,7 @@ class _Stage:
         known = jobs or {}
         self.said = said = self.files.state
         if said and (said.status == "done" or (chain and self.own and said.at < chain.submitted)):
-            self.said = None  # its manifest was withdrawn, or it is of an earlier submission
+            self.said = None  # its manifest is gone, or the record is from an earlier submission
         ids = [job.id for job in self.own] or [self.said.job if self.said else ""]
         infos = [known.get(id, JobInfo(id)) for id in ids]
         first = min(infos, key=lambda info: info.rank)
@@ -136,7 +136,7 @@ class _Stage:
                        and info.state in ENDED - {UNKNOWN, "CANCELLED"}]
 
     def row(self, broken: bool) -> Row:
-        """How the stage stands. broken: a stage before it has failed or was stopped."""
+        """The stage's row. broken: an earlier stage has failed or was stopped."""
         stage, info, said, manifest = self.stage, self.info, self.said, self.files.manifest
         state, remark = self._verdict(broken)
         remarks, elapsed = [remark] if remark else [], ""
@@ -144,8 +144,8 @@ class _Stage:
             if (ended := self.files.ended).get("status") in ("crashed", "hung"):
                 remarks.append(f"{stage} {ended['status']} before and was started again: {ended.get('reason')}")
             if stage == "train" and self.run.stop is not None:
-                remarks.append(f"training was asked to stop ({self.run.stop or 'no reason given'}); it saves and "
-                               f"leaves")
+                remarks.append(f"a request to stop training is pending ({self.run.stop or 'no reason given'}): it "
+                               f"saves and ends")
         if state == "done" and manifest:  # over all starts of the submission that finished it
             elapsed = _time(max(manifest.wall_s, when(manifest.finished) - when(manifest.started)))
         elif state == "running":
@@ -168,7 +168,7 @@ class _Stage:
         return Row(stage, state, info.id + link, elapsed, work, left, ", ".join(figures), remarks)
 
     def _verdict(self, broken: bool) -> tuple[State, str]:
-        """The state, and what is to be said of it."""
+        """The state, and a remark about it or ""."""
         name, files, said, info = self.stage, self.files, self.said, self.info
         if files.damaged:
             return "failed", f"{name}: {files.damaged}"
@@ -178,7 +178,7 @@ class _Stage:
             text = meaning(info.reason, info.id, several=name == "train" and self.run.train_nodes > 1)
             text = f"{name} (job {info.id}) {text} ({info.reason})"
             if is_stuck(info.reason):
-                return "failed", f"{text}; it has to go first: drover cancel {self.run.folder}"
+                return "failed", f"{text}; remove it first: drover cancel {self.run.folder}"
             return "waiting", "" if info.reason in EXPECTED else text
         if files.manifest is not None:
             return "reused" if files.reused else "done", ""
@@ -186,14 +186,14 @@ class _Stage:
             state: State = "failed" if said.status == "failed" else "stopped"
             step = "" if said.step is None else f" after step {said.step}"
             return state, f"{name} {state}{step}: {said.reason or 'it gave no reason'}{self._logs()}"
-        if said.job if said else info.id:  # not where it was begun by hand since
+        if said.job if said else info.id:  # not if it was started by hand since
             if self.silent:
                 return "running" if said else "waiting", ""
             if broken and not said and info.state in (UNKNOWN, "CANCELLED"):
-                return "to do", ""  # Slurm takes jobs out of the queue that wait for one that ended badly
+                return "to do", ""  # Slurm removes jobs that wait for a failed one
             why = "; ".join(f"element {element} of {job.phase} ended {state}" for job, element, state in self.failed)
             why = why or f"job {info.id} " + (
-                "is not known to Slurm any more: it crashed, or was cancelled" if info.state == UNKNOWN else
+                "is no longer known to Slurm: it crashed or was cancelled" if info.state == UNKNOWN else
                 f"ended {info.state} ({info.reason or 'no reason given'})")
             return "failed", f"{name} failed: {why}{self._logs()}"
         if not files.begun:
@@ -201,16 +201,16 @@ class _Stage:
         if files.alive is None:
             last = files.progress or said
             age = f"; its last record is {_time(self.now - when(last.at))} old" if last else ""
-            return "running", f"{name} runs on {said.host if said else 'another machine'}, unseen from here{age}"
+            return "running", f"{name} runs on {said.host if said else 'another machine'}, not visible from here{age}"
         restarted = files.ended.get("next") == "restart" and self.now - when(str(files.ended["at"])) < RESTART_S
         if files.alive or restarted:
             return "running", ""
         if said:
-            return "failed", f"{name} failed: its process on {said.host} is gone; it was killed{self._logs()}"
-        return "stopped", f"{name} is not done, and nobody works on it"
+            return "failed", f"{name} failed: its process on {said.host} no longer exists; it was killed{self._logs()}"
+        return "stopped", f"{name} is not done, and no process works on it"
 
     def _progress(self, state: State) -> Progress | None:
-        """How far it is: of arrays the elements, else what the stage recorded."""
+        """Finished elements of an array; otherwise the stage's own progress record."""
         found = self.files.progress
         for job in self.own:
             done = self.files.shares.get(job.id)
@@ -219,7 +219,7 @@ class _Stage:
         return None if found and found.phase and state in FINISHED else found
 
     def _logs(self) -> str:
-        """Where to read more: the stage's own log, and that of its job."""
+        """Paths of the stage's own log and of its job's log."""
         ids = [f"{job.id}_{element}" for job, element, _ in self.failed] or [self.info.id]
         logs = f"{self.run.folder}/logs"
         return f". Logs: {logs}/{self.stage}" + (f"/{ids[0]}.*, {logs}/slurm/{ids[0]}.log" if ids[0] else "/latest")

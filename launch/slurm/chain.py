@@ -13,12 +13,12 @@ from drover.pipeline.core.files import lock_file, read_record, write_json
 
 CHAIN = Path("launch") / "chain.json"
 EARLIER = Path("launch") / "chains"
-MEND = "Remove it: what was submitted goes on, but is not shown any more."
+REPAIR = "Remove it: the submitted jobs continue, but are no longer shown."
 
 
 def token(chain: str, job: str = "") -> str:
-    """The first word of a job's comment in Slurm: it tells whose job it is, also where its submission was killed before
-    it could record the job. job: its key in the plan; without it, the beginning of the tokens of a whole submission."""
+    """The first word of a job's comment in Slurm. It identifies the job even if its submission was killed before it
+    could record the job. job: its key in the plan; without it, the prefix of all tokens of a submission."""
     return f"drover:{chain}:{job}"
 
 
@@ -26,11 +26,11 @@ def token(chain: str, job: str = "") -> str:
 class ChainJob:
     """A job that Slurm accepted.
 
-    kind: `job`; `array` and `finalise` of a stage in parts; `link` of several that go on with one stage;
-        `evaluation` of a checkpoint beside training.
-    elements: indices of the array that were submitted; None for a job that is no array. phase, parts: what it does of
-        the stage, for an array, and into how many parts that is cut.
-    log: what the job itself says (stages write elsewhere). spec: its JobSpec.
+    kind: `job`; `array` and `finalise` of a stage in parts; `link`, one of several jobs that continue one stage;
+        `evaluation` of a checkpoint during training.
+    elements: submitted indices of an array; None for a job that is no array. phase, parts: of an array, the phase of
+        the stage and the number of its parts.
+    log: of the job itself (stages write elsewhere). spec: its JobSpec.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ChainJob:
 
 @dataclass(frozen=True)
 class Chain:
-    """One submission: its jobs in the order in which they depend on each other, and what they were made from."""
+    """One submission: its jobs in the order of their dependencies, and what they were made from."""
 
     id: str
     submitted: str
@@ -58,7 +58,7 @@ class Chain:
     jobs: tuple[ChainJob, ...] = ()
 
     def write(self, run_folder: Path) -> None:
-        """Make this the newest submission of the run; another one that was is kept in `launch/chains/`."""
+        """Make this the newest submission of the run. The one before is moved to `launch/chains/`."""
         before = read_chain(run_folder)
         if before is not None and before.id != self.id:
             write_json(run_folder / EARLIER / f"{before.id}.json", asdict(before))
@@ -67,21 +67,21 @@ class Chain:
 
 def read_chain(run_folder: Path) -> Chain | None:
     """The newest submission of a run; None if nothing was submitted."""
-    return read_record(run_folder / CHAIN, Chain, MEND)
+    return read_record(run_folder / CHAIN, Chain, REPAIR)
 
 
 def read_chains(run_folder: Path) -> list[Chain]:
     """All submissions of a run, oldest first."""
     paths = [*sorted((run_folder / EARLIER).glob("*.json")), run_folder / CHAIN]  # an id begins with its time
-    return [chain for path in paths if (chain := read_record(path, Chain, MEND))]
+    return [chain for path in paths if (chain := read_record(path, Chain, REPAIR))]
 
 
 def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], list[JobInfo] | None]:
-    """The run's jobs in the queue, the newest first, and all of this user's. Of the run's all that were ever submitted,
-    and None for the user's, where Slurm does not say.
+    """The run's jobs in the queue, the newest first, and all queued jobs of this user. If Slurm does not answer: all
+    jobs that were ever submitted for the run, and None.
 
-    A submission that was killed between sbatch and its record made jobs that it could not record: these are known by
-    their tokens, and come first.
+    A submission that was killed after sbatch may have a job that it could not record. Such jobs are found by their
+    tokens, and come first.
     """
     chains, mine = read_chains(run_folder), scheduler.mine()
     jobs = [job for chain in reversed(chains) for job in reversed(chain.jobs)]
@@ -97,17 +97,18 @@ def in_queue(run_folder: Path, scheduler: Scheduler) -> tuple[list[ChainJob], li
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Look and write as one: a lock on the file `path`, where the file system has locks."""
+    """Hold a lock on the file `path`, if the file system has locks, so that reading and writing cannot be interleaved.
+    """
     with open(path, "a") as guard:
         lock_file(guard.fileno(), wait=True)
         yield
 
 
 def add_job(run_folder: Path, chain_id: str, job: ChainJob) -> None:
-    """Add a job to the submission that it belongs to, from whichever process."""
-    with guarded((run_folder / CHAIN).with_name("chain.lock")):  # without locks it must be recorded all the more
+    """Add a job to the record of its submission. Any process may call this."""
+    with guarded((run_folder / CHAIN).with_name("chain.lock")):
         for path in (run_folder / CHAIN, run_folder / EARLIER / f"{chain_id}.json"):
-            chain = read_record(path, Chain, MEND)
+            chain = read_record(path, Chain, REPAIR)
             if chain is not None and chain.id == chain_id:
                 return write_json(path, asdict(replace(chain, jobs=(*chain.jobs, job))))
         raise AssertionError(f"the submission {chain_id} of {run_folder} is not recorded")

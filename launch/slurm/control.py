@@ -1,4 +1,4 @@
-"""What a user does to a run that was submitted: cancel it, stop its training, read its logs."""
+"""Commands for a submitted run: cancel it, stop its training, read its logs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ POLL_S = 0.5
 
 
 def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
-    """Cancel what is in the queue of the run, the newest submission and the last of its chain first; the exit status.
+    """Cancel the run's queued jobs, those of the newest submission and the last of a chain first; the exit status.
 
-    In this order no job's end lets another one start. Evaluations of checkpoints go last: while training runs, it would
-    submit them again; so what is recorded is read again for them.
+    In this order no job's end lets another one start. Evaluations of checkpoints are cancelled last, because running
+    training would submit them again. Their records are read again for the same reason.
     """
     scheduler, files, cancelled = scheduler or Scheduler(), read_run(run_folder), 0
     if _launcher_works(run_folder):
@@ -36,23 +36,23 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
               f"to go on: {go_on(files)}")
         return 0
     if files.chain is None:
-        print(f"nothing of {run_folder} was submitted to Slurm or runs on hosts, so there is nothing to cancel")
+        print(f"{run_folder} was never submitted to Slurm and does not run on hosts, so there is nothing to cancel")
         return 0
     for evaluations in (False, True):
         queued, mine = in_queue(run_folder, scheduler)
         if mine is None:
-            print("Slurm does not say what is in the queue, so every job of the chain is cancelled", file=sys.stderr)
+            print("squeue does not answer, so every job of the chain is cancelled", file=sys.stderr)
         for job in queued:
             if (job.kind == "evaluation") != evaluations:
                 continue
             if problem := scheduler.cancel(job.id):
-                print(f"{job.name} was not cancelled: {problem}\nWhat comes before it in the chain was left alone; try "
+                print(f"{job.name} was not cancelled: {problem}\nThe jobs before it in the chain were left alone. Try "
                       f"again: drover cancel {run_folder}", file=sys.stderr, flush=True)
                 return 1
             print(f"cancelled {job.id} ({job.name})", flush=True)
             cancelled += 1
-    print(f"what is finished is kept; to go on: {go_on(files)}" if cancelled else
-          f"nothing of {run_folder} is in the queue any more")
+    print(f"finished stages are kept; to continue: {go_on(files)}" if cancelled else
+          f"no job of {run_folder} is in the queue")
     return 0
 
 
@@ -70,7 +70,7 @@ def _launcher_works(run_folder: Path) -> bool:
 
 
 def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
-    """Ask training to save and leave, through the stop file; the exit status."""
+    """Ask training to save and end, through the stop file; the exit status."""
     standing, = look([run_folder], scheduler or Scheduler())
     row = next(row for row in standing.rows if row.stage == "train")
     said, silent = standing.files.stages["train"].state, SILENT in standing.remarks
@@ -78,24 +78,24 @@ def stop(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     if row.state not in ("running", "waiting") or (waits and (said is None or said.job != row.job)):
         print(f"training of {run_folder} does not run (it is: {row.state}), so there is nothing to stop")
         if waits:
-            print(f"`drover cancel {run_folder}` takes it out of the queue")
+            print(f"`drover cancel {run_folder}` removes it from the queue")
         return 0
     write_text(run_folder / STOP, "drover stop\n")
     if silent:
-        print("Slurm does not answer, so it is not sure that training runs", file=sys.stderr)
+        print("Slurm does not answer, so training may not be running", file=sys.stderr)
     print(f"training{f' (job {row.job})' if row.job else ''} will stop "
-          f"{'when its job starts again' if waits else 'after the step that it is in'}: it saves a checkpoint and "
-          f"leaves, and what depends on it does not start.\nThe request is the file {run_folder / STOP}; deleting it "
-          f"before training has seen it takes it back.\nto go on: {go_on(standing.files)}")
+          f"{'when its job starts again' if waits else 'after its current step'}: it saves a checkpoint and ends, and "
+          f"the stages after it do not start.\nThe request is the file {run_folder / STOP}. To withdraw it, delete the "
+          f"file before training sees it.\nto continue: {go_on(standing.files)}")
     return 0
 
 
 def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> int:
-    """Print what a rank wrote in a stage's newest start; the exit status. follow: go on as it grows, also over
+    """Print the output of a rank in a stage's newest start; the exit status. follow: continue as it grows, also over
     restarts, until Ctrl-C.
 
     Raises:
-        UserError: there is no such log; says which there are.
+        UserError: there is no such log. The error names those that exist.
     """
     if stage not in STAGES:
         raise UserError(f"There is no stage {stage}. The stages are {', '.join(STAGES)}.")
@@ -110,7 +110,7 @@ def logs(run_folder: Path, stage: str, rank: int = 0, follow: bool = False) -> i
                     folder = run_folder / "logs" / stage / f"{start['job']}.{start['start']}"
                     path = rank_log(folder, rank, start["ranks"] // len(start["nodes"]))
                 if file is not None:
-                    _print(file, rank)  # of an earlier start, to its end
+                    _print(file, rank)  # the rest of an earlier start
                 if path != shown and path.exists():
                     shown, file = path, opened.enter_context(open(path, "rb"))
                     print(f"==> {path} <==", flush=True)
@@ -133,6 +133,6 @@ def _print(file: IO[bytes], rank: int) -> None:
 def _absent(run_folder: Path, stage: str, rank: int, start: dict[str, Any] | None) -> str:
     text = f"There is no log of rank {rank} of {stage} in {run_folder}."
     if start:
-        return f"{text} Its newest start ({start['job']}.{start['start']}) has the ranks 0-{start['ranks'] - 1}."
+        return f"{text} Its newest start ({start['job']}.{start['start']}) has ranks 0-{start['ranks'] - 1}."
     jobs = [job.log for job in read_run(run_folder).jobs(stage) if Path(job.log.replace("%a", "0")).is_file()]
-    return f"{text} The stage itself has not started" + (f"; its job says: {jobs[-1]}" if jobs else ".")
+    return f"{text} The stage has not started" + (f". Read its job's log, {jobs[-1]}" if jobs else ".")

@@ -1,11 +1,10 @@
-"""Checkpoints that are owed a conversion and an evaluation: found from what lies in the run folder, done in jobs of
-their own beside training.
+"""Evaluations of checkpoints during training, in separate jobs. Which are pending follows from the run folder.
 
     python -m drover.launch.slurm.evaluations --run RUN --step STEP
 
-is such a job. `evaluations/step-<step>/` is a run folder of its own that reuses the run's data stages and whose train
-stage is a link to the checkpoint, which training keeps while it is owed a result. The manifest of its stage evaluate
-is the record that nothing is owed any more; the weights are cleared then.
+is such a job. `evaluations/step-<step>/` is a run folder that reuses the run's data stages. Its stage train is a link
+to the checkpoint, which training keeps until the evaluation is done. The manifest of its stage evaluate records that it
+is done; its weights are then removed.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ EVERY_S = 20.0
 
 
 def owed(run_folder: Path, config: Config) -> list[int]:
-    """Steps of complete checkpoints that `launch.evaluate.every_checkpoints` asks a result for and that have none,
-    oldest first. That of the last step is evaluated by the chain itself."""
+    """Steps of complete checkpoints that `launch.evaluate.every_checkpoints` selects and that have no result, oldest
+    first. The chain itself evaluates the checkpoint of the last step."""
     if config.launch.evaluate.every_checkpoints is None:
         return []
     finished = read_manifest(run_folder / "train")
@@ -63,18 +62,18 @@ def owed(run_folder: Path, config: Config) -> list[int]:
 
 
 def pending(config: Config, options: Options, tried: Sequence[str] = ()) -> list[Job]:
-    """The jobs for what is owed, but for those in the queue and those that were tried too often.
+    """The jobs for pending evaluations, without those in the queue and those that were tried too often.
 
     tried: names of jobs of this submission.
 
     Raises:
-        UserError: Slurm does not say what is in the queue.
+        UserError: squeue does not answer.
     """
     jobs = [evaluation(config, options, step) for step in owed(config.folder, config)]
     queued = Scheduler().mine() if jobs else []
     if queued is None:
-        raise UserError("Slurm does not say which jobs are in the queue, so it is not known which checkpoints still "
-                        "have to be evaluated. Try again when squeue answers.")
+        raise UserError("squeue does not answer, so Drover cannot know which checkpoints are being evaluated already. "
+                        "Try again when it answers.")
     unfit = {job.name for job in queued} | {name for name in tried if tried.count(name) >= TRIES}
     return [job for job in jobs if job.name not in unfit]
 
@@ -86,7 +85,7 @@ def prepare(run: Run, step: int) -> Path:
     """Make the run folder for the evaluation of a checkpoint; the path of its configuration.
 
     Raises:
-        UserError: the checkpoint is not there (any more).
+        UserError: there is no complete checkpoint of this step.
     """
     folder, name = evaluation_folder(run.folder.absolute(), step), f"{CHECKPOINTS}/{checkpoint_name(step)}"
     config = run.config.model_copy(update={
@@ -94,13 +93,14 @@ def prepare(run: Run, step: int) -> Path:
         "convert": run.config.convert.model_copy(update={"copy_to": None})})
     source, target = run.folder.absolute() / "train" / name, folder / "train" / name
     if not (source / MARKER).exists():
-        raise UserError(f"{source} is not a complete checkpoint (any more), so it cannot be evaluated.")
+        raise UserError(f"{source} is not a complete checkpoint, so it cannot be evaluated. Evaluate another step: "
+                        f"`ls {source.parent}` shows them.")
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.is_symlink():
         target.symlink_to(source, target_is_directory=True)
     marker, sub = read_marker(target), Run(config)
     save_config(config, folder / "config.yaml")
-    # What the stages after train read of a finished one, for the checkpoint as it is.
+    # What later stages read of a finished stage train, for this checkpoint.
     progress = marker["progress"]
     vocabulary_size = int(sub.finished("tokenizer").counts["vocab_size"])
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocabulary_size})
@@ -118,18 +118,18 @@ def prepare(run: Run, step: int) -> Path:
 def evaluate(run_folder: Path, step: int) -> int:
     """Convert and evaluate a checkpoint; the exit status of the first stage that fails, or 0."""
     if evaluation_record(run_folder, step).exists():
-        print(f"the checkpoint of step {step} has its result already", flush=True)
+        print(f"the checkpoint of step {step} is already evaluated", flush=True)
         return 0
     run = run_in(run_folder.absolute())
     path = prepare(run, step)
-    # What training was made of may have changed since it began: that is for the next who asks for it to mend.
+    # Training's inputs may have changed since it started. That is to be solved when training is next requested.
     environment = {**os.environ, "DROVER_CONTINUES": "1"}
     for command, ranks in commands(run.config, path):
         if status := Processes(command, environment, ranks=ranks, shown=True).run():
             return status
     if not evaluation_record(run_folder, step).exists():
         return 1
-    # The results stay; the weights need not.
+    # Keep the results, not the weights.
     folder = evaluation_folder(run_folder, step)
     for weights in (folder / "train" / CHECKPOINTS, folder / "convert" / "hf"):
         shutil.rmtree(weights, ignore_errors=True)
@@ -137,19 +137,19 @@ def evaluate(run_folder: Path, step: int) -> int:
 
 
 def commands(config: Config, path: Path) -> list[tuple[list[str], int]]:
-    """The stages of an evaluation, each with its ranks; evaluate with a rank per GPU, as on one box."""
+    """The commands of an evaluation, each with its number of ranks; evaluate has one per GPU, as on one machine."""
     from drover.launch.local import find_machine
 
     return [([sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(path)], ranks) for stage, ranks in
             (("convert", 0), ("evaluate", local_ranks(config, find_machine(config.launch.device))))]
 
 
-# ---- beside training
+# ---- from the train job
 
 
 class Evaluations:
-    """Submits jobs for what is owed, from the runner of a train job, and never holds it up: all happens in a thread,
-    and what goes wrong is said once."""
+    """Submits the jobs of pending evaluations, for the runner of a train job. It works in a thread and never delays
+    training; each failure is logged once."""
 
     def __init__(self, spec: JobSpec, say: Say) -> None:
         self.spec, self._say = spec, say
@@ -158,25 +158,25 @@ class Evaluations:
         self._said: set[str] = set()
 
     def look(self) -> None:
-        """See to what is owed, now and then."""
+        """Submit what is pending, at most once in `EVERY_S`."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + EVERY_S
             self._worker.put(None)
 
     def finish(self, patience_s: float = 60.0) -> None:
-        """See to it a last time, for a while at most."""
-        self._worker.put(None)  # the look that goes on may have begun before the last checkpoint was there
+        """Submit what is pending a last time, and wait for that at most so long."""
+        self._worker.put(None)  # one in progress may have started before the last checkpoint was complete
         self._worker.wait(patience_s)
 
     @cached_property
     def config(self) -> Config:
-        """The configuration of the submission, whose commands go into the scripts of jobs; with its plugins."""
+        """The configuration of the submission, with its plugins. Its commands go into the scripts of jobs."""
         if changed := [path for path, sha256 in self.spec.files.items() if sha256_file(Path(path)) != sha256]:
-            raise UserError(f"{', '.join(changed)} is not what was submitted.")
+            raise UserError(f"{', '.join(changed)} changed after the submission.")
         return load_config(next(iter(self.spec.files)), check=False)
 
     def to_submit(self) -> list[Job]:
-        """Jobs for what is owed, with the code and the configuration of the submission."""
+        """Jobs for pending evaluations, with the code and the configuration of the submission."""
         spec, chain = self.spec, read_chain(Path(self.spec.run))
         options = Options("slurm", "", chain=spec.chain, code=spec.code, code_sha256=spec.code_sha256)
         jobs = pending(self.config, options, [job.name for job in chain.jobs]) if chain else []
@@ -197,12 +197,12 @@ class Evaluations:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Say once what goes wrong within."""
+        """Log a failure, once for each text."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - of a library too: training is not to hear of it
+        except Exception as error:  # noqa: BLE001 - whatever a library raises, training continues
             kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
-            text = f"{what} not evaluated for now, training goes on: {kind}{str(error).strip()}"
+            text = f"{what} not evaluated for now, training continues: {kind}{str(error).strip()}"
             if text not in self._said:
                 self._said.add(text)
                 self._say(text)

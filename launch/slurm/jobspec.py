@@ -1,4 +1,4 @@
-"""What a Slurm job has to do, as a file in the run folder: written at submission, read by the runner."""
+"""The task of a Slurm job, as a file in the run folder: written at submission, read by the runner."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from drover.pipeline.core.files import read_record, write_text
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What a job does. A planned job (`drover.launch.plan.Job`) is one that also knows where it stands in its plan.
+    """What a job does. A planned job (`drover.launch.plan.Job`) adds its place in the plan.
 
     Attributes:
         run: absolute path of the run folder.
         chain: id of the submission; `--force` counts once for it.
         name: Slurm's name of the job.
         command: of the stage, without what only the job knows (its part, its rank).
-        ranks: processes under torch.distributed over all nodes; 0 for a stage that has none.
-        parts: elements into which an array cuts the `phase` of the stage, whose units they share; 0: no array.
-        link, links: which of how many jobs that go on with the same stage, from 1.
-        wrap: a command that the stage is started with, such as a container's. srun_args: more options of srun.
-        contained: whether a container starts the stage, which may not see the folders of its node.
+        ranks: processes under torch.distributed over all nodes; 0 for a stage without ranks.
+        parts: elements of an array, which share the units of the stage's `phase`; 0: no array.
+        link, links: number of this job, from 1, and of all jobs that continue the same stage one after another.
+        wrap: a command that starts the stage, such as a container's. srun_args: more options of srun.
+        contained: a container starts the stage, and may not see the folders of its node.
         health_check: a site's test of a node.
-        requeue: whether the job may queue itself again.
-        signal_s: seconds before the time limit at which Slurm tells the ranks to save and leave.
-        max_restarts: restarts in a row without a new checkpoint, after which the stage is given up.
-        every_checkpoints: evaluate every so many checkpoints in jobs of their own; 0: none.
-        code, code_sha256: folder of the copy of the code, and the hash that the archive beside it must have; empty: not
-            known.
-        files: hashes of other files that the job reads and that decide what it does: the frozen configuration first,
-            then its plugins with the modules beside them.
+        requeue: whether the job may requeue itself.
+        signal_s: seconds before the time limit at which Slurm signals the ranks to save and end.
+        max_restarts: restarts in a row without a new checkpoint after which the stage fails.
+        every_checkpoints: evaluate every so many checkpoints in separate jobs; 0: none.
+        code, code_sha256: folder of the copy of the code, and the hash that its archive must have; empty: unknown.
+        files: hashes of other files that decide what the job does: the frozen configuration first, then its plugins
+            and the modules in their folders.
         trusted_group, check_owners: who may write what is executed from the run folder (`drover.launch.slurm.trust`).
     """
 
@@ -74,12 +73,12 @@ class JobSpec:
 
     @property
     def text(self) -> str:
-        """What is written: of a planned job no more than what it does."""
+        """The content of the file. Of a planned job, only the fields of this class."""
         return json.dumps({field.name: getattr(self, field.name) for field in fields(JobSpec)}, indent=1)
 
     @property
     def later_links(self) -> bool:
-        """Whether another job of the chain waits to go on with the same stage."""
+        """Whether another job of the chain waits to continue the same stage."""
         return self.link < self.links
 
     @property
@@ -100,6 +99,6 @@ class JobSpec:
         """
         spec = read_record(path, cls, "Submit the same command again.")
         if spec is None or (sha256 and spec.sha256 != sha256):
-            raise UserError(f"{path}, what the job has to do, is {'not what was submitted' if spec else 'missing'}. "
+            raise UserError(f"{path}, the job's spec, {'changed after the submission' if spec else 'is missing'}. "
                             f"Submit the same command again.")
         return spec

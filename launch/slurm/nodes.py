@@ -1,7 +1,7 @@
-"""Nodes that failed a run: strikes in `launch/nodes.jsonl`, and what Slurm says of nodes.
+"""Nodes that failed a run: records ("strikes") in `launch/nodes.jsonl`, and the states of nodes in Slurm.
 
-A node with two strikes within a day is left out of what is submitted next, but never more than a few: strikes lapse,
-and what many nodes have is not the nodes' fault.
+A node with two strikes within a day is excluded from the next submission. Strikes expire after a day. Only a few nodes
+are excluded, because a fault that many nodes share is not the fault of the nodes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NODES = Path("launch") / "nodes.jsonl"
 STRIKES = 2
 WITHIN = timedelta(hours=24)
 ONE_IN = 20
-"""At most one node in so many is blamed at once, or left out; one in any case."""
+"""At most one node in so many, but at least one, is blamed at once or excluded."""
 NAMED = 8
-"""Nodes that a sentence names."""
+"""The most nodes that a sentence names."""
 LOST = ("down", "fail", "error", "not_responding")
-"""Beginnings of states of nodes that failed."""
+"""Prefixes of the states of failed nodes."""
 INTENDED = ("maint", "power", "reboot")
-"""Beginnings of states in which a node does not answer for somebody wants it so."""
+"""Prefixes of states in which a node does not answer because an administrator wants that."""
 
 
 class Strike(TypedDict):
@@ -39,17 +39,17 @@ class Strike(TypedDict):
 
 
 def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
-    """Record that a node failed the run; its strikes within a day, this one included.
+    """Record that a node failed the run; its strikes within a day, including this one.
 
-    job: the start, by the job's name, restart and number: one accident that is noticed twice is one strike.
+    job: the start, by the job's name, restart and number. An accident that is noticed twice is one strike.
     """
     append_line(run_folder / NODES, {"node": node, "at": now(), "job": job, "reason": reason})
     return strikes(run_folder).get(node, 0)
 
 
 def strikes(run_folder: Path) -> dict[str, int]:
-    """Strikes of each node within a day: starts of jobs that it failed, for whatever reasons. The node that has most
-    comes first, of equals the one that failed last."""
+    """Strikes of each node within a day: starts that it failed, for whatever reason. The node with most comes first, of
+    equal ones that which failed last."""
     since = (datetime.now(UTC) - WITHIN).isoformat()
     starts, newest = dict[str, set[str]](), dict[str, int]()
     for number, strike in enumerate(read_lines(run_folder / NODES, Strike, appended=True)):
@@ -61,24 +61,24 @@ def strikes(run_folder: Path) -> dict[str, int]:
 
 
 def few(count: int) -> int:
-    """How many of `count` nodes may be blamed at once, or left out: more at once have a cause in common."""
+    """How many of `count` nodes may be blamed at once or excluded: if more fail, the cause is common to them."""
     return max(1, count // ONE_IN)
 
 
 def named(nodes: Collection[str]) -> str:
-    """Nodes in a sentence: the first ones by name, the others as a number."""
+    """Nodes for a sentence: the first ones by name, the others as a number."""
     return first(sorted(nodes), NAMED)
 
 
 def failing(run_folder: Path, wanted: int = 1) -> tuple[list[str], list[str]]:
-    """Nodes to leave out of the next submission, and those that failed as often, but are not left out, since that would
-    be too many. wanted: how many nodes it asks for."""
+    """Nodes to exclude from the next submission, and those that failed as often but are not excluded: that would be
+    too many. wanted: how many nodes it requests."""
     nodes = [node for node, count in strikes(run_folder).items() if count >= STRIKES]
     return nodes[:few(wanted)], nodes[few(wanted):]
 
 
 def address(node: str, scheduler: Scheduler) -> str:
-    """What a node is reached by: its name if that resolves here, else what Slurm knows of it."""
+    """The address of a node: its name if that resolves here, else the address that Slurm has."""
     try:
         socket.getaddrinfo(node, None)
         return node
@@ -87,14 +87,13 @@ def address(node: str, scheduler: Scheduler) -> str:
 
 
 def lost(nodes: Sequence[str], scheduler: Scheduler) -> dict[str, str]:
-    """Those of `nodes` that failed, with Slurm's word for it (`down*`); {} if it does not answer. Not those that an
-    administrator drained, powers down or boots again."""
+    """Those of `nodes` that failed, with their state in Slurm (`down*`); {} if it does not answer. Nodes that an
+    administrator drained, powers down or reboots do not count."""
     states = scheduler.node_states(nodes) if nodes else {}
     return {name: state for name, state in states.items() if is_lost(state)}
 
 
 def is_lost(state: str) -> bool:
-    """Whether a state as sinfo writes it (`idle`, `down*`, `drained`) means that the node failed. `*`: it does not
-    answer."""
+    """Whether a state of sinfo (`idle`, `down*`, `drained`) means that the node failed. `*`: it does not answer."""
     word = state.lower()
     return word.startswith(LOST) or (word.endswith("*") and not word.startswith(INTENDED))

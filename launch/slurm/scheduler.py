@@ -1,8 +1,8 @@
-"""What Slurm says of jobs that were submitted, and what it is told about them: always within a time limit.
+"""Calls Slurm's programs, each within a time limit.
 
-Nothing here raises because of Slurm: a program that is missing, hangs, or cannot reach its daemon is an outcome.
-`squeue` is asked first, since it answers without an accounting database; its output is read in columns of fixed width,
-the one form that all versions share (`--json` changes with them).
+Nothing here raises because of Slurm: a program that is missing, hangs, or cannot reach its daemon is an ordinary
+result. `squeue` comes first, because it answers without an accounting database. Its output is read in columns of fixed
+width, the one form that all versions share (`--json` differs between them).
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from math import inf
 from drover.launch.processes import Environment, answer_of
 
 UNKNOWN = "unknown"
-"""State of a job that nothing in Slurm knows (any more)."""
+"""State of a job that Slurm does not know, or no longer knows."""
 ENDED = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
                    "PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN))
-"""States in which a job will do nothing any more. Any other is taken for one in the queue."""
+"""States of jobs that have ended. A job in any other state counts as queued."""
 WITH_NODES = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "CONFIGURING")
-"""States of a job that has its nodes and is to keep them."""
+"""States of a job that has its nodes and will keep them."""
 LAST = 6
 RANKS = {**dict.fromkeys(ENDED, 5), "RUNNING": 0, "COMPLETING": 1, "CONFIGURING": 2, "PENDING": 4, "COMPLETED": LAST,
          UNKNOWN: LAST}
-"""What a state tells of an array, or of a stage with several jobs; other states of the queue are 3."""
+"""Ranks of states: the state with the lowest rank is that of a whole array, or of a stage with several jobs. Other
+states of queued jobs have 3."""
 COLUMNS = (("JobArrayID", 40), ("State", 20), ("Reason", 60), ("NodeList", 400), ("TimeUsed", 20), ("RestartCnt", 10),
            ("Name", 200), ("Comment", 200), ("TimeLeft", 20))
 ENDS = tuple(accumulate(width for _, width in COLUMNS))
 GPUS = re.compile(r"\bgpu(?:(?::[^,:(]+)?:(\d+))?")
-"""In a list of resources (`gpu:h100:8(S:0-1),nvme:1`), with how many there are."""
+"""GPUs in a list of resources such as `gpu:h100:8(S:0-1),nvme:1`, with their number."""
 UNREACHABLE = ("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out",
                "unexpected message received", "zero bytes were transmitted", "transport endpoint",
                "slurm backup controller in standby", "insane message length", "communication connection failure")
-"""Parts of messages that mean: the controller cannot be reached now. "Unexpected message" is what `scontrol requeue` of
-Slurm 22.05 says to a controller that is gone."""
+"""Parts of messages that mean that the controller cannot be reached now. "Unexpected message" comes from `scontrol
+requeue` of Slurm 22.05 if the controller is down."""
 
 
 @dataclass(frozen=True)
 class JobInfo:
     """A job, an element of an array, or a whole array.
 
-    state: Slurm's word in capitals (RUNNING, PENDING, COMPLETED ...), or `unknown`.
-    reason: why it waits or ended; nodes: in Slurm's notation; elapsed_s: of this start; left_s: until Slurm ends it.
+    state: Slurm's term in capitals (RUNNING, PENDING, COMPLETED ...), or `unknown`.
+    reason: why it waits or ended. nodes: in Slurm's notation. elapsed_s: of this start. left_s: until Slurm ends it.
     """
 
     id: str
@@ -61,7 +62,7 @@ class JobInfo:
 
     @property
     def rank(self) -> int:
-        """Of the elements of an array, or the jobs of a stage, the one of the least tells how the whole stands."""
+        """Rank of the state: of an array's elements, or a stage's jobs, the lowest decides the state of the whole."""
         return RANKS.get(self.state, 3)
 
     @property
@@ -72,8 +73,8 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of a partition that are alike. usual: whether the partition is the site's default; longest: its time limit,
-    as Slurm writes it."""
+    """Equal nodes of a partition. usual: the partition is the site's default. longest: its time limit, as Slurm writes
+    it."""
 
     partition: str
     usual: bool
@@ -86,7 +87,7 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a program said; `status` is None where it did not end in time or could not be started."""
+    """A program's answer; `status` is None if it did not end in time or could not be started."""
 
     status: int | None
     out: str = ""
@@ -102,7 +103,7 @@ class _Answer:
 
     @property
     def problem(self) -> str | None:
-        """Why it failed: the last line that it wrote, without the program's name. None: it did not."""
+        """Why it failed: its last line, without the program's name. None: it did not fail."""
         if self.status == 0:
             return None
         lines = [line for line in (self.error or self.out).splitlines() if line.strip()]
@@ -110,12 +111,12 @@ class _Answer:
 
 
 OWN = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-"""Variables that say where Slurm is, not what a job is."""
+"""Variables about where Slurm is, not about a job."""
 
 
 def of_another_job(environment: Environment) -> list[str]:
-    """Variables that a job or an allocation set, and those that change sbatch's options behind its script (SBATCH_*):
-    no job that is submitted may inherit them."""
+    """Variables that a job or an allocation has set, and those that override options in sbatch's script (SBATCH_*).
+    Submitted jobs must not inherit them."""
     return sorted(name for name in environment if name not in OWN and name.startswith(
         ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SUBMITIT_", "PMI")))
 
@@ -130,16 +131,16 @@ class Scheduler:
 
     def __init__(self, environment: Environment | None = None, timeout_s: float = 10) -> None:
         own = os.environ if environment is None else environment
-        # A user's own formats, or another cluster, would change what is read here.
+        # A user's own formats, or another cluster, would change the output that is read here.
         self._environment = {name: value for name, value in own.items() if name in OWN or not name.startswith(
             ("SLURM_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_"))}
         self._timeout_s = timeout_s
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
-        """How the jobs stand; None if Slurm does not answer.
+        """The jobs by id; None if Slurm does not answer.
 
-        `12` may be a whole array: its state then sums up the elements that squeue knows. Where all elements matter,
-        also those that ended long ago, ask for each (`12_3`).
+        `12` may be a whole array: its state then sums up the elements that squeue knows. If all elements matter, also
+        those that ended long ago, ask for each (`12_3`).
         """
         wanted = list(dict.fromkeys(ids))
         if not wanted:
@@ -157,22 +158,21 @@ class Scheduler:
         arrays = {_array(id): job for id, job in (known or {}).items()}
         return None if known is None else [replace(job, id=id) for id, job in arrays.items()]
 
-    def cancel(self, id: str, *options: str) -> str | None:
-        """Cancel a job, or with `--signal=USR2` send that to its steps; None, or why that failed. That it has ended is
-        no failure."""
-        answer = self._ask("scancel", *options, id)
+    def cancel(self, id: str) -> str | None:
+        """Cancel a job; None, or why that failed. A job that has already ended is no failure."""
+        answer = self._ask("scancel", id)
         ended = answer.reached and (answer.unknown_job or "already complet" in answer.error)
         return None if ended else answer.problem
 
     def requeue(self, id: str, patience_s: float = 20) -> str | None:
-        """Put a running job back into the queue; None, or the reason why it is not there.
+        """Requeue a running job; None, or why it is not in the queue.
 
-        While the controller cannot be reached this is tried again, for `patience_s` in all.
+        While the controller cannot be reached, this is repeated for `patience_s` in all.
         """
         began, pause = time.monotonic(), 1.0
         while True:
             answer = self._ask("scontrol", "requeue", id)
-            # It is there already: perhaps by our own try whose answer was lost.
+            # It is in the queue already, perhaps by an earlier call whose answer was lost.
             if answer.status == 0 or "pending execution" in answer.error:
                 return None
             if answer.reached or time.monotonic() - began + pause > patience_s:
@@ -181,7 +181,7 @@ class Scheduler:
             pause *= 2
 
     def leave_out(self, id: str, nodes: Iterable[str]) -> str | None:
-        """Do not start a waiting job on `nodes`, besides those that it leaves out already; None, or why that failed."""
+        """Exclude `nodes` from a waiting job, in addition to those it already excludes; None, or why that failed."""
         answer = self._ask("scontrol", "--oneliner", "show", "job", id)
         if answer.status == 0:
             before = _word(_fields(answer.out).get("ExcNodeList", ""))
@@ -190,24 +190,24 @@ class Scheduler:
         return answer.problem
 
     def node_kinds(self) -> list[NodeKind]:
-        """The kinds of nodes in each partition; nothing where Slurm does not answer."""
+        """The kinds of nodes in each partition; [] if Slurm does not answer."""
         rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l")
         return [NodeKind(row[0].rstrip("*"), row[0].endswith("*"), int(row[1]), int(row[2]), int(row[3]),
                          sum(int(count or 1) for count in GPUS.findall(row[4])), row[5])
                 for row in rows if all(count.isdecimal() for count in row[1:4])]
 
     def site_settings(self) -> dict[str, str]:
-        """Settings of slurm.conf, by name; nothing where Slurm does not answer."""
+        """Settings of slurm.conf by name; {} if Slurm does not answer."""
         pairs = (line.partition("=") for line in self._ask("scontrol", "show", "config").out.splitlines())
         return {name.strip(): value.strip() for name, equals, value in pairs if equals}
 
     def associations(self, user: str) -> list[list[str]]:
-        """Account, partition and QOS of what a user may submit under; nothing without an accounting database."""
+        """Account, partition and QOS under which a user may submit; [] without an accounting database."""
         return self._rows("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}",
                           "format=account,partition,qos")
 
     def submit(self, script: str) -> tuple[str, str | None]:
-        """Queue a script; its job's id, and why that failed, or None."""
+        """Queue a script; the job's id, and None or why that failed."""
         try:
             answer = _Answer(*answer_of(["sbatch", "--parsable"], self._environment, 60, script))
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -215,21 +215,21 @@ class Scheduler:
         return answer.out.strip().partition(";")[0], answer.problem
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
-        """State of each node (`idle`, `mixed`, `down*`); nodes that Slurm does not know are left out."""
+        """State of each node (`idle`, `mixed`, `down*`), without nodes that Slurm does not know."""
         return {row[0]: row[1] for row in self._rows(
             "sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N|%T")}
 
     def hostnames(self, nodes: str) -> list[str]:
-        """The names in a list such as `n[1-3,7]`; asks no daemon."""
+        """The names in a list such as `n[1-3,7]`. Needs no daemon."""
         answer = self._ask("scontrol", "show", "hostnames", nodes)
         if answer.status == 0:
             return answer.out.split()
         from submitit.slurm.slurm import _parse_node_list
 
-        return list(_parse_node_list(nodes))  # scontrol may get its configuration from a controller that is away
+        return list(_parse_node_list(nodes))  # scontrol may get its configuration from a controller that is down
 
     def node_address(self, name: str) -> str:
-        """The address under which a node is reached; its name where Slurm does not say."""
+        """The address of a node; its name if Slurm does not answer."""
         answer = self._ask("scontrol", "--oneliner", "show", "node", name)
         return _fields(answer.out).get("NodeAddr", name) if answer.status == 0 else name
 
@@ -241,15 +241,15 @@ class Scheduler:
         return dict(_queue_lines(answer.out)) if answer.status == 0 else None
 
     def _accounting(self, ids: list[str]) -> list[JobInfo]:
-        """What the accounting database has; nothing where there is none."""
+        """Jobs in the accounting database; [] without one."""
         rows = self._rows("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids),
                           "--format", "JobID,State,Reason,NodeList")
-        # Whom squeue does not know neither waits nor runs: then the database has missed the end.
+        # A job that squeue does not know neither waits nor runs, even if the database has missed its end.
         return [JobInfo(id, state.partition(" ")[0], reason, _word(nodes)) for id, state, reason, nodes in rows
                 if state.partition(" ")[0] in ENDED]
 
     def _rows(self, *command: str) -> list[list[str]]:
-        """The rows of an answer whose columns are parted by bars; none where Slurm does not answer."""
+        """The rows of an answer with columns separated by bars; [] if Slurm does not answer."""
         answer = self._ask(*command)
         columns = len(re.split("[|,]", command[-1]))
         rows = [line.strip().split("|") for line in answer.out.splitlines() if answer.status == 0]
@@ -265,7 +265,7 @@ class Scheduler:
 
 
 class NoScheduler(Scheduler):
-    """Where there is no Slurm: it never answers."""
+    """The scheduler of a machine without Slurm: it never answers."""
 
     def _ask(self, *command: str) -> _Answer:
         return _Answer(None, error="there is no Slurm here")
@@ -290,7 +290,7 @@ def _queue_lines(text: str) -> Iterator[tuple[str, JobInfo]]:
 
 
 def _summary(id: str, known: Mapping[str, JobInfo]) -> JobInfo:
-    """The job, or the array as its elements have it that are in the state that counts most."""
+    """The job; or the array, with the state of its elements of the lowest rank."""
     elements = [known[id]] if id in known else [job for job in known.values() if job.id.startswith(f"{id}_")]
     first = min(elements, key=lambda job: job.rank, default=JobInfo(id))
     nodes = sorted({job.nodes for job in elements if job.nodes and job.state == first.state})

@@ -1,8 +1,8 @@
-"""The logs of a stage's starts, `logs/<stage>/<job>.<start>/`: one file for each node; on one box, one file.
+"""The logs of a stage's starts in `logs/<stage>/<job>.<start>/`: one file for each node; on one machine one file.
 
-The rank stands before each line of a node's file. Slurm writes it so (`srun --label`), and without Slurm
-`drover.launch.on_host` does. Slurm cuts what is longer than PIECE bytes into lines of that length,
-each with the label; no other rank's line can fall into a piece.
+The rank is written before each line of a node's file, by Slurm (`srun --label`) or by `drover.launch.on_host`. Slurm
+splits lines of more than PIECE bytes into lines of that length, each with the label. No other rank's line can come
+between the pieces.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ONE_PROCESS = "output.log"
 PIECE = 1024
 BLOCK = 1 << 16
 KEPT = 30
-"""So many starts keep their folders, the newest ones."""
+"""Number of starts, the newest ones, that keep their folders."""
 
 
 def rank_log(folder: Path, rank: int, ranks_per_node: int) -> Path:
-    """The file that holds a rank's output."""
+    """The file with a rank's output."""
     alone = folder / ONE_PROCESS
     return alone if alone.exists() else folder / f"node{rank // ranks_per_node}.log"
 
 
 def output(file: IO[bytes], rank: int) -> Iterator[bytes]:
-    """What is new in a log, from where the file stands; from a node's, the whole lines of one rank."""
+    """The new content of a log, from the file's position. Of a node's log, the complete lines of one rank."""
     if re.fullmatch(r"node\d+\.log", Path(file.name).name):
         yield from (piece for found, piece in labelled(file) if found == rank)
     else:
@@ -41,7 +41,7 @@ def output(file: IO[bytes], rank: int) -> Iterator[bytes]:
 
 
 def labelled(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The rank and the text of each new line of a node's log. The newlines that Slurm put in are left out."""
+    """The rank and the text of each new line of a node's log, without the newlines that Slurm inserted."""
     while (line := file.readline()).endswith(b"\n"):
         label, _, text = line.partition(b": ")
         if label.strip().isdigit():
@@ -68,8 +68,8 @@ class Labelled:
 
 
 def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list[str]:
-    """The last lines of a rank, whose log may be absent, each with the rank; not Slurm's own that the step is ended,
-    which follows."""
+    """The last lines of a rank, each with the rank; [] without a log. Slurm's own last line, that it ends the step, is
+    left out."""
     try:
         with open(rank_log(folder, rank, ranks_per_node), "rb") as file:
             text = b"".join(deque(output(file, rank), 1000)).decode(errors="replace")
@@ -82,7 +82,7 @@ def last_lines(folder: Path, rank: int, ranks_per_node: int, count: int) -> list
 def prune(folder: Path, job: str, say: Say) -> None:
     """Remove the folders of old starts.
 
-    job: whose start begins. The elements of an array run at one time: each prunes the starts of its own index.
+    job: the job that starts. The elements of an array run at the same time: each prunes the starts of its own index.
     """
     index = job.partition("_")[2]
     starts = [path for path in folder.glob("*.*") if not path.is_symlink()
@@ -92,4 +92,4 @@ def prune(folder: Path, job: str, say: Say) -> None:
         for path in starts[:-KEPT]:
             shutil.rmtree(path)
         if old := [path.name for path in starts[:-KEPT]]:
-            say(f"removed from {folder}, as old: {', '.join(old)}")
+            say(f"removed logs of old starts from {folder}: {', '.join(old)}")

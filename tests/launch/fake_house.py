@@ -1,24 +1,24 @@
-"""A copy of the core and the launcher with stages that do next to nothing, steered by environment variables."""
+"""The launcher as a program, with stages that do next to nothing, steered by environment variables."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from tests.launch.launcher import SETTINGS
 from tests.waiting import HANG_S, wait_for
 
 FAKE_STAGE = '''
 """A stage for tests: FAKE_<name> says how it goes wrong."""
 import os, signal, sys, time
 from pathlib import Path
+import fakes
 from drover.pipeline.config.section import identity
 from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sha256_json, write_text
 
 NAME = "{name}"
@@ -28,14 +28,10 @@ RANK = os.environ.get("RANK", "0")
 def work(work):
     manner = os.environ.get("FAKE_" + NAME, "")
     pids = Path(os.environ["FAKE_PIDS"])
-    (pids / f"{{NAME}}-{{RANK}}").write_text(str(os.getpid()))
-    (pids / f"{{NAME}}-{{RANK}}.secret").write_text(os.environ.get("DROVER_STORE_SECRET", ""))
-    print(f"{{NAME}} rank {{RANK}} of {{os.environ.get('WORLD_SIZE', '-')}} "
-          f"threads {{os.environ.get('OMP_NUM_THREADS', '-')}} terminal {{sys.stdout.isatty()}}", flush=True)
-    if manner == "silent":
-        os._exit(0)
-    if manner == "fail":
-        raise UserError("the third record of corpus.txt is broken. Mend it.")
+    (pids / f"{NAME}-{RANK}").write_text(str(os.getpid()))
+    (pids / f"{NAME}-{RANK}.secret").write_text(os.environ.get("DROVER_STORE_SECRET", ""))
+    print(f"{NAME} rank {RANK} of {os.environ.get('WORLD_SIZE', '-')} "
+          f"threads {os.environ.get('OMP_NUM_THREADS', '-')} terminal {sys.stdout.isatty()}", flush=True)
     if manner == "killed":
         if RANK == "1":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -44,37 +40,46 @@ def work(work):
         stopped = []
         if "RANK" in os.environ:
             signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGTERM}})  # which a launcher elsewhere has blocked
-        (pids / f"{{NAME}}-{{RANK}}.ready").touch()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which a launcher elsewhere has blocked
+        (pids / f"{NAME}-{RANK}.ready").touch()
         end = time.monotonic() + 3600
         while time.monotonic() < end and not stopped:
             time.sleep(0.05)
-        (pids / f"{{NAME}}-{{RANK}}.saved").touch()
+        (pids / f"{NAME}-{RANK}.saved").touch()
         return
     if RANK != "0":
         while not (work.folder / "manifest.json").exists():
             time.sleep(0.05)
         return
     for other in range(int(os.environ.get("WORLD_SIZE", "1"))):  # which may still listen to what rank 0 tells them
-        while not (pids / f"{{NAME}}-{{other}}").exists():
+        while not (pids / f"{NAME}-{other}").exists():
             time.sleep(0.05)
     content = sha256_json([NAME, work.fingerprint])
     write_text(work.folder / "out.txt", content)
-    work.commit([output_record(work.folder, work.folder / "out.txt")], {{"files": 1}})
-    if manner == "late":
-        os._exit(3)
+    work.commit([output_record(work.folder, work.folder / "out.txt")], {"files": 1})
 
 
 if __name__ == "__main__":
     sys.exit(stage_main(NAME, work))
 '''
+FAKES = '''
+"""Puts the fakes in place of the stages; run as a program, it is the launcher."""
+import sys
+from dataclasses import replace
+from drover.pipeline.contract.stages import STAGES
+
+STAGES.update({name: replace(stage, own_module=f"fake_{name}", functions={}) for name, stage in STAGES.items()})
+if __name__ == "__main__":
+    from drover.launch.submit import main
+    sys.exit(main())
+'''
 
 
 @dataclass
 class House:
-    """The copy, a folder to work in, and the process ids that its stages left."""
+    """The fakes, a folder to work in, and the process ids that the stages left."""
 
-    root: Path
+    fakes: Path
     work: Path
     pids: Path
 
@@ -85,14 +90,15 @@ class House:
 
     def command(self, *arguments: str) -> list[str]:
         """The launcher's command line."""
-        return [sys.executable, str(self.root / "launch" / "submit.py"), *arguments]
+        return [sys.executable, str(self.fakes / "fakes.py"), *arguments]
 
     def environ(self, **more: str) -> dict[str, str]:
         """The environment of the launcher."""
         kept = {key: value for key, value in os.environ.items()
                 if not key.startswith(("SLURM_", "OMP_NUM", "PYTHONPATH", "RANK", "WORLD_SIZE"))}
         # No Slurm and no GPU, whatever this machine has.
-        return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "", **more}
+        return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": os.pathsep.join(map(str, (self.fakes, REPOSITORY))), **more}
 
     def submit(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the launcher to its end."""
@@ -121,18 +127,12 @@ def runs(note: Path) -> bool:
 
 
 def build_house(folder: Path) -> House:
-    """Make the copy and its working folder under `folder`."""
-    root, work, pids = folder / "house", folder / "a folder", folder / "pids"
-    for room in ("launch", "pipeline", "model"):
-        shutil.copytree(REPOSITORY / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(REPOSITORY / "drover", root / "drover", symlinks=True)
-    for name, stage in STAGES.items():
-        (root / "pipeline" / f"{name}.py").write_text(FAKE_STAGE.format(name=name))
-        for kind in {"files", "unit_files"} & stage.functions.keys():
-            module, _, function = stage.functions[kind].partition(":")
-            (root / f"{module.replace('.', '/')}.py").write_text(f"def {function}(config):\n    return []\n")
-    work.mkdir()
-    pids.mkdir()
-    (work / "config.yaml").write_text("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
-                                      "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
-    return House(root, work, pids)
+    """Make the fakes and a working folder under `folder`."""
+    house = House(folder / "fakes", folder / "a folder", folder / "pids")
+    for place in (house.fakes, house.work, house.pids):
+        place.mkdir()
+    for name in STAGES:
+        (house.fakes / f"fake_{name}.py").write_text(FAKE_STAGE.replace("{name}", name))
+    (house.fakes / "fakes.py").write_text(FAKES)
+    (house.work / "config.yaml").write_text(SETTINGS)
+    return house

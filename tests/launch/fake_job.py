@@ -57,7 +57,9 @@ class Slurm:
         return {node: self.down.get(node, "idle") for node in nodes}
 
     def node_address(self, name: str) -> str:
-        return self.address
+        """Once; then the controller is down, as for all that asks later."""
+        self.address, found = name, self.address
+        return found
 
     def requeue(self, id: str, patience_s: float) -> str | None:
         self.requeued.append(id)
@@ -127,8 +129,6 @@ class Job:
             write_state, self.stage / PARTS, file=Part(element, self.spec.parts, self.spec.phase).word)
         if what == "no step":
             return read_end(1, NO_STEP)
-        if what == "abandoned":
-            return read_end(137, "", abandoned=True)
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
             return read_end(143, "srun: error: n1: task 0: Exited with exit code 2\n")
@@ -143,9 +143,6 @@ class Job:
             write_json(self.stage / "checkpoints/step-00000120/COMPLETE.json", {})
             say("preempted", step=120, reason="time limit", again=True)
             return StepEnd(0)
-        if what == "failed":
-            say("failed", reason="the third record is broken")
-            return StepEnd(143)
         if element is None:
             say("running")
         if what.startswith("save"):

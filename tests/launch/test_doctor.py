@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from drover.launch.doctor import NOTE, OK, PROBLEM, _script, judge, main, profile
+from drover.launch.doctor import NOTE, OK, PROBLEM, _script, judge, main, profile, try_partition
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE
 from drover.launch.slurm.job.site_trial import NodeFacts
 from drover.launch.slurm.scheduler import NodeKind
+from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
@@ -47,10 +48,6 @@ def test_a_job_without_reports_says_why(reason, log, part):
     assert finding.state == PROBLEM and part in finding.found
 
 
-def test_gpus_that_were_asked_for_and_are_not_there_are_a_problem():
-    assert states(FIRST, SECOND, gpus=True)["devices"] == PROBLEM
-
-
 def test_the_script_quotes_what_it_is_given(tmp_path):
     launch = load_config(REPOSITORY / "configs/demo.yaml", ["launch.gpu_type=h100", "launch.extra={reservation: ours}"],
                          check=False).launch
@@ -61,8 +58,10 @@ def test_the_script_quotes_what_it_is_given(tmp_path):
     assert "#SBATCH --gpus-per-node=h100:1" in text and "#SBATCH --reservation=ours" in text
 
 
-def test_a_node_that_did_not_report_is_a_problem():
-    assert states(FIRST)["job in gpu"] == PROBLEM
+def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):
+    assert states(FIRST)["job in gpu"] == states(FIRST, SECOND, gpus=True)["devices"] == PROBLEM
+    [finding] = try_partition("nope", [], LaunchConfig(), tmp_path, 1, {})
+    assert (finding.state, finding.found) == (PROBLEM, "there is no such partition")
 
 
 @pytest.mark.parametrize(("kinds", "expected"), [

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from drover.launch.checks import _refuse_plan
 from drover.launch.describe import consumption_lines, training_facts
-from drover.launch.forecast import shape_of, state_bytes_per_rank, training_flops
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.files import write_json
 from drover.pipeline.records.checkpoints import TrainingProgress
 
 PHASES = [{"until": 10_240}, {"until": 30_720, "sequence_length": 128, "batch_tokens": 4096,
@@ -41,8 +41,7 @@ def test_the_plan_is_told_by_phase_and_source(tmp_path):
     said = consumption_lines(run_of(tmp_path))
     assert said[0] == "data      phase 1: steps 1 to 10, 10.24k tokens, 16 sequences of 64 a step"
     assert "          phase 2: steps 11 to 15, 20.48k tokens, 32 sequences of 128 a step" in said
-    assert any(line.startswith("            code: 10.") and "of 5.001k, 2." in line and "so far" in line
-               for line in said), said
+    assert any(line.startswith("            code: 10.") and "of 5.001k, 2." in line for line in said), said
 
 
 def test_before_encode_the_phases_are_told(tmp_path):
@@ -50,43 +49,27 @@ def test_before_encode_the_phases_are_told(tmp_path):
     said = consumption_lines(run)
     assert said[0].startswith("data      phase 1: steps 1 to 10") and "known once encode is done" in said[-1]
     assert consumption_lines(run_of(tmp_path, counts=None, phases=[])) == []
-    facts = training_facts(run.config, type("job", (), {"ranks": 2})())
-    assert facts[0].endswith("2 ranks x micro-batch 2 x 4 accumulated (phase 1)") and "(phase 2)" in facts[1]
-    assert "length    15 steps = 30,720 tokens" in facts
+    first, second, length, *_ = training_facts(run.config, SimpleNamespace(ranks=2))
+    assert first.endswith("2 ranks x micro-batch 2 x 4 accumulated (phase 1)") and second.endswith("(phase 2)")
+    assert length == "length    15 steps = 30,720 tokens"
 
 
 def test_what_a_packing_takes_is_left_to_training_to_tell(tmp_path):
-    """A source that a concatenated order would refuse may be in a packed one."""
-    counts = {"splits": {"train": {"web": {"tokens": 9999}, "code": {"tokens": 50}}}}
-    run = run_of(tmp_path, counts=counts, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1})
-    [said] = consumption_lines(run)
+    [said] = consumption_lines(run_of(tmp_path, phases=[], packing="best_fit", steps=10, mixture={"web": 9, "code": 1}))
     assert said == "data      tokens and epochs of each source are known once training has planned the packing"
-
-
-def test_what_a_plan_costs_is_added_up_over_its_phases(tmp_path):
-    config = run_of(tmp_path).config
-    shape = shape_of(config)
-    assert training_flops(config) == 10_240 * shape.flops_per_token(64, causal=False) + \
-        20_480 * shape.flops_per_token(128, causal=False)
-    assert state_bytes_per_rank(config, 2) == state_bytes_per_rank(run_of(tmp_path, phases=[]).config, 2)
 
 
 def test_too_many_epochs_are_refused_before_the_job_queues(tmp_path):
     with pytest.raises(UserError, match=r"train\.max_epochs allows 2 of code, and the plan takes 2\.[01]"):
         _refuse_plan(run_of(tmp_path, max_epochs=2), forced=False)
     _refuse_plan(run_of(tmp_path, max_epochs=3), forced=False)
-    with pytest.raises(UserError, match=r"train\.phases\[0\] takes sequences from code \(100\)"):
-        _refuse_plan(run_of(tmp_path, counts={"splits": {"train": {"web": {"tokens": 9999}, "code": {"tokens": 100}}}}),
-                     forced=False)
 
 
 def test_another_past_is_refused_before_the_job_queues(tmp_path, capsys):
     run = run_of(tmp_path)
-    checkpoint = run.folder / "train/checkpoints/step-00000012"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "COMPLETE.json").write_text(json.dumps({
+    write_json(run.folder / "train/checkpoints/step-00000012/COMPLETE.json", {
         "format": 2, "progress": vars(TrainingProgress(step=12, samples=224)), "files": [],
-        "config": run.config.model_dump(mode="json")}))
+        "config": run.config.model_dump(mode="json")})
     other = run_of(tmp_path, phases=[{"until": 10_240, "batch_tokens": 2048}, PHASES[1]])
     with pytest.raises(UserError, match=r"train\.phases\[0\]\.batch_tokens: 1024 -> 2048"):
         _refuse_plan(other, forced=False)

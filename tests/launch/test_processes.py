@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import pytest
 
 from drover.launch import processes
-from drover.launch.processes import Processes, pass_on, stop_requests
+from drover.launch.processes import Processes, pass_on, stop_requests, tell
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_house import runs
 from tests.waiting import HANG_S, wait_for
@@ -72,13 +72,22 @@ def test_requests_are_noted(number, given):
     assert signal.signal(number, before) == given
 
 
-def test_lines_keep_the_last_drawing_of_a_live_line():
-    log, shown, (read, write) = io.BytesIO(), io.TextIOWrapper(io.BytesIO()), os.pipe()
-    chunks = (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest")
-    for chunk in chunks:
-        os.write(write, chunk)
-    pass_on(read, write, shown, log)
-    assert log.getvalue() == b"done 3/3\nnext\nrest\n" and shown.buffer.getvalue() == b"".join(chunks)
+def test_lines_keep_the_last_drawing_of_a_live_line_and_a_closed_output_ends_nothing():
+    log, (read, write), (reader, closed) = io.BytesIO(), os.pipe(), os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), open(closed, "w") as shown:
+        for chunk in (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest"):
+            os.write(write, chunk)
+        pass_on(read, write, shown, log)
+        tell(shown, "nobody reads this")
+    assert log.getvalue() == b"done 3/3\nnext\nrest\n"
+
+
+def test_what_is_shown_is_not_changed():
+    shown, (read, write) = io.TextIOWrapper(io.BytesIO()), os.pipe()
+    os.write(write, b"\r\x1b[K2/3\rdone\nrest")
+    pass_on(read, write, shown, io.BytesIO())
+    assert shown.buffer.getvalue() == b"\r\x1b[K2/3\rdone\nrest"
 
 
 def test_what_the_launcher_started_ends_with_it(tmp_path):

@@ -57,11 +57,15 @@ class Training:
         whole: the curve of the same training that nobody disturbed, by step.
         faults: what is to happen by itself (tests/faulty.py); by default rank 0 waits.
         changes: of the configuration.
+
+    Attributes:
+        last: the record of the start in which rank 0 was last seen to wait.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, encoded: Path, whole: dict[int, dict[str, Any]], *,
                  faults: str | None = None, **changes: Any) -> None:
         self.cluster, self.whole, self.broken, self._waited, self._ended = cluster, whole, "", 0, 0
+        self.last: dict[str, Any] = {}
         waits = "; ".join(f"wait:rank=0,step={step}" for step in WAITS)
         switch = merged(PLUGIN, {"launch": {"environment": {"DROVER_FAULTS": waits if faults is None else faults}}})
         self.config = write_settings(folder, encoded, **merged(switch, changes))
@@ -105,6 +109,7 @@ class Training:
         """Wait until rank 0 waits before a step where it has not waited yet; which one that is."""
         self._waited = self.next(lambda: next((step for step in WAITS if step > self._waited and
                                                self._note(step).exists()), 0), "rank 0 to wait before a step")
+        self.last = self.starts[-1]
         return self._waited
 
     def go_on(self, *, to_the_end: bool = False) -> None:
@@ -119,9 +124,16 @@ class Training:
         self._ended = len(self.next(lambda: self.ends[self._ended:], "the end of a start")) + self._ended
         return self.ends[-1]
 
-    def next_start(self, count: int) -> dict[str, Any]:
-        """Wait for one start more than `count`; the record of it."""
-        return self.next(lambda: self.starts[count:], "another start")[0]
+    def next_start(self) -> dict[str, Any]:
+        """Wait for the start after that in which rank 0 was last seen to wait; the record of it."""
+        return self.next(lambda: self.starts[self.starts.index(self.last) + 1:], "another start")[0]
+
+    def requeued(self) -> dict[str, Any]:
+        """Wait for that start, which is of the same job, queued again. Slurm may count starts that reached no runner:
+        on a node that was not ready, on a busy machine."""
+        start = self.next_start()
+        assert start["job"] == self.last["job"] and start["restart"] > self.last["restart"], self.story()
+        return start
 
     def _note(self, step: int) -> Path:
         return self.run / f"train/faults/wait-rank0-step{step}"

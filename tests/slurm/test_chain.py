@@ -49,11 +49,6 @@ class Submitted:
     run: Path
     lost: str = ""
 
-    @property
-    def chain(self):
-        """The first submission."""
-        return read_chains(self.run)[0]
-
     def manifest(self, stage):
         manifest = read_manifest(self.run / stage)
         assert manifest is not None, self.story()
@@ -130,14 +125,14 @@ def copy_of_the_repository(folder):
 
 def test_every_stage_is_done(done):
     for stage in STAGES:
-        assert done.manifest(stage).stage == stage and read_state(done.run / stage).status == "done", done.story()
+        assert done.manifest(stage) and read_state(done.run / stage).status == "done", done.story()
     assert (done.run / "report.html").is_file()
     assert read_json(done.run / "evaluate/results.json")["heldout"]["overall"]["bits_per_byte"] > 0
 
 
 def test_training_went_on_without_the_lost_node(done):
     first, second = done.events("attempt")
-    assert (first["restart"], second["restart"], second["from"]) == (0, 1, WAIT - 1)
+    assert second["restart"] > first["restart"] and second["from"] == WAIT - 1
     assert len(set(second["nodes"])) == 4 and done.lost in first["nodes"] and done.lost not in second["nodes"]
     assert done.lost in done.events("ended")[0]["reason"]
     strikes = list(read_lines(done.run / "launch/nodes.jsonl"))
@@ -174,7 +169,7 @@ def test_the_rest_of_the_page_does_what_it_says(done):
             if len(line.split()) > 1}  # of a stage the first line: others are its figures
     assert {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
     assert "step 12/12" in of("--logs runs/demo train") and of("--logs runs/demo train --rank 1")
-    assert "nothing to stop" in of("--stop") and "nothing of runs/demo is in the queue" in of("--cancel")
+    assert "nothing to stop" in of("--stop") and "no job of runs/demo is in the queue" in of("--cancel")
     assert "--nodes 2" in COMMANDS[-1]
-    assert "nothing to submit: all asked stages are done" in said[COMMANDS[-1]]
+    assert "nothing to submit: all requested stages are done" in said[COMMANDS[-1]]
     assert len(read_chains(done.run)) == 1

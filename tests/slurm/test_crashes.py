@@ -23,10 +23,8 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     hung, crashed = run.ends
     assert (hung.status, hung.next) == ("hung", "restart"), run.story()
     assert f"rank 1 ({run.starts[0]['nodes'][1]})" in hung.reason
-    assert (crashed.status, crashed.next, crashed.restart) == ("crashed", "stop", 0)
-    state = run.state
-    assert state.status == "failed"
-    assert "2 starts in a row" in state.reason and "rank 1" in state.reason
+    assert (crashed.status, crashed.next, run.state.status) == ("crashed", "stop", "failed")
+    assert "2 starts in a row" in run.state.reason and "rank 1" in run.state.reason
     assert read_manifest(run.run / "convert") is None
     assert [run.cluster.state(run.job(stage)) for stage in ("train", "convert")] == ["FAILED", "CANCELLED"]
     run.check_curve()

@@ -11,6 +11,7 @@ from drover.launch.slurm import control
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import read_attempts
 from tests.conftest import REPOSITORY
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -32,31 +33,35 @@ if rank == {ENDING!r}[int(there.name)]:
     sys.exit(f"why {{rank}} ended")
 time.sleep(3600)
 """
-
-
-WARNED = """
+ASKED = """
 import signal, sys, time
-signal.signal(signal.SIGUSR2, lambda *_: sys.exit("warned"))
+from pathlib import Path
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit("asked"))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+Path(sys.argv[1]).touch()
 time.sleep(3600)
 """
 
 
-def run_job(cluster, folder, spec, *options):
-    """Run the job of a spec; what it said."""
+def submit(cluster, folder, spec, *options):
+    """Submit the job of a spec; its id."""
     (folder / "run/launch").mkdir(parents=True)
     spec.save(folder / "spec.json")
-    cluster.run("sbatch", "--wait", f"--output={folder}/log", *options, "--wrap",
-                f"{sys.executable} -m drover.launch.slurm.job.runner {folder}/spec.json", check=False, cwd=REPOSITORY)
-    return (folder / "log").read_text()
+    return cluster.run("sbatch", "--parsable", f"--output={folder}/log", *options, "--wrap",
+                       f"{sys.executable} -m drover.launch.slurm.job.runner {folder}/spec.json", cwd=REPOSITORY
+                       ).stdout.strip()
 
 
-def test_a_stage_without_ranks_is_told_that_the_time_limit_is_near(cluster, tmp_path):
-    """It is a step, since Slurm tells only steps."""
-    spec = JobSpec(name="x-shard", stage="shard", command=(sys.executable, "-c", WARNED), run=f"{tmp_path}/run",
-                   chain="c", max_restarts=0)
-    assert "shard crashed: rank 0 on n1: exited with exit code 1; rank 0: warned" in run_job(
-        cluster, tmp_path, spec, "--nodelist=n1", "--time=1", "--signal=USR2@30")
+def test_a_stage_without_ranks_gets_the_signals_of_steps(cluster, tmp_path):
+    """Such as the one before the time limit, which Slurm sends to steps alone."""
+    ready, log = tmp_path / "ready", tmp_path / "log"
+    spec = JobSpec(name="x-shard", stage="shard", command=(sys.executable, "-c", ASKED, str(ready)),
+                   run=f"{tmp_path}/run", chain="c", max_restarts=0)
+    job = submit(cluster, tmp_path, spec)
+    wait_for(ready.exists, lambda: log.read_text() if log.exists() else "no log")
+    cluster.run("scancel", "--signal=USR2", job)
+    wait_for(cluster.is_idle)
+    assert "exited with exit code 1; rank 0: asked" in log.read_text()
 
 
 def test_crashes_on_two_nodes(cluster, tmp_path, capsys, monkeypatch):
@@ -64,7 +69,9 @@ def test_crashes_on_two_nodes(cluster, tmp_path, capsys, monkeypatch):
     spec = JobSpec(name="x-evaluate", stage="evaluate", command=(sys.executable, "-c", STAGE, str(tmp_path)),
                    environment={"PYTHONUNBUFFERED": "1"}, run=str(run), chain="c", ranks=4, nodes=2,
                    tasks_per_node=2, max_restarts=1)
-    said = run_job(cluster, tmp_path, spec, "--nodes=2", "--ntasks-per-node=2")
+    submit(cluster, tmp_path, spec, "--nodes=2", "--ntasks-per-node=2")
+    wait_for(cluster.is_idle)
+    said = (tmp_path / "log").read_text()
     starts = sorted((run / "logs/evaluate").glob("*.?"))
     assert len(starts) == 2
     attempts = [event for event in read_attempts(run) if event["event"] == "attempt"]

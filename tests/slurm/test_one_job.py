@@ -31,7 +31,7 @@ def run(job, request):
 
 
 def test_a_killed_rank_is_started_again_in_the_allocation(run):
-    step, node = run.next_wait(), run.starts[-1]["nodes"][1]
+    step, node = run.next_wait(), run.last["nodes"][1]
     os.kill(run.rank(1), signal.SIGKILL)
     end = run.next_end()
     assert (end.status, end.next, end.step) == ("crashed", "restart", step - 2)
@@ -40,47 +40,43 @@ def test_a_killed_rank_is_started_again_in_the_allocation(run):
 
 def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run):
     run.next_wait()
-    count = len(run.starts)
     run.cluster.stop_controller()
     os.kill(run.rank(1), signal.SIGKILL)
     run.go_on()  # without a controller nobody tells rank 0 to end: it finds out by itself
-    run.next_start(count)  # while there is nobody to make its step
+    run.next_start()  # while there is nobody to make its step
     run.cluster.start_controller()
     run.next_wait()
     run.cluster.restart_controller()
     end = run.next_end()
-    assert (end.status, end.next, end.restart) == ("crashed", "restart", 0)
+    assert (end.status, end.next, end.restart) == ("crashed", "restart", run.last["restart"])
     run.go_on()
 
 
 def test_a_signal_saves_and_queues_again_though_accounting_stops(run):
     run.next_wait()
     run.cluster.stop_accounting()
-    job, count = run.job(), len(run.starts)
-    run.ask("scancel", "--signal=USR2", job)
+    run.ask("scancel", "--signal=USR2", run.job())
     end = run.next_end()
     assert (end.status, end.next) == ("preempted", "requeue") and "SIGUSR2" in end.reason
-    assert end.step is not None and end.step % EVERY
-    start = run.next_start(count)
-    assert (start["job"], start["restart"], start["from"]) == (job, 1, end.step)
+    assert end.step is not None and end.step % EVERY and run.requeued()["from"] == end.step
     run.cluster.start_accounting()
 
 
 def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run):
     run.next_wait()
-    job, rank, count = run.job(), run.rank(1), len(run.starts)
+    rank = run.rank(1)
     os.kill(run.runner(), signal.SIGKILL)
     run.until(lambda: rank not in run.processes(), "the end of the ranks")
-    start, end = run.next_start(count), run.next_end()
-    assert (start["job"], start["restart"]) == (job, 2)
+    run.requeued()
+    end = run.next_end()
     # Slurm asks the ranks to end before it kills them: fast ones have saved by then.
-    assert end.status in ("crashed", "preempted") and end.restart == 1 and "runner was killed" in end.reason
+    assert end.status in ("crashed", "preempted") and "runner was killed" in end.reason
 
 
 def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     """Slurm ends the ranks with SIGTERM: they save. What they saved is damaged before the job starts again."""
     run.next_wait()
-    job, count = run.job(), len(run.starts)
+    job = run.job()
     run.ask("scontrol", "requeuehold", job)
     run.next(lambda: run.pending(job) and not run.processes(), "the job in the queue again")
     before, newest = run.saved()[-2:]
@@ -90,8 +86,7 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     run.ask("scontrol", "release", job)
     end = run.next_end()
     assert (end.status, f"step-{end.step:08}") == ("preempted", newest.name)
-    start = run.next_start(count)
-    assert (start["job"], start["restart"]) == (job, 3)
+    run.requeued()
     run.next_wait()
     assert newest.name in run.output() and f"from {before.name}" in run.output()
     run.go_on()
@@ -100,21 +95,19 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
 def test_the_time_limit_is_a_request_to_save_and_queue_again(run):
     """Slurm looks at the limits every half minute, and may warn up to half a minute before it was told to."""
     run.next_wait()
-    job, count = run.job(), len(run.starts)
+    job = run.job()
     used = run.ask("squeue", "--noheader", "--jobs", job, "--format=%M").split(":")
     minutes = sum(int(part) * 60 ** place for place, part in enumerate(reversed(used))) // 60
     run.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
     end = run.next_end()
     run.ask("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     assert (end.status, end.next) == ("preempted", "requeue") and "SIGUSR2" in end.reason
-    start = run.next_start(count)
-    assert (start["job"], start["restart"], start["from"]) == (job, 4, end.step)
+    assert run.requeued()["from"] == end.step
 
 
 def test_all_nodes_lose_power_and_come_back(run):
-    """Slurm may try a start on a node that is not ready yet, and count it: no runner ever hears of it."""
     run.next_wait()
-    job, count, old = run.job(), len(run.starts), run.starts[-1]["nodes"]
+    job, old = run.job(), run.last["nodes"]
     # The job's own nodes last: else Slurm starts it on the others before they are lost, and holds it when that fails.
     for node in sorted(run.cluster.nodes, key=lambda node: node in old):
         run.cluster.kill_node(node)
@@ -124,19 +117,17 @@ def test_all_nodes_lose_power_and_come_back(run):
         if node in old:
             run.next(lambda: not run.pending(job), "the job on the nodes that are back")
         run.cluster.start_node(node)
-    start, end = run.next_start(count), run.next_end()
-    assert start["job"] == job and start["restart"] > end.restart == 4
+    run.requeued()
+    run.next_end()
 
 
 def test_a_node_that_slurm_gave_up_runs_on_and_gives_way(run):
     """Only the first node's daemon dies: the old runner and a rank are still there when the job starts elsewhere."""
     run.next_wait()
-    job, last, old, count = run.job(), run.starts[-1], {run.runner(), run.rank(0)}, len(run.starts)
-    first = last["nodes"][0]
+    old, first = {run.runner(), run.rank(0)}, run.last["nodes"][0]
     run.cluster.stop_daemon(f"slurmd-{first}")
     run.cluster.report_loss(first)
-    start = run.next_start(count)
-    assert start["job"] == job and start["restart"] > last["restart"] and first not in start["nodes"]
+    assert first not in run.requeued()["nodes"]
     run.go_on()  # the old rank 0: nobody can tell it to end, and its partner is gone
     run.until(lambda: not old & run.processes(), "the end of what ran on the lost node")
     run.next_wait()

@@ -1,8 +1,8 @@
 """What the runner does when a start of a stage has ended: pure, from what is known to what is done.
 
-Exit statuses are the last thing asked: a killed rank, a cancelled job and a preempted one give the same ones. First
-come the manifest and the stage's own last word (`STATE.json`, of this job and start or it does not count). Of the
-job's spec its terms count: `requeue`, `later_links`, `max_restarts`.
+Exit statuses come last, because a killed rank, a cancelled job and a preempted one can have the same. The manifest and
+the stage's own final status (`STATE.json`, if it is of this job and start) come first. Of the job's spec, `requeue`,
+`later_links` and `max_restarts` count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drover.pipeline.core.errors import UserError
 
 Action = Literal["leave", "restart", "requeue", "stop"]
 TERMINATED = 143
-"""Exit status of a runner that was told to end (128 + SIGTERM)."""
+"""Exit status of a runner after a request to end (128 + SIGTERM)."""
 FRUITLESS = ("crashed", "hung")
 OUTSIDE = "requeued"
 """Status of a start that Slurm ended and queued again, and nothing failed: a preemption, `scontrol requeue`."""
@@ -31,11 +31,11 @@ class Outcome:
     """What a start of a stage left.
 
     Attributes:
-        state: the stage's last word in this start; None if it said nothing.
+        state: the stage's final status in this start; None if it wrote none.
         committed: the manifest (of an array element: the record of its part) is there.
         end: of its processes.
         hang: what the account of a hang says; empty if nothing hung.
-        stopping: the runner itself was told to end meanwhile.
+        stopping: the runner itself received a request to end.
         again: the job had started the stage before.
         fruitless: starts in a row, with this one, that brought no new checkpoint.
     """
@@ -68,8 +68,8 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     """What follows from a start's end."""
     state, end, cause = outcome.state, outcome.end, outcome.end.cause
     said = state.status if state else None
-    # Without a word of its own, a stage that was done before and ended well did nothing, as it should; one that broke
-    # off before its first word may have an old manifest beside it, which it was about to replace.
+    # Without a record in this start, a stage that ended well was done before and did nothing. One that failed before
+    # its first record may have an old manifest, which it was about to replace.
     if outcome.committed and (said in ("done", "running") or (said is None and end.status == 0)):
         return Decision("leave", "done", "done")
     if state and said == "failed":
@@ -77,9 +77,9 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
     if state and said == "preempted":
         return _preempted(state, spec, stopping=outcome.stopping)
     if outcome.stopping and end.lost:
-        return Decision("stop", "crashed", f"{cause}, and the job was told to end", TERMINATED)
+        return Decision("stop", "crashed", f"{cause}, and a request to end came", TERMINATED)
     if outcome.stopping:
-        return Decision("stop", "preempted", "the job was told to end (cancelled, or at its time limit)", TERMINATED)
+        return Decision("stop", "preempted", "a request to end came (cancelled, or at its time limit)", TERMINATED)
     # What an earlier start did not refuse is a trace of its end, such as a lock that a slow file system still holds.
     if end.exit_code == UserError.exit_status and not outcome.again:
         return Decision("stop", "failed", cause or "the stage refused to start", 1, final=True)
@@ -98,11 +98,11 @@ def _preempted(state: StageState, spec: JobSpec, *, stopping: bool) -> Decision:
     decision = Decision("stop", "preempted", f"asked to stop ({state.reason}){where}", TERMINATED)
     if stopping:
         return decision
-    # A cancel tells the runner as well. Slurm warns the processes alone of a preemption (GraceTime), and to end badly
-    # then would take the rest of the chain along.
+    # A cancel signals the runner too. Of a preemption (GraceTime) Slurm warns the processes alone, and a failure then
+    # would cancel the rest of the chain.
     if state.again or state.reason.startswith("SIGTERM"):
         return _requeue(replace(decision, action="requeue", exit_status=0), spec)
-    return replace(decision, reason=f"{decision.reason}; the same command goes on from there", exit_status=1)
+    return replace(decision, reason=f"{decision.reason}; the same command continues from there", exit_status=1)
 
 
 def too_late(decision: Decision, spec: JobSpec) -> Decision:
@@ -120,7 +120,7 @@ def taken_away(decision: Decision) -> Decision:
 def without_requeue(decision: Decision, refusal: str, spec: JobSpec) -> Decision:
     """What is done instead of a requeue that Slurm refused or that is not allowed."""
     if spec.later_links:
-        return Decision("leave", decision.status, f"{decision.reason}; the next job of the chain goes on")
+        return Decision("leave", decision.status, f"{decision.reason}; the next job of the chain continues")
     return Decision("stop", decision.status, f"{decision.reason}; {refusal}, and no later job of the chain waits to go "
                     f"on: submit the same command again", 1)
 
@@ -129,7 +129,7 @@ def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool) -> Decision:
     """What follows from a preflight that found bad nodes: `named`. left_out: the next submission does without them."""
     reason = f"preflight found a bad node: {named}"
     if spec.later_links:
-        return Decision("leave", "preempted", f"{reason}; the next job of the chain goes on without it")
+        return Decision("leave", "preempted", f"{reason}; the next job of the chain continues without it")
     if left_out or not spec.requeue:
         return Decision("stop", "failed", f"{reason}; submit the same command again: a node that failed twice "
                         f"within a day is left out then", 1, final=True)
@@ -143,9 +143,9 @@ def unseen(state: StageState | None, committed: bool, down: Mapping[str, str], k
 
     Args:
         state, committed: as of an `Outcome`.
-        down: nodes that failed, each with Slurm's word for it.
-        killed: the job's script tells that the runner was killed.
-        end: what will be logged of it, but for what is decided here. events: what was logged before (`fruitless`).
+        down: nodes that failed, each with its state in Slurm.
+        killed: the job's script recorded that the runner was killed.
+        end: the record that will be logged, without this decision. events: logged before (`fruitless`).
     """
     if committed and (state is None or state.status in ("done", "running")):
         return Decision("requeue", "done", "done")

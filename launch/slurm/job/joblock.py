@@ -1,8 +1,8 @@
 """One job at a time for a stage: `launch/<stage>.lock` names the job that has it, with a heartbeat.
 
-Slurm's singleton keeps jobs of one name apart, and the stage locks its folder; this one also holds where file locks do
-not reach (other nodes), where a node that Slurm gave up still runs, and where Slurm does not answer: then its heartbeat
-is watched; no clocks of two nodes are compared.
+Slurm's singleton separates jobs of one name, and the stage locks its folder. This lock also works where file locks do
+not reach (other nodes), and where a node that Slurm has given up still runs. If Slurm does not answer, the heartbeat is
+watched; clocks of different nodes are never compared.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from drover.pipeline.core.files import read_record, write_json
 
 BEAT_S = 30.0
 SILENT_S = 180.0
-"""A job whose heartbeat has stood still for so long is dead, where Slurm does not answer."""
+"""If Slurm does not answer, a job whose heartbeat has not changed for so long (in seconds) counts as dead."""
 HOLDING = (*WITH_NODES, "COMPLETING", "STAGE_OUT")
-"""States of a job that may have processes."""
+"""States of jobs that may have processes."""
 CHAIN_S = 180.0
-"""How long a job waits for one of its own chain that is about to end: links start as soon as the last one is ending."""
+"""Seconds that a job waits for a job of its own chain to end: a link starts while the one before it is ending."""
 LOOK_S = 3.0
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The start of a job that has a stage. beat: counts its heartbeats; chain: its submission."""
+    """The start of a job that holds the lock. beat: number of its heartbeats. chain: its submission."""
 
     job: str
     restart: int
@@ -53,10 +53,11 @@ class JobLock:
     def acquire(self, say: Say, asked: Sequence[int] = ()) -> None:
         """Take the lock: at once from an earlier start of this job, from another job once it is dead.
 
-        asked: the signals that told this job to end, as they come.
+        asked: signals that asked this job to end, in order of arrival.
 
         Raises:
-            UserError: another job is alive, but not one of the same chain that is ending; or this one was told to end.
+            UserError: another job is alive and is not about to end as one of the same chain; or this one received a
+                request to end.
         """
         began = since = time.monotonic()
         seen = None
@@ -75,29 +76,29 @@ class JobLock:
                 raise UserError(f"The job {held.job} on {held.host} works on {self.stage} of {run}, so this one does "
                                 f"nothing. Wait for it, or `scancel {held.job}`.")
             if seen is None:
-                say(f"waits for the end of the job {held.job} on {held.host}, which has {self.stage}")
+                say(f"waits for the end of the job {held.job} on {held.host}, which works on {self.stage}")
             seen, since = held, since if held == seen else now
             time.sleep(LOOK_S)
 
     def beat(self, *, at_once: bool = False) -> bool:
-        """Say now and then that this job lives; False once another start has taken the stage over."""
+        """Write a heartbeat if one is due; False once another start has taken the stage over."""
         if not at_once and time.monotonic() < self._next:
             return True
-        self._next = time.monotonic() + BEAT_S  # also where it fails
-        with suppress(OSError), self._guarded():  # a full disk, say; Slurm still says that it runs
+        self._next = time.monotonic() + BEAT_S  # also after a failure
+        with suppress(OSError), self._guarded():  # such as a full disk: Slurm still knows that this job runs
             if not self._is_free():
                 return False
             self._write()
         return True
 
     def release(self) -> None:
-        """Give the lock up, if it is still ours."""
+        """Release the lock if this start still holds it."""
         with suppress(OSError), self._guarded():
             if self._is_free():
                 self.path.unlink(missing_ok=True)
 
     def holder(self) -> Holder | None:
-        """Who has the lock; None for nobody, or a torn record."""
+        """The holder of the lock; None if there is none, or if its record is truncated."""
         try:
             return read_record(self.path, Holder)
         except UserError:

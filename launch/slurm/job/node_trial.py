@@ -1,11 +1,11 @@
-"""A rank's part of the preflight: check its node, measure with the others, and print a report.
+"""A rank's part of the preflight: test its node, measure with the others, and print a report.
 
     srun ... python -m drover.launch.slurm.job.rank preflight \\
         python -m drover.launch.slurm.job.node_trial RUN_FOLDER SECONDS
 
-One task per rank, as training will have them. The first task of a node checks the node; all measure. Each prints its
-report twice, as a line of JSON: before it meets the others, and at the end. So the log of a node is its one file.
-`drover.launch.slurm.job.preflight` judges.
+One task per rank, as in training. The first task of a node tests the node; all measure. Each prints its report as a
+line of JSON twice: before it meets the others, and at the end. A node thus writes one file, its log.
+`drover.launch.slurm.job.preflight` judges the reports.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drover.launch.devices import for_amd, smi, visible_gpus
 from drover.launch.processes import answer_of
+from drover.launch.slurm.start_logs import labelled
 
 FIELDS = 4
-"""Of a GPU, that are asked for."""
+"""Number of fields in nvidia-smi's row for a GPU."""
 LEAST_DISK = 1 << 30
 LEAST_SHARED = 64 << 20
-"""Bytes free that a node needs in the run folder and in /dev/shm."""
+"""The least free bytes in the run folder and in /dev/shm."""
 SPACE, FOLDER, SHARED_MEMORY, GPU, OWN = "space", "folder", "shm", "gpu", "own"
-"""Kinds of problems; the first two may be the shared run folder's."""
+"""Kinds of problems. The first two may be problems of the shared run folder."""
 PRODUCT, EXCHANGE, REDUCE = "a matrix product", "an exchange with another node", "an all-reduce"
 REPEATS = 5
 ROUNDS = 3
-"""Of exchanges: two are with different partners for each of three or more nodes, so that a slow partner does not show.
-"""
+"""Rounds of exchanges. With three or more nodes each node has two different partners, so that a slow partner does not
+make it look slow."""
 
 
 @dataclass
 class Report:
     """What a rank found.
 
-    problems: what is wrong with the node, by kind; from its first rank. clock_at: its time, all ranks having met a
-        moment before; from its first rank. times: seconds for what was measured, the best of several; none in what it
-        reports before it meets the others.
+    problems: of the node, by kind; from its first rank. clock_at: its time just after all ranks have met; from its
+        first rank. times: seconds of each measurement, the best of several; empty before it has met the others.
     """
 
     rank: int
@@ -59,13 +61,13 @@ class Report:
 
 
 def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> dict[str, str]:
-    """What is wrong here, by kind."""
+    """Problems of this node, by kind."""
     found, probe = dict[str, str](), run_folder / "launch" / f"probe-{platform.node()}-{os.getpid()}.tmp"
     try:
         written = os.urandom(4096)
         probe.write_bytes(written)
         if probe.read_bytes() != written:
-            found[FOLDER] = f"a file in {run_folder} does not read back as it was written"
+            found[FOLDER] = f"a file in {run_folder} reads back differently from how it was written"
         if (free := shutil.disk_usage(run_folder).free) < LEAST_DISK:
             found[SPACE] = f"only {free / 1e6:.0f} MB are free in {run_folder}"
         probe.unlink()
@@ -75,18 +77,18 @@ def check_node(run_folder: Path, gpus: int, shared: Path = Path("/dev/shm")) -> 
         if (free := shutil.disk_usage(shared).free) < LEAST_SHARED:
             found[SHARED_MEMORY] = f"only {free / 1e6:.0f} MB are free in {shared}"
     except OSError:
-        found[SHARED_MEMORY] = f"{shared} is not there"
+        found[SHARED_MEMORY] = f"{shared} does not exist"
     if gpus and (problems := check_gpus(gpus)):
         found[GPU] = ", ".join(problems)
     return found
 
 
 def check_gpus(wanted: int) -> list[str]:
-    """What is wrong with the job's GPUs of this node, as their driver sees it. A driver that does not know a field, or
-    answers in another form, says nothing of their health."""
+    """Problems of the job's GPUs on this node, according to their driver. If the driver does not know a field, or
+    answers in another form, their health is unknown, which is no problem."""
     if (seen := visible_gpus(os.environ)) < wanted:
         return [f"{seen} GPUs instead of {wanted}"]
-    if for_amd():  # what is known of their health a site's own test says
+    if for_amd():  # their health is for the site's own test
         return []
     rows = smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown,"
                "clocks_throttle_reasons.hw_thermal_slowdown")
@@ -99,12 +101,12 @@ def check_gpus(wanted: int) -> list[str]:
         if "Active" in (slowdown, thermal):
             found.append(f"GPU {index} is throttled by its hardware ({'heat' if thermal == 'Active' else 'power'})")
     if foreign := [pid for pid, *_ in smi("--query-compute-apps=pid,used_memory") or [] if _is_foreign(pid)]:
-        found.append(f"other processes compute on its GPUs (process {', '.join(foreign[:3])})")
+        found.append(f"other processes use its GPUs (process {', '.join(foreign[:3])})")
     return found
 
 
 def _is_foreign(pid: str) -> bool:
-    """Whether a process is not of this job. One that is not to be seen from here is not judged."""
+    """Whether a process belongs to another job. A process that is not visible from here counts as ours."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError as error:
@@ -113,7 +115,7 @@ def _is_foreign(pid: str) -> bool:
 
 
 def failed(command: Sequence[str], limit_s: float) -> str:
-    """Why the site's own test fails; empty where it does not."""
+    """Why the site's own test fails; empty if it passes."""
     try:
         status, output, errors = answer_of(command, os.environ, limit_s)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -123,28 +125,29 @@ def failed(command: Sequence[str], limit_s: float) -> str:
 
 
 def partner_of(node: int, number: int, nodes: int) -> int:
-    """The node that exchanges with `node` in round `number`; itself where it sits that one out."""
+    """The node that exchanges with `node` in round `number`; `node` itself if it pauses in this round."""
     return (number - node) % nodes
 
 
 def try_node(run_folder: Path, limit_s: float, *health_check: str) -> None:
-    """Do this rank's part. limit_s: how long the others are waited for at most."""
+    """Do this rank's part. limit_s: how long to wait for the other ranks, at most."""
     report = Report(int(os.environ["RANK"]), os.environ.get("SLURMD_NODENAME") or platform.node())
     if int(os.environ["LOCAL_RANK"]) == 0:
         report.problems = check_node(run_folder, int(os.environ.get("DROVER_GPUS") or 0))
         if health_check and (problem := failed(health_check, limit_s / 3)):
             report.problems[OWN] = problem
-    _send(report)
+    send(report)
     measure(report, limit_s)
-    _send(report)
+    send(report)
 
 
-def _send(report: Report) -> None:
-    print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # in one write, which nothing can cut
+def send(report: Report) -> None:
+    """Print a report for `read_reports`."""
+    print(json.dumps(asdict(report)) + "\n", end="", flush=True)  # one write, so that no other line can split it
 
 
 def measure(report: Report, limit_s: float) -> None:
-    """A product alone, exchanges with single nodes, then an all-reduce, with the backend that training will use."""
+    """Time a matrix product, exchanges with single nodes and an all-reduce, with the backend that training will use."""
     import torch
     import torch.distributed as dist
 
@@ -169,7 +172,7 @@ def measure(report: Report, limit_s: float) -> None:
     def best(work: Callable[[], Any]) -> float:
         times = []
         for _ in range(REPEATS):
-            dist.all_reduce(total[:1])  # so that all measure at the same time
+            dist.all_reduce(total[:1])  # all ranks then measure at the same time
             synchronize()
             began = time.perf_counter()
             work()
@@ -194,6 +197,23 @@ def measure(report: Report, limit_s: float) -> None:
     report.times[REDUCE] = best(lambda: dist.all_reduce(total))
     dist.barrier()
     dist.destroy_process_group()
+
+
+R = TypeVar("R", bound=Report)
+
+
+def read_reports(folder: Path, kind: type[R]) -> list[R]:
+    """The newest report of each rank, from the nodes' logs. Other lines are skipped."""
+    texts, found = defaultdict[int, bytes](bytes), dict[int, R]()
+    for path in folder.glob("node*.log"):
+        with suppress(OSError), open(path, "rb") as file:
+            for rank, text in labelled(file):
+                texts[rank] += text
+    for rank, text in sorted(texts.items()):
+        for line in text.splitlines():
+            with suppress(ValueError, TypeError):
+                found[rank] = kind(**json.loads(line))
+    return list(found.values())
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""A short trial of every node before training: memory, clock, GPUs, a product, the network, and the run folder.
+"""The preflight, a short test of every node before training: memory, clock, GPUs, a product, network, run folder.
 
-`drover.launch.slurm.job.node_trial` is what each rank does; here the nodes are judged by what the ranks report, and
-when the time is up by what is there. Failed a check and not answered yet are two results: slow is not sick. A node is
-blamed only for what sets it apart, and never more than a few at once (`nodes.few`): what more of them have has a cause
-that they share, and so has what they see in the shared run folder.
+Each rank runs `drover.launch.slurm.job.node_trial`. Here the nodes are judged by the ranks' reports, and when the time
+is up by those that exist. A node that has not answered yet is slow, not bad. A node is blamed only for what
+distinguishes it from the others, and never more than a few at once (`nodes.few`). If more of them have a problem, or if
+it is in the shared run folder, the cause is common to them.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -20,42 +17,39 @@ from statistics import median
 
 from drover.launch.host import Host
 from drover.launch.processes import Each
-from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report
+from drover.launch.slurm.job.node_trial import EXCHANGE, FOLDER, OWN, PRODUCT, SPACE, Report, read_reports
 from drover.launch.slurm.job.rank import PREFLIGHT
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import few, named
-from drover.launch.slurm.start_logs import labelled
 
 BASE_S, PER_NODE_S, LONGEST_S = 180.0, 0.5, 1800.0
-"""Time for the trial, by the number of nodes: all ranks import from one file system at once."""
+"""Time limit, which grows with the number of nodes: all ranks import from one file system at once."""
 QUIET_S = 60.0
-"""Who is missing is stuck, not slow, once nothing has come for so long and for as long as everything else took to come.
-"""
+"""A missing node is stuck, not slow, if no report has come for so long, and for as long as all others took."""
 FACTOR = 4.0
-"""How much longer than the median is too slow."""
+"""More than so many times the median is too slow."""
 CLOCK_S = 5.0
-"""How far a node's clock may be from the others'."""
+"""The most seconds that a node's clock may differ from the others'."""
 FLOORS_S = {"cpu": 0.1, "cuda": 0.005}
-"""Less than this above the median is not slow, whatever the factor says: on a shared CPU a small time doubles for no
-reason."""
+"""Less than this above the median is not slow, whatever the factor: on a shared CPU short times vary much."""
 
 
 @dataclass
 class Found:
-    """What preflight found.
+    """The result of a preflight.
 
-    bad: nodes with what is wrong there. told: lines to say. reason: why the job ends although no node is to blame: no
-    strikes, and no other nodes would help.
+    bad: nodes with their problems. lines: for the job's log. reason: why the job ends although no node is to blame: no
+    node gets a strike, and other nodes would not help.
     """
 
     bad: dict[str, str] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     reason: str = ""
 
 
 def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str, str], each: Each
                   ) -> Found:
-    """Try the nodes of this job; for the runner, before the first start."""
+    """Test the nodes of this job; the runner calls this before the first start."""
     limit_s = min(LONGEST_S, BASE_S + PER_NODE_S * spec.nodes)
     nodes = here.nodes
     places = [nodes[rank // spec.tasks_per_node] for rank in range(spec.ranks)]  # as Slurm distributes them (in blocks)
@@ -65,11 +59,11 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
     began = last = time.monotonic()  # last: when the newest report came
 
     def goes_on() -> bool:
-        """Until the time is up, or it is of no use to wait for the few nodes that have reported nothing."""
+        """False once the time is up, or once the few nodes without a report are stuck."""
         nonlocal reports, last, look_at
         now = time.monotonic()
         if now >= look_at:
-            if (found := read_reports(folder)) != reports:
+            if (found := read_reports(folder, Report)) != reports:
                 reports, last = found, now
             look_at = now + 1 + len(reports) / 1000
         silent = _silent(reports, places)
@@ -81,12 +75,12 @@ def run_preflight(spec: JobSpec, here: Host, folder: Path, environment: dict[str
     goes_on()  # the last reports
     now = time.monotonic()
     found = judge(reports, places, last - began, now - last)
-    found.told += conclusion(found, reports, places, now - began, end.cause)
+    found.lines += conclusion(found, reports, places, now - began, end.cause)
     return found
 
 
 def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.0, quiet_s: float = inf) -> Found:
-    """Which nodes are bad.
+    """Find the bad nodes.
 
     Args:
         reports: of the ranks that sent one.
@@ -95,15 +89,15 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
     """
     count, result = len({*places}), Found()
     bad, most = result.bad, few(count)
-    common = f"of {count} nodes at most {most} can be at fault at once, more have a cause in common: no strikes"
+    common = f"of {count} nodes, more than {most} at once have a cause in common: no strikes"
 
     def counted(some: Collection[str]) -> str:
         return f"{len(some)} of {count} node{'s' if count > 1 else ''}"
 
     def blame(found: Mapping[str, str], what: str) -> None:
-        """Blame these nodes if they are few, with those that are blamed already, and less than half; else say so."""
+        """Blame these nodes if they are less than half and, with those already blamed, few; else add a line."""
         if found and (len({*found, *bad}) > most or 2 * len(found) >= count):
-            result.told.append(f"{counted(found)} {what} ({named(found)}): {common}")
+            result.lines.append(f"{counted(found)} {what} ({named(found)}): {common}")
         else:
             bad.update({**found, **bad})  # the first reason counts
 
@@ -115,18 +109,17 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
             result.reason = f"{found[0]} ({counted(found)}; {shared} is shared, so no node is to blame)"
             return result
     if len(bad) > most:
-        result.reason = (f"{next(iter(bad.values()))} ({counted(bad)}; {named(bad)}; {common}. Look at these nodes; if "
-                         f"it is they after all, leave them out with launch.exclude and submit the same command again)")
+        result.reason = (f"{next(iter(bad.values()))} ({counted(bad)}; {named(bad)}; {common}. Look at these nodes. If "
+                         f"they are bad, leave them out with launch.exclude and submit the same command again)")
         return result
     silent = _silent(reports, places)
     if quiet_s >= max(QUIET_S, lasted_s):
         blame(dict.fromkeys(silent, "it did not report"), "did not report")
         unfinished = {report.node for report in reports if not report.times}
         if 2 * sum(bool(report.times) for report in reports) > len(places):
-            blame(dict.fromkeys(unfinished, "its ranks did not come to the end with the others"),
-                  "did not come to the end")
+            blame(dict.fromkeys(unfinished, "its ranks did not finish with the others"), "did not finish")
     elif silent:
-        result.told.append(f"not all nodes have answered yet: {named(silent)} ({counted(silent)}); slow is not sick, "
+        result.lines.append(f"not all nodes have answered yet: {named(silent)} ({counted(silent)}); slow is not bad, "
                            f"so none gets a strike")
     clocks = {report.node: report.clock_at for report in reports if report.clock_at is not None}
     middle = median(clocks.values() or [0])
@@ -145,34 +138,20 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
 
 
 def conclusion(found: Found, reports: Sequence[Report], places: Sequence[str], seconds: float, cause: str) -> list[str]:
-    """What comes of it, in words."""
+    """The result in words."""
     if found.reason:
         return [found.reason]
     if found.bad:
         return [f"{node} is bad: {text}" for node, text in sorted(found.bad.items())]
     if len([report for report in reports if report.times]) < len(places):
-        return [f"after {seconds:.0f} s{f' ({cause})' if cause else ''} no node can be blamed; going on"]
+        return [f"after {seconds:.0f} s{f' ({cause})' if cause else ''} no node can be blamed; training starts"]
     times = ", ".join(f"{what} {1000 * median(report.times[what] for report in reports):.1f} ms"
                       for what in reports[0].times)
     count = len({*places})
-    return [f"{count} node{'s' if count > 1 else ''} sound in {seconds:.0f} s ({times})"]
+    return [f"{count} node{'s' if count > 1 else ''} passed in {seconds:.0f} s ({times})"]
 
 
 def _silent(reports: Sequence[Report], places: Sequence[str]) -> list[str]:
-    """Nodes of which a rank has not reported."""
+    """Nodes with a rank that has not reported."""
     there = {report.rank for report in reports}
     return list(dict.fromkeys(node for rank, node in enumerate(places) if rank not in there))
-
-
-def read_reports(folder: Path) -> list[Report]:
-    """The newest report of each rank, from the nodes' logs. All other lines are passed over."""
-    texts, found = defaultdict[int, bytes](bytes), dict[int, Report]()
-    for path in folder.glob("node*.log"):
-        with suppress(OSError), open(path, "rb") as file:
-            for rank, text in labelled(file):
-                texts[rank] += text
-    for rank, text in sorted(texts.items()):
-        for line in text.splitlines():
-            with suppress(ValueError, TypeError):
-                found[rank] = Report(**json.loads(line))
-    return list(found.values())

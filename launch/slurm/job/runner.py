@@ -4,9 +4,9 @@ leaves.
     python -m drover.launch.slurm.job.runner SPEC.json [SHA256]
 
 is a job of Slurm: it runs once, in the batch step on the first node. `drover.launch.local` runs the same for stages on
-one box. What it asks of either is `drover.launch.host`. What it does goes to `launch/attempts/`. Slurm's signal before
-the time limit does not concern it: that one reaches the ranks themselves. Told to end (SIGTERM), it starts nothing any
-more, waits for what runs, and leaves.
+one machine. `drover.launch.host` is what it needs of either. It records its actions in `launch/attempts/`. Slurm's
+signal before the time limit goes to the ranks, not to the runner. Asked to end (SIGTERM), it starts nothing more, waits
+for what runs, and ends.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Runner:
 
     @property
     def stopping(self) -> bool:
-        """Whether the job was told to end."""
+        """Whether a request to end has come."""
         return bool(self.here.asked)
 
     def run(self) -> int:
@@ -132,14 +132,14 @@ class Runner:
                          f"{state.reason}")
                 return 1
         if spec.stage == "train" and (self.run_folder / STOP).exists():
-            self.say(f"{self.run_folder / STOP} is there: training is to stand. The same command goes on (it removes "
-                     f"the file)")
+            self.say(f"{self.run_folder / STOP} exists, so training does not start. The same command continues (it "
+                     f"removes the file)")
             return 1
         return None
 
     def _account_for_the_last(self) -> Decision | None:
-        """A start of this job that nobody saw the end of: the job was taken from its nodes, one of them died, or the
-        runner was killed. A decision if that goes on without bringing anything."""
+        """Record a start of this job whose end no runner saw: the job lost its nodes, one of them died, or the runner
+        was killed. A decision if that happens again and again without a new checkpoint."""
         spec, here, events = self.spec, self.here, self._events(own=True)
         if not events or events[-1]["event"] not in ("job", "attempt"):
             return None
@@ -160,7 +160,7 @@ class Runner:
         return decision if decision.action == "stop" else None
 
     def _preflight(self) -> Decision | None:
-        """Try the nodes; a decision if one of them is bad and this job cannot go on with it."""
+        """Test the nodes; a decision if one of them is bad and this job cannot continue with it."""
         spec, here = self.spec, self.here
         if not spec.preflight or not spec.ranks or self.stopping:
             return None
@@ -169,7 +169,7 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         prune(folders, here.name, self.say)
         found = run_preflight(spec, here, folder, self._environment(), self.tick)
-        for line in found.told:
+        for line in found.lines:
             self.say(f"preflight: {line}")
         self._log("preflight", seconds=round(time.monotonic() - began, 1), bad=found.bad)
         if not found.bad or self.stopping:
@@ -208,7 +208,7 @@ class Runner:
             self.number += 1
             here.pause(min(LONGEST_PAUSE_S, PAUSE_S * max(0, outcome.fruitless - 1)), self.tick)
             self.spec = here.ready(spec, self.tick)
-        self.say("told to end: nothing more is started")
+        self.say("asked to end: nothing more is started")
         return TERMINATED
 
     def _start(self) -> Outcome:
@@ -244,7 +244,7 @@ class Runner:
             fruitless=fruitless([*self._events(), crash]))
 
     def _tell_last_words(self) -> None:
-        """The end of what the first failing rank wrote, so that the job's log tells the whole story."""
+        """Copy the last lines of the first failing rank into the job's log."""
         if self.last:
             for line in last_lines(self.last[0], self.last[1].rank, self.spec.tasks_per_node, 25):
                 self.say(f"  {line}", quiet=True)
@@ -258,7 +258,7 @@ class Runner:
     # ---- what a start left
 
     def _last_word(self, start: int) -> StageState | None:
-        """The stage's last word, if it is of that start of this job; of an array's element, if it was stopped."""
+        """The stage's final status, if it is of that start of this job; of an array's element, if it was stopped."""
         folder = self.spec.folder
         state = read_state(folder / PARTS, self.part.word) if self.part else read_state(folder)
         return state if state and (state.job, state.attempt) == (self.here.job, start) else None
@@ -306,11 +306,11 @@ class Runner:
         return counts
 
     def _keep_off(self, nodes: list[str]) -> None:
-        """Tell the chain's waiting jobs for this stage to leave nodes out."""
+        """Exclude nodes from the chain's waiting jobs for this stage."""
         links = [job.id for job in self._chain() if job.kind == "link"]
         for job in links[self.spec.link:] if nodes else ():
             if problem := self.scheduler.leave_out(job, nodes):
-                self.say(f"the waiting job {job} could not be told to leave out {', '.join(nodes)}: {problem}")
+                self.say(f"{', '.join(nodes)} could not be excluded from the waiting job {job}: {problem}")
 
     # ---- the end
 
@@ -328,7 +328,7 @@ class Runner:
             if refusal is None or self.stopping:  # Slurm ends a job that it requeues: perhaps before we have its answer
                 return 0
             decision = without_requeue(decision, f"Slurm did not queue the job again ({refusal})", self.spec)
-        # Without a lock of its own (on one box) a stage that refused may be one that somebody else is working on.
+        # Without a job lock (on one machine) a stage that refused may be running in another process.
         if decision.final and not self.part and (self.lock or decision.status != "failed"):
             os.environ.setdefault("DROVER_ATTEMPT", str(self.number))
             with suppress(OSError):

@@ -1,24 +1,22 @@
-"""What `drover doctor` runs on a cluster's nodes: one task per node, which prints what it finds as a line of JSON.
+"""The program of `drover doctor` on a cluster's nodes: one task per node, which prints its findings as a line of JSON.
 
     srun --ntasks-per-node=1 ... python -m drover.launch.slurm.job.site_trial FOLDER SECONDS
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drover.launch.devices import smi, visible_gpus
-from drover.launch.slurm.job.node_trial import Report, check_node, measure
-from drover.launch.slurm.start_logs import labelled
+from drover.launch.slurm.job.node_trial import Report, check_node, measure, send
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_text
@@ -30,21 +28,17 @@ RUNTIMES = ("apptainer", "singularity", "podman", "enroot")
 
 
 @dataclass
-class NodeFacts:
-    """What one node shows.
+class NodeFacts(Report):
+    """A preflight's report of one node, and more about the node.
 
     Attributes:
-        import_s: seconds to import torch, and `torch` its version; without torch, None and the error.
-        gpus: that the task may use; `gpu` the name of the first, empty if the driver does not answer.
+        import_s: seconds to import torch; `torch`: its version. Without torch None and "".
+        gpus: number that the task may use; `gpu`: name of the first, empty if the driver does not answer.
         visible_s: seconds from the renaming of a file on the first node until it was seen here; None on the first node.
-            These compare clocks too, which `clock_at` allows for.
-        locked_out: whether a lock that the first node held was refused here.
-        times, clock_at: as in a preflight's report.
-        problems: what is wrong, by kind.
+            It includes the difference of the clocks, which `clock_at` shows.
+        locked_out: whether this node could not take a lock that the first node held.
     """
 
-    rank: int
-    node: str
     python: str = platform.python_version()
     torch: str = ""
     import_s: float | None = None
@@ -54,9 +48,6 @@ class NodeFacts:
     runtimes: list[str] = field(default_factory=list)
     visible_s: float | None = None
     locked_out: bool | None = None
-    times: dict[str, float] = field(default_factory=dict)
-    clock_at: float | None = None
-    problems: dict[str, str] = field(default_factory=dict)
 
 
 def try_site(folder: Path, limit_s: float) -> None:
@@ -71,7 +62,7 @@ def try_site(folder: Path, limit_s: float) -> None:
     began = time.monotonic()
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 - whatever keeps the site's torch from starting is a finding
+    except Exception as error:  # noqa: BLE001 - any failure of the site's torch is a finding
         facts.problems["torch"] = f"torch cannot be imported: {type(error).__name__}: {error}"
     else:
         facts.torch, facts.import_s = torch.__version__, time.monotonic() - began
@@ -79,20 +70,21 @@ def try_site(folder: Path, limit_s: float) -> None:
         share(folder, facts, world, limit_s)
     if facts.torch:
         exchange(facts, world, limit_s)
-    print("\n" + json.dumps(asdict(facts)), flush=True)
+    print()  # after what torch may have printed
+    send(facts)
 
 
 def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
-    """Rename a file and hold a lock on the first node; see on the others when the one shows and the other refuses.
+    """On the first node, rename a file and hold a lock; on the others, measure when the file appears, and try the lock.
 
-    Every node looks for the file before it is there, so that a client that remembers its absence shows.
+    Every node looks for the file before it exists, to find file systems that cache missing names.
     """
     flag, until = folder / "flag", time.monotonic() + limit_s
 
     def waited(done: Callable[[], bool]) -> bool:
         while not done():
             if time.monotonic() > until:
-                facts.problems["shared"] = f"files of other nodes did not show in {folder} within {limit_s:.0f} s"
+                facts.problems["shared"] = f"files of other nodes did not appear in {folder} within {limit_s:.0f} s"
                 return False
             time.sleep(POLL_S)
         return True
@@ -117,26 +109,13 @@ def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
 
 
 def exchange(facts: NodeFacts, world: int, limit_s: float) -> None:
-    """A product, exchanges between nodes and an all-reduce, as a preflight measures them."""
+    """Measure a product, exchanges between nodes and an all-reduce, as a preflight does."""
     os.environ |= {"RANK": str(facts.rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    report = Report(facts.rank, facts.node)
     try:
-        measure(report, limit_s)
-    except Exception as error:  # noqa: BLE001 - a network that does not work is a finding
+        measure(facts, limit_s)
+    except Exception as error:  # noqa: BLE001 - a failing network is a finding
         why = (str(error) or "?").splitlines()[0]
         facts.problems["network"] = f"an all-reduce failed: {type(error).__name__}: {why}"
-    facts.times, facts.clock_at = report.times, report.clock_at
-
-
-def read_facts(folder: Path) -> list[NodeFacts]:
-    """What the nodes printed, in their order."""
-    found = []
-    for path in folder.glob("node*.log"):
-        with open(path, "rb") as file:
-            for _, line in labelled(file):
-                with suppress(ValueError, TypeError):
-                    found.append(NodeFacts(**json.loads(line)))
-    return sorted(found, key=lambda facts: facts.rank)
 
 
 if __name__ == "__main__":

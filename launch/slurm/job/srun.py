@@ -37,7 +37,13 @@ _NO_STEP = re.compile(r"^srun: error: (.*(?:Unable to (?:create step|resolve|con
 
 
 class SlurmHost(Host):
-    """A job's nodes."""
+    """A job's nodes.
+
+    Attributes:
+        meeting: address of the first node, as Slurm has it; empty until it was needed and Slurm has answered.
+    """
+
+    meeting = ""
 
     @classmethod
     def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
@@ -58,7 +64,7 @@ class SlurmHost(Host):
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
-        """As a step of srun: Slurm tells only steps that the time limit is near."""
+        """Start it as a step of srun: only steps get Slurm's signal before the time limit."""
         srun = srun_command(spec, folder, command)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, environment, folder, each, self.say)
@@ -74,7 +80,9 @@ class SlurmHost(Host):
 
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
         """On the first node."""
-        return meeting(spec, address(self.nodes[0], self.scheduler), free_port())
+        if self.meeting in ("", self.nodes[0]):  # else it is kept: the controller may be down at a later start
+            self.meeting = address(self.nodes[0], self.scheduler)
+        return meeting(spec, self.meeting, free_port())
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[str]:
@@ -102,7 +110,7 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[st
 
 def run_step(command: Sequence[str], environment: Environment, folder: Path, each: Each,
              say: Say) -> StepEnd:
-    """Run srun to its end. What it says is said; `each` is called all along, and ends the step by answering False."""
+    """Run srun to its end, and pass its messages to `say`. `each` is called meanwhile; if False, the step ends."""
     log = folder / "srun.err"
     log.write_bytes(b"")
     with open(log, errors="replace") as reader:
@@ -152,7 +160,7 @@ def read_end(status: int, said: str, *, given_up: bool = False, abandoned: bool 
     elif given_up:
         cause = f"srun started no task in {MAKE_S:.0f} s"
     elif abandoned:
-        cause = f"srun did not end within {KILL_S:.0f} s of being told to, and its tasks may still run"
+        cause = f"srun did not end within {KILL_S:.0f} s of SIGTERM, and its tasks may still run"
     elif vanished:  # the others' complaints came first
         cause = f"Slurm lost the tasks of the step's node number {vanished['index']}, from 0 (slurmstepd died)"
     elif first:

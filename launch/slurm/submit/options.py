@@ -1,4 +1,4 @@
-"""The options of sbatch: which setting decides each, and which a user may add in `launch.extra`."""
+"""The options of sbatch: the setting that decides each, and those that a user may add in `launch.extra`."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ DECIDED = {
     "open-mode": NONE, "output": NONE, "parsable": NONE, "partition": "launch.partition",
     "requeue": "launch.requeue", "signal": "launch.signal_s", "test-only": "--dry-run (of submit.py)",
     "time": "launch.time", "wait": NONE, "wrap": NONE}
-"""Options that the launcher sets or must not be set, and the setting that decides each (NONE: no setting does)."""
+"""Options that the launcher sets, or that must not be set, and the setting that decides each (NONE: no setting)."""
 GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
-"""Options that ask for GPUs, to name their type (`gpu:h100:8`). The number must be the one of `gpus_per_node`."""
+"""Options that request GPUs and can name their type (`gpu:h100:8`). The number must equal `gpus_per_node`."""
 
 
 def long_options(extra: Mapping[str, str | int | bool]) -> dict[str, str | bool]:
-    """Options as sbatch writes them: True for one without a value (`exclusive: true`). Those that are false are left
-    out."""
+    """Options under sbatch's long names: True for one without a value (`exclusive: true`). Options that are false are
+    left out."""
     return {key.lstrip("-").replace("_", "-"): value is True or str(value)
             for key, value in extra.items() if value is not False}
 
 
 def directives(options: Mapping[str, object]) -> list[str]:
-    """Lines of a script that give sbatch its options; those without a value that counts are left out."""
+    """Lines of a script with options of sbatch. Options with an empty, false or missing value are left out."""
     return [f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
             for name, value in options.items() if value]
 
 
 def options_of(job: Job) -> dict[str, str | bool]:
-    """What a user adds to the job's options. Jobs without ranks need no GPUs, so what asks for them is left out there.
+    """The options that the user adds to a job. Jobs without ranks need no GPUs: options that request them are left out.
     """
     found = long_options(job.asked.extra or {})
     if job.ranks or job.gpus_per_node:
@@ -53,7 +53,7 @@ def options_of(job: Job) -> dict[str, str | bool]:
 
 
 def gpus_asked(job: Job) -> tuple[str, float] | None:
-    """The option of the job's `extra` that asks for GPUs, and for how many a node; None if none does."""
+    """The option of the job's `extra` that requests GPUs, and how many per node; None if there is none."""
     for name, value in options_of(job).items():
         for part in str(value).split(",") if name in GPUS else ():
             if name != "gres" or _is_gpu(part):
@@ -64,50 +64,52 @@ def gpus_asked(job: Job) -> tuple[str, float] | None:
 
 
 def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
-    """What `extra` must not hold, for all stages and for each, and what in it contradicts the job."""
+    """Options that `extra` must not contain, for all stages and for each, and those that contradict the job."""
     own = {f"launch.{stage}.extra": launch.of(stage).extra or {} for stage in STAGES}
     for where, extra in {"launch.extra": launch.extra, **own}.items():
         for name in long_options(extra):
             if len(name) == 1:
-                yield f"{where} holds {name}; write the long name of sbatch's option -{name} (man sbatch)."
+                yield f"{where} has {name}; write the long name of sbatch's option -{name} (man sbatch)."
             elif where == "launch.extra" and name in OPTIONS:
-                yield f"{where} holds {name}. Say it with launch.{name}; a stage's own stands in its extra."
+                yield f"{where} has {name}. Set launch.{name}; for a single stage, set it in launch.<stage>.extra."
             elif name in DECIDED or name.startswith("container"):
                 setting = DECIDED.get(name, "launch.container")
-                way = f"Say it with {setting}." if setting else "Leave it out."
-                yield f"{where} holds {name}, which the jobs rely on as the launcher sets it. {way}"
+                way = f"Use {setting}." if setting else "Leave it out."
+                yield f"{where} has {name}, which the launcher sets itself. {way}"
     for word in launch.srun_args:
         name = word.lstrip("-").partition("=")[0]
         if name in DECIDED or name in SRUN or name.startswith("container"):
-            yield f"launch.srun_args holds {word}, which the launcher sets or launch.container does. Leave it out."
+            yield f"launch.srun_args has {word}, which the launcher or launch.container sets. Leave it out."
     yield from container_problems(launch)
     for job in jobs:
         asked, memory = gpus_asked(job), {"mem-per-cpu", "mem-per-gpu"} & options_of(job).keys()
         if asked is not None and launch.gpu_type:
-            yield (f"{job.key}: launch.gpu_type and {asked[0]} in launch.extra both say which GPUs the job gets. Leave "
+            yield (f"{job.key}: launch.gpu_type and {asked[0]} in launch.extra both choose the GPUs of the job. Leave "
                    f"one out.")
         if asked is not None and asked[1] != job.gpus_per_node:
-            yield (f"{job.key}: launch.extra asks for {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
-                   f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them agree.")
+            yield (f"{job.key}: launch.extra requests {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
+                   f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them equal.")
         if memory and job.asked.mem is not None:
-            yield (f"{job.key}: launch.mem and {memory.pop()} in launch.extra both say how much memory the job gets. "
-                   f"Leave one out.")
+            yield (f"{job.key}: launch.mem and {memory.pop()} in launch.extra both set the memory of the job. Leave "
+                   f"one out.")
 
 
 def container_problems(launch: LaunchConfig) -> Iterator[str]:
-    """What in the settings of the container, and of what is tried on nodes, cannot work."""
+    """What cannot work in the settings of the container and of the test of nodes."""
     container = launch.container
     if container.image is None and (container.mounts or container.options):
         yield "launch.container has mounts or options, but no image. Set launch.container.image."
     if container.image is not None and launch.python is None:
-        yield ("launch.container.image is set, but launch.python is not: the Python that submits is none of the "
-               "image's. Set launch.python to the one inside, such as python3.")
+        yield ("launch.container.image is set, but launch.python is not, and the Python that submits is not in the "
+               "image. Set launch.python to one in the image, such as python3.")
     if container.image is not None and set(",:") & set(str(Path.cwd())):
-        yield f"The working directory {Path.cwd()} has a comma or a colon, so no container can mount it."
+        yield (f"The working directory {Path.cwd()} has a comma or a colon, so no container can mount it. Submit from "
+               f"another folder.")
     if launch.health_check and not launch.preflight:
-        yield "launch.health_check is part of the preflight, which launch.preflight=false leaves out. Drop one of them."
+        yield ("launch.health_check is part of the preflight, but launch.preflight=false turns that off. Remove one of "
+               "them.")
 
 
 def _is_gpu(resource: str) -> bool:
-    """Whether a part of `gres` is of GPUs: `gpu:h100:8`, `gres/gpu:8`."""
+    """Whether an item of `gres` requests GPUs: `gpu:h100:8`, `gres/gpu:8`."""
     return resource.removeprefix("gres/").split(":")[0] == "gpu"

@@ -1,4 +1,4 @@
-"""A request for Slurm: what its jobs are given, and their submission as one chain."""
+"""A submission to Slurm: what its jobs get, and how they are submitted as one chain."""
 
 from __future__ import annotations
 
@@ -33,56 +33,56 @@ from drover.pipeline.core.errors import EXTRAS, UserError, listed, require
 
 
 def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:
-    """What the jobs of a submission are given: a copy of the code and of the configuration. Nothing is written."""
-    require("Slurm", "submitit", "take --cluster local")
+    """Options with the paths of the jobs' copies of code and configuration. Writes nothing."""
+    require("Slurm", "submitit", "use --cluster local")
     if not dry_run and shutil.which("sbatch") is None:
-        raise UserError("There is no sbatch on PATH, so nothing was submitted. Log in where Slurm is, use --cluster "
-                        "local, or --dry-run to see what Slurm would get.")
+        raise UserError("There is no sbatch on PATH, so nothing was submitted. Log in to a machine with Slurm, use "
+                        "--cluster local, or use --dry-run to see the scripts.")
     code, content = planned_snapshot(run.folder)
     frozen = run.folder.absolute() / "launch" / f"config-{config_hash(run.config)[:12]}.yaml"
     wanted = run.config.launch.train.nodes
     bad, kept = failing(run.folder, wanted)
     if bad:
-        print(f"left out  {', '.join(sorted(bad))}: failed twice within a day (launch/nodes.jsonl)\n")
+        print(f"excluded  {', '.join(sorted(bad))}: failed twice within a day (launch/nodes.jsonl)\n")
     if kept:
-        print(f"not left out  {named(kept)}: failed twice within a day as well, but of {wanted} nodes no more than "
-              f"{few(wanted)} may be missed (launch.exclude leaves out others)\n")
+        print(f"not excluded  {named(kept)}: failed twice within a day too, but of {wanted} nodes at most "
+              f"{few(wanted)} is excluded by itself (launch.exclude excludes others)\n")
     return replace(options, frozen=str(frozen), chain=_new_id(), code=str(code), code_sha256=content,
                    exclude=tuple(sorted(bad)))
 
 
 def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool | None) -> int:
-    """Submit what is to run as one chain; the exit status.
+    """Submit the jobs that have something to do as one chain; the exit status.
 
-    rehearse: whether a step of training is rehearsed before; None: where it is worth it.
+    rehearse: whether to rehearse a training step first; None: if it is worth it.
 
     Raises:
-        UserError: something cannot work; nothing was submitted, or what was is named.
+        UserError: something cannot work. Nothing was submitted, or the error names the jobs that were.
     """
     config = run.config
     trained = {job.to_run for job in jobs if job.stage == "train"} == {False} and run.manifest("train") is not None
-    # Checkpoints that still lack a result though training is done; while it runs, its own jobs see to that.
+    # Checkpoints without an evaluation although training is done. While it runs, its own jobs submit these.
     jobs = [*(job for job in jobs if job.to_run), *(pending(config, options) if trained else [])]
     if not jobs:
-        print("nothing to submit: all asked stages are done")
+        print("nothing to submit: all requested stages are done")
         return 0
     modules = {module for job in jobs for _, module, _ in needed_modules(config, job.stage)}
     if all(job.own_python for job in jobs):
         refuse_wrong_packages({"slurm", *(EXTRAS[module] for module in modules if module in EXTRAS)})
     else:
-        say("note", f"the packages of {jobs[0].command[0]} are not checked from here; `drover doctor` tries them")
+        say("note", f"the packages of {jobs[0].command[0]} are not checked from here; `drover doctor` checks them")
     _refuse_untrusted(run)
     if foreign := of_another_job(os.environ):
-        say("note", f"not passed on to sbatch and the jobs: {named(foreign)} of your shell. What jobs ask for stands "
+        say("note", f"{named(foreign)} of your shell are not passed on to sbatch and the jobs. Set what jobs request "
                     f"in the section `launch` (`drover explain launch`)")
     make_folder(run.folder)
-    # From here until all is recorded, or this process ends, nobody else submits this run.
+    # From here until everything is recorded, or this process ends, no other process can submit this run.
     held = lock(run.folder, "submission", f"the submission of {run.folder}")
     _refuse_queued(run, jobs)
     if rehearse or (rehearse is None and worth_rehearsing(config, jobs)):
-        rehearse_training(run, jobs, options)  # last: it takes up to some minutes
+        rehearse_training(run, jobs, options)  # last, because it may take some minutes
     take_snapshot(Path(options.code), options.code_sha256)
-    (run.folder / STOP).unlink(missing_ok=True)  # it was meant for what ran then
+    (run.folder / STOP).unlink(missing_ok=True)  # it was for earlier jobs
     submitted = submit(config, jobs, Chain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,
         code=options.code))
@@ -93,45 +93,45 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
         kind = "" if entry.kind == "job" else f" ({' '.join(filter(None, [entry.kind, entry.phase]))})"
         print(f"{entry.stage:<9} job {entry.id}{kind}{after}")
     print(f"\nlogs in {run.folder / LOGS}; the chain is recorded in {run.folder / CHAIN}\n"
-          f"`drover status {run.folder} --watch` shows it; the same command"
+          f"`drover status {run.folder} --watch` shows the progress; the same command"
           f"{' without --force' * options.force} submits what is left")
     return 0
 
 
 def _new_id() -> str:
-    """Of a submission: sorts by time."""
+    """The id of a submission; ids sort by time."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def _refuse_untrusted(run: Run) -> None:
-    """What the jobs execute from the run folder is nobody else's to write; they look at it again at every start."""
+    """Refuse a run folder from which jobs would execute files that others can write. Jobs check this at every start."""
     launch = run.config.launch
     if not launch.check_owners:
         return
     if launch.trusted_group is None:
-        os.umask(os.umask(0o077) | 0o022)  # of what is written from here on; Slurm hands it on to the jobs
+        os.umask(os.umask(0o077) | 0o022)  # for all files written from here on; Slurm passes it on to the jobs
     elif not group_exists(launch.trusted_group):
-        raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group here (`id` lists "
-                        f"yours).")
+        raise UserError(f"launch.trusted_group is {launch.trusted_group}, but there is no such group. Name one of "
+                        f"yours (`id` lists them).")
     plugins = plugin_files()
     if found := owner_problems([*folders_of(run.folder), *run.folder.glob("launch/*.json"), *plugins],
                                launch.trusted_group, [run.folder, *plugins]):
-        raise UserError(f"Jobs execute what is in the run folder, and others could change it:\n{listed(found)}")
+        raise UserError(f"Jobs execute files in the run folder, and others could change them:\n{listed(found)}")
 
 
 def _refuse_queued(run: Run, jobs: list[Job]) -> None:
-    """A run's jobs are in the queue once; where Slurm does not answer, singleton and the lock keep a second from
+    """Refuse to queue a run twice. If Slurm does not answer, singleton and the job lock keep a second job from
     training."""
     queued, mine = in_queue(run.folder, Scheduler())
     if mine is None:
-        print("Slurm does not say whether jobs of this run are queued already; should they be, the new ones wait")
+        print("squeue does not answer whether jobs of this run are already queued; if so, the new ones wait for them")
         return
     if queued:
         listing = ", ".join(f"{job.id} ({job.name})" for job in queued)
         raise UserError(f"Jobs of {run.folder} are in the queue already: {listing}. Watch them with `drover "
-                        f"status {run.folder}`, remove them with `drover cancel {run.folder}`, or use "
-                        f"name=<another> for a run of its own.")
+                        f"status {run.folder}`, remove them with `drover cancel {run.folder}`, or start another run "
+                        f"with name=<another>.")
     names = {job.name for job in jobs}
     if namesakes := ", ".join(f"{job.id} ({job.name})" for job in mine if job.name in names):
-        print(f"other jobs of the same names are in the queue: {namesakes}; training waits for its namesake, whose "
-              f"ever it is")
+        print(f"other jobs of the same names are in the queue: {namesakes}; training waits for the job of its name, "
+              f"even one of another run")

@@ -1,4 +1,4 @@
-"""The planned jobs to Slurm, through submitit: scripts to show, chains to submit, evaluations beside training."""
+"""Writes the jobs' scripts, and submits them through submitit."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ LOGS = Path("logs") / "slurm"
 SPECS = Path("launch") / "jobs"
 KILLED = 128 + 9
 SBATCH_S = 60
-"""How long sbatch may take. It may have queued the job all the same: the token in the job's comment tells."""
+"""Time limit of sbatch. It may have queued the job even so, which the token in the job's comment shows."""
 
 
 def scripts(config: Config, jobs: list[Job]) -> list[tuple[Job, str]]:
-    """The text that sbatch would get for each job that has something to do. Needs no Slurm, writes nothing."""
+    """The script of each job that has something to do. Needs no Slurm, writes nothing."""
     ids = {job.key: f"ID_OF_{job.key}" for job in jobs}
     return [(job, _script(config, job, ids)) for job in jobs if job.to_run]
 
 
 def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
-    """Submit what has something to do, each job after those it depends on, and record it as the chain grows.
+    """Submit the jobs that have something to do, each after its dependencies, and record each in the chain.
 
     Raises:
-        UserError: sbatch refused a job; says which jobs are queued already.
+        UserError: sbatch refused a job. The error names the jobs that are queued already.
     """
     frozen, run = Path(chain.config), config.folder.absolute()
     save_config(config, frozen)
-    # What decides, beside the code, what a job does: the configuration, its plugins, and what they import beside them.
+    # Besides the code these decide what a job does: configuration, plugins, and the modules in the plugins' folders.
     files = {str(path): sha256_file(path) for path in (frozen, *plugin_files())}
     chain.write(run)
     submitted: dict[str, ChainJob] = {}
@@ -52,7 +52,7 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
         if not job.to_run:
             continue
         try:
-            with uninterrupted():  # what is said of an interrupt is true: a job that Slurm has is recorded
+            with uninterrupted():  # so that every job that Slurm has is recorded
                 submitted[job.key] = submit_job(config, replace(job, files=files),
                                                 {key: entry.id for key, entry in submitted.items()})
         except (UserError, OSError, KeyboardInterrupt) as error:
@@ -66,7 +66,7 @@ def submit(config: Config, jobs: list[Job], chain: Chain) -> list[ChainJob]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until this is over."""
+    """Delay Ctrl-C until the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -80,13 +80,13 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
     ids: of the jobs that it depends on, by their keys.
 
     Raises:
-        UserError: Slurm did not take it.
+        UserError: Slurm did not accept it.
     """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
     class Executor(SlurmExecutor):
-        """Submits the job's script in place of a pickled function, and does not wait for sbatch without end."""
+        """Submits the job's script instead of a pickled function, and limits the time of sbatch."""
 
         @classmethod
         def affinity(cls) -> int:
@@ -96,7 +96,7 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
             return _script(config, job, ids)
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            # sbatch would take options from SBATCH_*, and jobs what an allocation or another job has set.
+            # sbatch would read options from SBATCH_*, and jobs the variables of an allocation or another job.
             return ["env", *(f"--unset={name}" for name in of_another_job(os.environ)), "timeout", "--kill-after=5",
                     str(SBATCH_S), *super()._make_submission_command(submission_file_path)]
 
@@ -112,9 +112,9 @@ def submit_job(config: Config, job: Job, ids: Mapping[str, str]) -> ChainJob:
         if not queued:
             why = str(error).strip() or f"sbatch did not answer within {SBATCH_S} s"
             if mine is None:
-                why += f"; nor does squeue, so it may be queued: `drover cancel {config.folder}` would find it"
-            raise UserError(f"Slurm did not take the job {job.name}: {why}. Without Slurm, on this machine, the stages "
-                            f"run with --cluster local.") from None
+                why += f"; squeue does not answer, so the job may be queued: `drover cancel {config.folder}` finds it"
+            raise UserError(f"Slurm did not accept the job {job.name}: {why}. To run without Slurm, on this machine, "
+                            f"use --cluster local.") from None
         number = queued[0]  # its answer was lost
     log = run / LOGS / f"{number}{'_%a' if job.elements else ''}.log"
     entry = ChainJob(job.name, job.stage, job.kind, number, job.elements or None,
@@ -128,7 +128,7 @@ def _spec_path(config: Config, job: Job) -> Path:
 
 
 def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
-    """What sbatch gets. The script starts the runner once, on the first node; the runner starts the ranks with srun."""
+    """The job's script. It starts the runner once, on the first node; the runner starts the ranks with srun."""
     launch, extra, trace = config.launch, options_of(job), shlex.quote(f"{job.run}/launch")
     waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
@@ -145,17 +145,17 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
         "output": config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log"),
         "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
-    # What runs the runner and, with it, the ranks until each becomes its stage: outside of a container.
+    # The Python of the runner, and of the ranks until each becomes its stage: outside of a container.
     python = shlex.quote(launch.runner_python or (None if job.contained else launch.python) or sys.executable)
     spec = f"{shlex.quote(str(_spec_path(config, job)))} {job.sha256}"
     return "\n".join([
         "#!/bin/bash", "",
         *directives(dict(sorted(options.items()))), "",
-        # bash waits for the runner, which is told to end as well (scancel) and has things to put in order.
+        # On scancel bash must wait for the runner, which gets the signal too and cleans up.
         "trap : TERM INT", *launch.setup, *_checks(job, python, spec), "",
         f"{python} -m drover.launch.slurm.job.runner {spec}",
-        # A runner that was killed (not the whole job) has taken the ranks with it: begin again, where that is allowed.
-        # The file tells the next start, which counts such ends.
+        # If the runner was killed (not the whole job), its ranks are gone too: requeue, if that is allowed. The file is
+        # for the next start, which counts such ends.
         *[f"code=$?; [ $code -ne {KILLED} ] || {{ touch {trace}/killed.$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}; "
           f"scontrol requeue $SLURM_JOB_ID; }}; exit $code"] * launch.requeue, ""])
 
@@ -165,13 +165,13 @@ def _gpus(job: Job, kind: str | None) -> str | int:
 
 
 def _checks(job: Job, python: str, spec: str) -> list[str]:
-    """Lines that end the job if what it would execute from the run folder is not to be trusted, and find its code.
+    """Lines that end the job if the files that it would execute are not trustworthy, and that find its code.
 
-    Slurm keeps these lines, so nobody changes them. They compare the program that looks at all the rest, and run what
-    they compared.
+    Slurm keeps these lines, so that nobody can change them. They compare the program that checks everything else, and
+    run exactly the text that they compared.
     """
     program = f"{job.code}/drover/launch/slurm/trust.py"
-    refusal = f"refused: {program} is not what was submitted, or gone; submit the same command again"
+    refusal = f"refused: {program} changed after the submission or is missing; submit the same command again"
     plugins = "".join(f":{shlex.quote(folder)}" for folder in plugin_folders())
     return [f"check=$(cat {shlex.quote(program)})",
             f'echo "$check" | sha256sum | grep -q "^{sha256_file(Path(trust.__file__))} " || '

@@ -1,7 +1,7 @@
-"""The code that jobs run: a copy of the checkout as it was at submission, in the run folder.
+"""The code that jobs run: a copy of the checkout at submission, in the run folder.
 
-Jobs start hours after they were submitted and are restarted for weeks; what is edited in the checkout meanwhile must
-not reach them. A copy is named by its content, so submitting the same code again makes none.
+Jobs start hours after their submission and restart for weeks. Later edits of the checkout must not reach them. A copy
+is named by its content, so that submitting the same code again makes no new one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from drover.pipeline.core.files import atomic_file
 CODE = Path("code")
 PACKAGE = "drover"
 PARTS = (PACKAGE, "__init__.py", "launch", "model", "pipeline", "tools", "configs")
-"""What jobs need of the checkout, or of an installed package; tests, docs and everything else stay behind."""
+"""What jobs need of the checkout or of an installed package. Tests, docs and everything else are left out."""
 
 
 def planned_snapshot(run_folder: Path, repository: Path = REPOSITORY) -> tuple[Path, str]:
-    """Where the copy of the code will be, `code/<commit>-<content>/` of the run folder, and the hash of its archive;
-    writes nothing."""
+    """Path of the copy of the code to make, `code/<commit>-<content>/` in the run folder, and the hash of its archive.
+    Writes nothing."""
     content, commit = hashlib.sha256(_archive(repository)).hexdigest(), _commit(repository)
     return run_folder.absolute() / CODE / f"{commit[:10] or 'unversioned'}-{content[:10]}", content
 
@@ -40,17 +40,17 @@ def take_snapshot(code: Path, content: str, repository: Path = REPOSITORY) -> No
     had changes.
 
     Raises:
-        UserError: a file holds a secret; or the code is not what was planned, since somebody was editing.
+        UserError: a file contains a secret; or the code was edited after it was planned.
     """
-    # What is copied into a run folder is read by whoever may read the run.
-    if found := [f"{name} holds {what}" for name, what in files_with_secrets(repository, _files(repository)).items()]:
-        raise UserError(f"Jobs get a copy of the code, and it would hold secrets:\n{listed(found)}\nNothing was "
-                        f"submitted. Move them out of {repository}, or into a file that git ignores; variables reach "
-                        f"the jobs through launch.secrets.")
+    # Everyone who can read the run folder can read the copy.
+    if found := [f"{name} has {what}" for name, what in files_with_secrets(repository, _files(repository)).items()]:
+        raise UserError(f"Jobs get a copy of the code, and it would contain secrets:\n{listed(found)}\nNothing was "
+                        f"submitted. Move them out of {repository} or into a file that git ignores. To pass variables "
+                        f"to the jobs, use launch.secrets.")
     archive = _archive(repository)
     if hashlib.sha256(archive).hexdigest() != content:
         raise UserError(f"Files in {repository} changed while they were being copied for the jobs. Nothing was "
-                        f"submitted; save what you edit and submit again.")
+                        f"submitted. Save your edits and submit again.")
     with atomic_file(archive_of(code)) as file:
         file.write(archive)
     if changed_files(code):
@@ -58,7 +58,7 @@ def take_snapshot(code: Path, content: str, repository: Path = REPOSITORY) -> No
 
 
 def _archive(repository: Path) -> bytes:
-    """The files that jobs need, as a zip file; of equal files equal bytes."""
+    """The files that jobs need, as a zip file. Equal files give equal bytes."""
     commit, made = _commit(repository), BytesIO()
     changed = bool(commit and _git(repository, "status", "--porcelain", "--", *PARTS))
     files = {_in_copy(name): (repository / name).read_bytes() for name in _files(repository)}
@@ -74,7 +74,7 @@ def _commit(repository: Path) -> str:
 
 
 def _files(repository: Path) -> list[Path]:
-    """The files that jobs need, in order: what git knows or does not ignore; outside of git, everything but caches."""
+    """The files that jobs need, sorted: those that git tracks or does not ignore; outside of git, all but caches."""
     listing = _git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
     found = map(Path, filter(None, listing.split("\0"))) if listing else (
         path.relative_to(repository) for part in PARTS for path in [repository / part, *(repository / part).rglob("*")])
@@ -87,7 +87,7 @@ def _in_copy(name: Path) -> str:
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    """What git answers; empty where there is no git, or the folder is no repository (but perhaps within one)."""
+    """Git's output; empty without git, or if the folder is no repository itself (it may be inside one)."""
     within = {**os.environ, "GIT_CEILING_DIRECTORIES": str(repository.resolve().parent)}
     try:
         return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True,

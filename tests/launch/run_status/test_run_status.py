@@ -23,13 +23,13 @@ from tests.launch.run_status.conftest import DEPENDENTS, Seen
     ("preempted", "COMPLETING", "running", ""), ("", "RUNNING", "running", ""),
     ("preempted", JobInfo("16", "PENDING", "BeginTime", restarts=1), "waiting", "after about two minutes"),
     ("running", "PENDING launch failed requeued held", "waiting", "`scontrol release 16`"),
-    ("", "PENDING Dependency", "waiting", ""), ("", "PENDING QOSMaxJobsPerUserLimit", "waiting", "your jobs use all"),
+    ("", "PENDING Dependency", "waiting", ""), ("", "PENDING QOSMaxJobsPerUserLimit", "waiting", "your jobs"),
     ("", "PENDING Resources", "waiting", r"train \(job 16\) waits for free nodes \(Resources\)"),
-    ("", "PENDING DependencyNeverSatisfied", "failed", "will never run.* go first: drover cancel runs/demo"),
+    ("", "PENDING DependencyNeverSatisfied", "failed", "will never run.* remove it first: drover cancel runs/demo"),
     ("preempted", "unknown", "stopped", "train stopped after step 300: why"),
-    ("failed", "CANCELLED", "failed", "train failed after step 300: why.*to go on: python launch/submit.py"),
-    ("running", "unknown", "failed", "train failed: job 16 is not known to Slurm any more: it crashed, or was"),
-    ("running", "NODE_FAIL", "failed", "train failed: job 16 ended NODE_FAIL"), ("", "unknown", "failed", "not known"),
+    ("failed", "CANCELLED", "failed", "train failed after step 300: why.*to continue: python launch/submit.py"),
+    ("running", "unknown", "failed", "train failed: job 16 is no longer known to Slurm: it crashed or was"),
+    ("running", "NODE_FAIL", "failed", "train failed: job 16 ended NODE_FAIL"), ("", "unknown", "failed", "known"),
     ("", "FAILED NonZeroExitCode", "failed", r"job 16 ended FAILED \(NonZeroExitCode\)\. Logs: .*slurm/16.log"),
     ("", "COMPLETED", "failed", "job 16 ended COMPLETED"), ("", "CANCELLED", "failed", "job 16 ended CANCELLED"),
     ("running", None, "running", "^Slurm does not answer"), ("preempted", None, "stopped", "^Slurm does not answer"),
@@ -61,7 +61,7 @@ def test_local_run(run):
         process.communicate(b"\n")
     assert run.states({})[3] == "stopped"
     run.state("train", "running")
-    assert run.states({})[3] == "failed" and "is gone; it was killed. Logs: " in run.status({}).remarks[0]
+    assert run.states({})[3] == "failed" and "no longer exists; it was killed. Logs: " in run.status({}).remarks[0]
     for seconds, then, state in (30, "restart", "running"), (20, "stop", "failed"):
         run.attempt("ended", "train", "local", seconds=seconds, status="crashed", reason="rank 1: killed", next=then)
         assert run.states({})[3] == state
@@ -118,7 +118,7 @@ def test_evaluations_nodes_and_a_request_to_stop(run):
     run.done("shard", "tokenizer", "encode", until=1)
     answers = {"16": "RUNNING", "400": "RUNNING", "600": "PENDING", **DEPENDENTS}
     asked, counted, failed, strike = run.status(answers).remarks
-    assert counted == "evaluations of checkpoints: 1 failed, 3 owed"
-    assert asked == "training was asked to stop (maintenance); it saves and leaves"
+    assert counted == "evaluations of checkpoints: 1 failed, 3 pending"
+    assert asked == "a request to stop training is pending (maintenance): it saves and ends"
     assert failed == "the evaluation of step 200 failed: no space"
-    assert re.fullmatch("node n3 failed at .*: was late; it is left out of the next submission", strike)
+    assert re.fullmatch("node n3 failed at .*: was late; it is excluded from the next submission", strike)

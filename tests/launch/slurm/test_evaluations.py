@@ -38,17 +38,15 @@ def result(run, step):
     Manifest("evaluate", {}, [], {}, "").write(evaluation_folder(run, step) / "evaluate")
 
 
-def test_what_is_owed(tmp_path):
-    def of(steps=1000):
-        checkpoints, launch = {"every_steps": 10}, {"evaluate": {"every_checkpoints": 2}}
-        return owed(tmp_path, Config(train={"steps": steps, "checkpoint": checkpoints}, launch=launch))
-    assert of() == [] == owed(tmp_path, Config())
+@pytest.mark.parametrize(("every", "steps", "expected"), [(2, 1000, [20, 80]), (2, 80, [20]), (None, 1000, [])])
+def test_what_is_owed(tmp_path, every, steps, expected):
     for step in (20, 40, 50, 80):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 100, complete=False)
     (tmp_path / "train/checkpoints/step-00000120.damaged").mkdir()
     result(tmp_path, 40)
-    assert of() == [20, 80] and of(steps=80) == [20]
+    assert owed(tmp_path, Config(train={"steps": steps, "checkpoint": {"every_steps": 10}},
+                                 launch={"evaluate": {"every_checkpoints": every}})) == expected
 
 
 @pytest.fixture
@@ -122,11 +120,11 @@ def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch
     for _ in range(3):
         found.look()
         found.finish()
-    assert said == ["the checkpoint of step 20 is not evaluated for now, training goes on: sbatch: error: no such "
+    assert said == ["the checkpoint of step 20 is not evaluated for now, training continues: sbatch: error: no such "
                     "partition", "the checkpoint of step 40 is evaluated by job 78"]
     queued.append("silent")
     found.finish()
-    assert "Slurm does not say" in said[-1]
+    assert "squeue does not answer" in said[-1]
 
 
 def test_a_checkpoint_that_is_gone(job):
@@ -158,17 +156,15 @@ def test_what_is_evaluated_and_cleared(job, monkeypatch, played, status):
         return [(["sh", "-c", played], 0)]
 
     monkeypatch.setattr(evaluations, "commands", stages)
-    source, linked = (place / "checkpoints/step-00000020" for place in (job.run / "train", folder / "train"))
+    name = "checkpoints/step-00000020"
     assert evaluate(job.run, 20) == status
     config, made = load_config(folder / "config.yaml"), read_manifest(folder / "train")
     assert (config.name, config.reuse, config.convert.copy_to) == (folder.name, str(job.run), None)
-    assert (made.counts["checkpoint"], made.counts["vocab_size"]) == ("checkpoints/step-00000020", 512)
-    assert [record["path"] for record in made.outputs] == [f"checkpoints/step-00000020/{name}"
-                                                           for name in ("inner/piece", "COMPLETE.json")]
-    done = status == 0
-    assert source.exists() and linked.exists() != done and (folder / "convert/hf").exists() is False
-    if done:
-        assert evaluate(job.run, 20) == 0, "a second job for it does nothing"
+    assert (made.counts["checkpoint"], made.counts["vocab_size"]) == (name, 512)
+    assert [record["path"] for record in made.outputs] == [f"{name}/inner/piece", f"{name}/COMPLETE.json"]
+    assert (job.run / "train" / name).exists() and (folder / "train" / name).exists() == (status != 0)
+    assert not (folder / "convert/hf").exists()
+    assert status or evaluate(job.run, 20) == 0, "a second job for it does nothing"
 
 
 @pytest.mark.parametrize("named", ["by nobody", "by --plugin"])

@@ -24,19 +24,13 @@ def strike(folder, node, hours, job):
     append_line(folder / NODES, {"node": node, "at": at.isoformat(), "job": job})
 
 
-def test_two_strikes_within_a_day(tmp_path):
-    for node, hours in (("n1", 1), ("n1", 23), ("n2", 1), ("n2", 25), ("n3", 2)):
-        strike(tmp_path, node, hours, f"1.{hours}")
+def test_nodes_with_two_strikes_within_a_day_are_left_out(tmp_path):
+    """Never more than a few: those that failed most often go first, then those that failed last."""
+    for node, hours in (("n1", (1, 2, 3)), ("n2", (1, 23)), ("n3", (1, 2)), ("n4", (1, 25))):
+        for number in hours:
+            strike(tmp_path, node, number, f"{number}.0")
     append_line(tmp_path / NODES, {"at": "now"})
-    assert strikes(tmp_path) == {"n1": 2, "n2": 1, "n3": 1}, "strikes lapse"
-    assert failing(tmp_path) == (["n1"], [])
-
-
-def test_never_more_than_a_few_nodes_are_left_out(tmp_path):
-    """Those that failed most often go first, then those that failed last."""
-    for node, times in (("n1", 3), ("n2", 2), ("n3", 2), ("n4", 1)):
-        for job in range(times):
-            strike(tmp_path, node, 0, f"{job}.0")
+    assert strikes(tmp_path) == {"n1": 3, "n3": 2, "n2": 2, "n4": 1}, "strikes lapse"
     assert failing(tmp_path, 2) == (["n1"], ["n3", "n2"]) and failing(tmp_path, 40) == (["n1", "n3"], ["n2"])
     assert [few(wanted) for wanted in (1, 64, 4096)] == [1, 3, 204]
 
@@ -57,36 +51,40 @@ def test_a_waiting_job_leaves_out_more(tmp_path):
         slurm.do("scontrol", f'case "$*" in *hostnames*) echo n9;; *) echo "JobId=15 ExcNodeList={before} A=x";; esac')
         assert slurm.scheduler().leave_out("15", ["n3"]) is None
         assert slurm.calls()[-1] == f"scontrol update JobId=15 ExcNodeList={after}"
-    slurm.say("scontrol", status=1)
-    assert slurm.scheduler().leave_out("15", ["n3"]) is not None
+    slurm.say("scontrol", error="Invalid job id specified", status=1)
+    assert slurm.scheduler().leave_out("15", ["n3"]) == "Invalid job id specified"
+    assert slurm.calls()[-1] == "scontrol --oneliner show job 15"
 
 
 def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
+    def bind(*options):
+        with socket.socket() as other:
+            for option in options:
+                other.setsockopt(socket.SOL_SOCKET, option, 1)
+            other.bind(("", port))
+            other.listen()
+
     port = free_port()
     assert port in PORTS and PORTS.stop < 32768
-    with socket.socket() as other, pytest.raises(OSError):
-        other.bind(("", port))  # as another runner would, on the same node
-    with socket.socket() as rank:
-        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
-        rank.bind(("", port))
-        rank.listen()
+    with pytest.raises(OSError):
+        bind()  # as another runner would, on the same node
+    bind(socket.SO_REUSEADDR)  # as torch's store does
     assert free_port() != port
-    with socket.socket() as other:
-        other.bind(("", port))
+    bind()
 
 
 def test_starts_are_counted_over_restarts(job):
     """Those that left a log, which is not written over, and one that no launcher made."""
-    def number(name="12"):
-        return Runner(job.spec, SlurmHost(name, name, 1, ("n1",), None, Slurm())).number
+    def number():
+        return Runner(job.spec, SlurmHost("12", "12", 1, ("n1",), None, Slurm())).number
 
     assert number() == 0
     for name in ("12.1", "12.4", "123.9"):
         (job.run / "logs/train" / name).mkdir(parents=True)
     (job.run / "logs/train/latest").symlink_to("12.4")
-    assert number() == 5
-    write_sealed(job.stage / "STATE.json", asdict(StageState("running", job="12", attempt=6)))
-    assert (number(), number("13")) == (7, 0)
+    for holder, expected in (("13", 5), ("12", 7)):
+        write_sealed(job.stage / "STATE.json", asdict(StageState("running", job=holder, attempt=6)))
+        assert number() == expected
 
 
 def test_an_element_of_an_array():

@@ -115,12 +115,11 @@ def test_nodes(slurm):
     assert slurm.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
 
 
-def test_a_users_own_formats_are_left_out(slurm, monkeypatch):
+def test_a_users_own_formats_are_left_out(slurm):
     slurm.do("squeue", f"env > {slurm.folder}/environment")
-    for name, value in {"PATH": str(slurm.folder), "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf",
-                        "SLURM_CLUSTERS": "other"}.items():
-        monkeypatch.setenv(name, value)
-    assert Scheduler().jobs(["1"]) == {"1": JobInfo("1")}
+    scheduler = Scheduler({"PATH": str(slurm.folder), "SQUEUE_FORMAT": "%i", "SLURM_CLUSTERS": "other",
+                           "SLURM_CONF": "/etc/slurm.conf"})
+    assert scheduler.jobs(["1"]) == {"1": JobInfo("1")}
     seen = (slurm.folder / "environment").read_text()
     assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen and "SLURM_CLUSTERS" not in seen
 
@@ -129,11 +128,3 @@ def test_a_users_own_formats_are_left_out(slurm, monkeypatch):
     ("3:04", 184), ("1-02:03:04", 93784), ("INVALID", 0)])
 def test_seconds(text, value):
     assert seconds(text) == value
-
-
-def test_a_signal_and_nodes_that_cannot_be_left_out(slurm):
-    slurm.say("scancel")
-    slurm.say("scontrol", error="Invalid job id specified", status=1)
-    assert slurm.scheduler().cancel("11", "--signal=USR2") is None
-    assert slurm.scheduler().leave_out("11", ["n3"]) == "Invalid job id specified"
-    assert slurm.calls() == ["scancel --signal=USR2 11", "scontrol --oneliner show job 11"]

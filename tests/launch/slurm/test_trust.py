@@ -109,9 +109,9 @@ def test_what_was_submitted_is_run(submitted):
 
 
 @pytest.mark.parametrize(("spoil", "why"), [
-    (lambda path: path.chmod(path.stat().st_mode | 0o002), "may be written by everybody"),
+    (lambda path: path.chmod(path.stat().st_mode | 0o002), "may be written by everyone"),
     (lambda path: path.chmod(path.stat().st_mode | 0o020), "may be written by the group "),
-    pytest.param(lambda path: os.chown(path, OTHER, -1), f"belongs to the user {OTHER}, and jobs execute what is there",
+    pytest.param(lambda path: os.chown(path, OTHER, -1), f"belongs to the user {OTHER}, and jobs execute files there",
                  marks=pytest.mark.skipif(not ROOT, reason="only root can give files away"))])
 def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, why):
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
@@ -121,11 +121,11 @@ def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, 
         before = path.stat()
         spoil(path)
         said = check(submitted)
-        assert said.startswith(f"{path} {why}") and ("everybody" in why) != ("launch.trusted_group" in said)
+        assert said.startswith(f"{path} {why}") and ("everyone" in why) != ("launch.trusted_group" in said)
         assert "belongs" in why or f"`chmod go-w {path}`" in said
         os.chown(path, before.st_uid, -1)
         path.chmod(before.st_mode)
-        assert check(submitted) == ""
+    assert check(submitted) == ""
 
 
 def test_a_group_can_be_trusted(submitted, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_group_can_be_trusted(submitted, monkeypatch):
     assert check(trusting) == ""
     assert owner_problems([Path(submitted.run)], "no such group") and owner_problems([Path(submitted.run)], None)
     path.chmod(path.stat().st_mode | 0o002)
-    assert "may be written by everybody" in check(trusting), "that is no group"
+    assert "may be written by everyone" in check(trusting), "that is no group"
 
 
 def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
@@ -168,21 +168,21 @@ def test_owners_need_not_be_looked_at(submitted):
     assert check(blind) == ""
     (Path(submitted.code) / "drover/launch/a.py").write_text("changed")
     (Path(submitted.code) / "drover/launch/__pycache__").symlink_to("/tmp")
-    assert "drover/launch/__pycache__, drover/launch/a.py changed" in check(blind), "whoever owns it"
+    assert "drover/launch/__pycache__, drover/launch/a.py. " in check(blind), "whoever owns it"
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), ": drover/launch/a.py changed"),
-    (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), ": sitecustomize.py changed"),
+    (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), ": drover/launch/a.py. "),
+    (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), ": sitecustomize.py. "),
     (lambda code: (code / "submitit").mkdir() or (code / "submitit/__init__.py").touch(),
-     ": submitit/__init__.py changed"),
-    (lambda code: (code / "drover/launch/a.py").unlink(), ": drover/launch/a.py changed"),
+     ": submitit/__init__.py. "),
+    (lambda code: (code / "drover/launch/a.py").unlink(), ": drover/launch/a.py. "),
     (lambda code: (code / "drover/launch/a.py").rename(code / "drover/launch/z.py"),
-     ": drover/launch/a.py, drover/launch/z.py changed"),
-    (lambda code: (code / "drover/launch/z").symlink_to("../pipeline/c.py"), ": drover/launch/z changed"),
+     ": drover/launch/a.py, drover/launch/z.py. "),
+    (lambda code: (code / "drover/launch/z").symlink_to("../pipeline/c.py"), ": drover/launch/z. "),
     (lambda code: shutil.rmtree(code), "drover/launch/a.py"),
-    (lambda code: archive_of(code).write_bytes(b"PK"), ".zip, the copy of the code, is not what was submitted"),
-    (lambda code: archive_of(code).unlink(), ".zip, the copy of the code, is not what was submitted, or gone")])
+    (lambda code: archive_of(code).write_bytes(b"PK"), ".zip, the copy of the code, changed after the submission"),
+    (lambda code: archive_of(code).unlink(), ".zip, the copy of the code, changed after the submission or is missing")])
 def test_other_code_is_not_run(submitted, change, told):
     """In a container, which may not see the node's copy."""
     submitted = saved(submitted, contained=True)
@@ -194,7 +194,7 @@ def test_other_code_is_not_run(submitted, change, told):
 def test_somebody_who_may_write_above_the_run_cannot_exchange_it(submitted, tmp_path):
     """He is refused before; and what a job has started from is on its node, whatever becomes of the run."""
     tmp_path.chmod(0o777)
-    assert check(submitted).startswith(f"{tmp_path} may be written by everybody")
+    assert check(submitted).startswith(f"{tmp_path} may be written by everyone")
     run, blind = Path(submitted.run), saved(submitted, check_owners=False)
     folder, problems = check_submission(path_of(blind), blind.sha256)
     assert not problems and folder.parent == node_folder() and not (folder / "drover/launch/__pycache__").exists()
@@ -216,8 +216,8 @@ def test_folders_that_links_lead_through_are_looked_at(tmp_path):
     assert owner_problems([], None, [tmp_path / "runs/run"]) == []
     (tmp_path / "shared").chmod(0o777)
     said, = owner_problems([], None, [tmp_path / "runs/run"])
-    assert said.startswith(f"{tmp_path}/shared may be written by everybody")
-    with pytest.raises(PermissionError, match="shared may be written by everybody"):
+    assert said.startswith(f"{tmp_path}/shared may be written by everyone")
+    with pytest.raises(PermissionError, match="shared may be written by everyone"):
         private_folder(tmp_path / "shared/mine")
 
 
@@ -225,36 +225,34 @@ def test_the_configuration_is_compared_whoever_owns_it(submitted):
     config = Path(submitted.run) / "launch/config-1.yaml"
     config.write_text("name: other")
     assert check(saved(submitted, check_owners=False)) == (
-        f"{config} is not what was submitted. Nothing was started. If it was you who changed it, submit the same "
-        f"command again, which copies what there is now; if not, look who did.")
+        f"{config} changed after the submission. Nothing was started. If you changed it, submit the same command "
+        f"again, which takes a new copy. If not, find out who did.")
 
 
 def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(submitted, monkeypatch):
     code, content = Path(submitted.code), submitted.code_sha256
+
+    def damaged(step=None):
+        """Whether a damaged copy is still that for a task of a step."""
+        if step:
+            monkeypatch.setenv("SLURM_STEP_ID", step)
+        (copy / "drover/launch/a.py").write_text("damaged")
+        assert local_copy(code, content) == copy
+        return "damaged" in (copy / "drover/launch/a.py").read_text()
+
     copy = local_copy(code, content)
     assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700 and (copy / "snapshot.json").exists()
-    (copy / "drover/launch/a.py").write_text("damaged")
-    assert local_copy(code, content) == copy and "damaged" not in (copy / "drover/launch/a.py").read_text()
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    local_copy(code, content)
-    (copy / "drover/launch/a.py").write_text("damaged")
-    local_copy(code, content)
-    assert "damaged" in (copy / "drover/launch/a.py").read_text(), "the step's first task has compared it"
-    monkeypatch.setenv("SLURM_STEP_ID", "1")
-    local_copy(code, content)
-    assert "damaged" not in (copy / "drover/launch/a.py").read_text()
+    assert not damaged() and not damaged("0") and damaged(), "the step's first task has compared it"
+    assert not damaged("1")
     old, recent = copy.with_name("code-old"), copy.with_name("code-recent")
     for other in (old, recent):
         other.mkdir()
         archive_of(other).touch()
         other.with_suffix(".compared").touch()
     os.utime(old.with_suffix(".compared"), (0, 0))
+    archive_of(code).write_bytes(b"PK")  # the node has the archive as well
     shutil.rmtree(copy)
     assert local_copy(code, content).is_dir() and recent.is_dir() and not old.exists() and not archive_of(old).exists()
-    archive_of(code).write_bytes(b"PK")
-    shutil.rmtree(copy)
-    assert local_copy(code, content).is_dir(), "the node has the archive as well"
     archive_of(copy).write_bytes(b"PK")
     monkeypatch.setenv("SLURM_STEP_ID", "2")
     with pytest.raises(ValueError, match="other code"):
@@ -262,33 +260,35 @@ def test_a_nodes_copy_is_compared_once_a_step_and_made_again_if_it_is_damaged(su
 
 
 def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
+    """Without room on the node, with the one in the run folder, as long as that is what was submitted."""
     values = json.dumps({name: vars(submitted)[name] for name in trust.CODE})
     command = [sys.executable, "-I", trust.__file__, "node", values, "sh", "-c", "echo $PYTHONPATH"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins", "TMPDIR": str(tmp_path)}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/code:/plugins",
+                   **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(tmp_path))}
 
     def run():
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
-    status, said = run()
-    copy = tmp_path / f"drover-{os.getuid()}" / f"code-{submitted.code_sha256[:16]}"
-    assert (status, said) == (0, f"{copy}:/plugins\n")
-    environment["TMPDIR"] = environment["TEMP"] = environment["TMP"] = str(tmp_path)
-    shutil.rmtree(copy.parent)
-    copy.parent.touch()  # no room, or somebody else's
+    place = tmp_path / f"drover-{os.getuid()}"
+    assert run() == (0, f"{place}/code-{submitted.code_sha256[:16]}:/plugins\n")
+    shutil.rmtree(place)
+    place.touch()  # no room, or somebody else's
     status, said = run()
     assert status == 0 and f"{submitted.code}:/plugins\n" in said and "cannot be copied to this node" in said
     (Path(submitted.code) / "drover/launch/a.py").write_text("evil")
     assert run()[0] == 2
-    copy.parent.unlink()
+    place.unlink()
     assert run()[0] == 0, "it comes from the archive"
-    shutil.rmtree(copy.parent)
+    shutil.rmtree(place)
     archive_of(Path(submitted.code)).write_bytes(b"PK")
     assert run()[0] == 2
+
+
+def test_what_looks_at_a_nodes_copy_is_not_taken_from_the_run_folder(submitted, tmp_path):
     step = srun_command(submitted, tmp_path, ["true"])
     before = step[:step.index("node")]
-    assert not any(submitted.code in word for word in before), "what looks at the copy is not taken from there"
-    assert "def local_copy(" in before[-1]
+    assert "def local_copy(" in before[-1] and not any(submitted.code in word for word in before)
 
 
 def test_the_archive_proves_nothing_by_itself(submitted, checkout):
@@ -296,14 +296,14 @@ def test_the_archive_proves_nothing_by_itself(submitted, checkout):
     code, submitted = Path(submitted.code), saved(submitted, contained=True)
     (code / "drover/launch/a.py").write_text("import evil\n")
     shutil.make_archive(str(code), "zip", code)
-    assert "is not what was submitted, or gone. Nothing was started" in check(submitted)
+    assert "changed after the submission or is missing. Nothing was started" in check(submitted)
     assert snapshot_of(Path(submitted.run), checkout) == code
     assert check(submitted) == "" and "evil" not in (code / "drover/launch/a.py").read_text()
 
 
 def test_another_spec_is_not_done(submitted):
     saved(submitted, command=("rm",))
-    assert "what the job has to do, is not what was submitted" in check(submitted)
+    assert "the job's spec, changed after the submission" in check(submitted)
     path_of(submitted).write_text("{")
     assert "cannot be read" in check(submitted)
 
@@ -313,7 +313,7 @@ def test_a_run_folder_may_be_kept_elsewhere(submitted, tmp_path):
     Path(submitted.run).symlink_to(tmp_path / "elsewhere")
     assert check(submitted) == ""
     (tmp_path / "elsewhere").chmod(0o777)
-    assert "may be written by everybody (mode 0777)" in check(submitted)
+    assert "may be written by everyone (mode 0777)" in check(submitted)
 
 
 # ---- the script
@@ -328,7 +328,7 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     assert not loose, "what is submitted is one's own, whatever the umask and the checkout"
     lines = (slurm.queue / "104").read_text().splitlines()
     last = next(number for number, line in enumerate(lines) if " -I " in line)
-    script = "\n".join(["#!/bin/bash", *lines[last - 2:last + 2], "echo started from $PYTHONPATH"])
+    script = "\n".join([*lines[last - 2:last + 2], "echo started from $PYTHONPATH"])
 
     def run():
         done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
@@ -342,20 +342,18 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     (code / "drover/launch/new.py").write_text("evil")
     assert run()[0] == 0 and not list(copy.rglob("new.py")), "this node has what was submitted"
     shutil.rmtree(copy)
-    assert run()[0] == 0, "as an archive it is whole"
-    shutil.rmtree(copy)
     archive_of(code).unlink()
     status, said = run()
-    assert status == 1 and "refused: " in said and ".zip, the copy of the code, is not what was submitted" in said
+    assert status == 1 and "refused: " in said and ".zip, the copy of the code, changed after the submission" in said
     (code / "drover/launch/slurm/trust.py").write_text("raise SystemExit(0)  # all is well\n")
     status, said = run()
-    assert status == 1 and "trust.py is not what was submitted, or gone" in said and "started" not in said
+    assert status == 1 and "trust.py changed after the submission or is missing" in said and "started" not in said
 
 
 def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
     slurm.done("shard")
     slurm.run.chmod(0o777)
-    assert "runs/trial may be written by everybody (mode 0777), and jobs execute what is there or below. Look at it, " \
+    assert "runs/trial may be written by everyone (mode 0777), and jobs execute files there or below. Look at it, " \
            "then `chmod go-w runs/trial`" in slurm.refused("--stage", "all")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
     assert "no such group" in slurm.refused("--stage", "all", "launch.trusted_group=nobodys-group")
@@ -367,28 +365,24 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 
 def test_a_private_folder(tmp_path, monkeypatch):
     os.umask(0)
-    made = private_folder(tmp_path / "mine")
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    made.chmod(0o755)  # as earlier versions made it: others could only read
-    assert private_folder(made) == made and stat.S_IMODE(made.stat().st_mode) == 0o700
+    mine, link = tmp_path / "mine", tmp_path / "link"
+    link.symlink_to(mine)
+    for mode in (None, 0o755):  # made, and one that others could read
+        if mode:
+            mine.chmod(mode)
+        assert private_folder(mine) == mine and stat.S_IMODE(mine.stat().st_mode) == 0o700
     (tmp_path / "file").touch(0o600)
-    (tmp_path / "link").symlink_to(made)
-    for path, mode in ((made, 0o702), (tmp_path / "link", 0o702)):
-        path.chmod(mode)
-        with pytest.raises(PermissionError, match="may be written by everybody"):
-            private_folder(path)
     with pytest.raises(FileExistsError):
         private_folder(tmp_path / "file")
     monkeypatch.setattr(trust, "_is_private", lambda group: False)
-    made.chmod(0o770)
-    with pytest.raises(PermissionError, match="may be written by the group"):
-        private_folder(made)
-    if ROOT:
-        made.chmod(0o700)
-        for path in (tmp_path / "link", made):
-            os.chown(path, OTHER, -1, follow_symlinks=False)
-            with pytest.raises(PermissionError, match=f"belongs to the user {OTHER}"):
-                private_folder(path)
+    for mode, owner, why in ((0o702, -1, "may be written by everyone"), (0o770, -1, "may be written by the group"),
+                             (0o700, OTHER, f"belongs to the user {OTHER}")):
+        if owner == -1 or ROOT:
+            mine.chmod(mode)
+            for path in (link, mine):
+                os.chown(path, owner, -1, follow_symlinks=False)
+                with pytest.raises(PermissionError, match=why):
+                    private_folder(path)
 
 
 def test_compilers_keep_what_they_run_again_in_private():
@@ -400,7 +394,7 @@ def test_compilers_keep_what_they_run_again_in_private():
         assert node_folder() in Path(found[name]).parents
     assert stat.S_IMODE(node_folder().stat().st_mode) == 0o700
     node_folder().chmod(0o777)
-    with pytest.raises(UserError, match=r"may be written by everybody.*\(on n7\)\. Remove it there \(`rm -r .*"
+    with pytest.raises(UserError, match=r"may be written by everyone.*\(on n7\)\. Remove it there \(`rm -r .*"
                                         r"set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR in launch\.environment"):
         defaults(node)
 

@@ -7,13 +7,7 @@ from itertools import product
 import pytest
 
 from drover.launch.host import StepEnd
-from drover.launch.slurm.job.decisions import (
-    MOST_OUTSIDE,
-    Outcome,
-    decide,
-    fruitless,
-    unseen,
-)
+from drover.launch.slurm.job.decisions import MOST_OUTSIDE, Outcome, decide, fruitless, unseen
 from drover.launch.slurm.job.srun import read_end
 from drover.launch.slurm.jobspec import JobSpec
 from drover.pipeline.contract.state import StageState
@@ -51,7 +45,6 @@ def kind(decision):
     (Outcome(DONE, committed=False), terms(), ("restart", "crashed", 0)),
     # user errors
     (Outcome(FAILED, end=StepEnd(143), hang="x", fruitless=9), terms(later_links=True), ("stop", "failed", 1)),
-    (Outcome(None, end=read_end(143, REFUSED)), terms(), ("stop", "failed", 1)),
     (Outcome(None, end=read_end(143, REFUSED), again=True, fruitless=1), terms(), ("restart", "crashed", 0)),
     # requests to stop
     (Outcome(ASKED), terms(later_links=True, requeue=False), ("leave", "preempted", 0)),
@@ -66,8 +59,6 @@ def kind(decision):
     (Outcome(RUNNING, hang="rank 2 is late", fruitless=4), terms(later_links=True), ("stop", "hung", 1)),
     # Slurm may still run the tasks: no second gang beside them
     (Outcome(RUNNING, end=StepEnd(137, abandoned=True), fruitless=1), terms(), ("requeue", "crashed", 0)),
-    # no step at all: the allocation is of no use
-    (Outcome(None, end=read_end(1, NO_STEP), fruitless=1), terms(), ("requeue", "crashed", 0)),
 ])
 def test_the_table(outcome, terms, expected):
     assert kind(decide(outcome, terms)) == expected
@@ -79,20 +70,15 @@ def test_what_holds_for_every_combination():
             product((0, 143), ("", LOST, REFUSED, NO_STEP, LOST + REFUSED), flags, flags)]
     for *known, requeue, links in product(STATES, flags, ends, ("", "late"), flags, flags, (0, 4), flags, flags):
         outcome, spec = Outcome(*known), terms(links, requeue)
-        decision = decide(outcome, spec)
-        assert decision.reason
-        if decision.status == "done":
-            assert outcome.committed and decision.exit_status == 0
-        if outcome.stopping:
-            assert decision.action in ("leave", "stop"), "told to end, nothing is started or queued"
-            assert decision.exit_status in (0, 1, 143)
-        if decision.action == "requeue":
-            assert requeue
-        if decision.action == "leave":
-            assert decision.status == "done" or links, "exit status 0 lets the next stage start"
-        if decision.action == "restart":
-            assert outcome.end.started and not outcome.end.abandoned and outcome.fruitless <= spec.max_restarts
-        assert (decision.exit_status != 0) == (decision.action == "stop")
+        decision, end = decide(outcome, spec), outcome.end
+        assert decision.reason and (decision.exit_status != 0) == (decision.action == "stop")
+        assert outcome.committed or decision.status != "done"
+        assert {  # exit status 0 lets the next stage start
+            "leave": decision.status == "done" or links,
+            "requeue": requeue and not outcome.stopping,
+            "restart": end.started and not end.abandoned and outcome.fruitless <= spec.max_restarts
+            and not outcome.stopping,
+            "stop": decision.exit_status in (1, 143)}[decision.action]
 
 
 def attempts(*ends, begin=None):

@@ -39,7 +39,7 @@ def test_two_jobs_of_one_stage(job, monkeypatch, other, chain, state, beats, wai
             job.go()
     else:
         status, log = job.go("work")
-        assert status == 0 and ("waits for the end of the job 11 on n7, which has train" in log) == bool(waited)
+        assert status == 0 and ("waits for the end of the job 11 on n7, which works on train" in log) == bool(waited)
     assert waited <= clock[0] <= waited + LOOK_S
     assert (job.run / "launch/train.lock").exists() == refused, "another job's lock is left alone"
 

@@ -19,8 +19,9 @@ from drover.launch.slurm.job.node_trial import (
     check_gpus,
     check_node,
     partner_of,
+    read_reports,
 )
-from drover.launch.slurm.job.preflight import Found, judge, read_reports, run_preflight
+from drover.launch.slurm.job.preflight import Found, judge, run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.nodes import failing
 from drover.pipeline.contract.stages import REPOSITORY
@@ -47,69 +48,56 @@ def having(kind, *nodes):
             for report in SOUND]
 
 
-@pytest.mark.parametrize(("reports", "bad"), [
-    (SOUND, {}),
-    (but(2, problems={"shm": "/dev/shm is not there", "gpu": "more"}),
-     {"n3": "/dev/shm is not there"}),
-    (SOUND[:3], {"n4": "it did not report"}),
-    (but(*range(4), times={}), {}),  # nobody met: it is not the nodes
-    (but(1, clock_at=1009.0), {"n2": "its clock is 9 s fast"}),
-    (but(1, clock_at=990.0), {"n2": "its clock is 10 s slow"}),
-    (but(1, clock_at=1004.0), {}),
-    (but(1, 3, clock_at=1030.0), {}),  # two against two
-    (slow(3, PRODUCT, 0.5), {"n4": "a matrix product took 500 ms, 50.0 times the others' 10 ms"}),
-    (slow(3, PRODUCT, 0.045), {}),  # more than 4 times, but by 35 ms only
-    ([replace(report, device="cuda") for report in slow(3, PRODUCT, 0.045)],
+def two(*, apart=0.0, link=0.0):
+    """Reports of two nodes: how far apart their clocks are, and how long an exchange took on one."""
+    return [replace(report, clock_at=1000.0 + apart * report.rank,
+                    times={**TIMES, EXCHANGE: link * report.rank or 0.02}) for report in SOUND[:2]]
+
+
+@pytest.mark.parametrize(("count", "reports", "bad"), [
+    (4, SOUND, {}),
+    (4, but(2, problems={"shm": "no /dev/shm", "gpu": "more"}), {"n3": "no /dev/shm"}),
+    (4, SOUND[:3], {"n4": "it did not report"}),
+    (4, [], {}),  # all are silent: it is not the nodes
+    (4, but(*range(4), times={}), {}),  # nobody met
+    (4, but(1, clock_at=1009.0), {"n2": "its clock is 9 s fast"}),
+    (4, but(1, clock_at=990.0), {"n2": "its clock is 10 s slow"}),
+    (4, but(1, clock_at=1004.0), {}),
+    (4, but(1, 3, clock_at=1030.0), {}),  # two against two
+    (4, slow(3, PRODUCT, 0.5), {"n4": "a matrix product took 500 ms, 50.0 times the others' 10 ms"}),
+    (4, slow(3, PRODUCT, 0.045), {}),  # more than 4 times, but by 35 ms only
+    (4, [replace(report, device="cuda") for report in slow(3, PRODUCT, 0.045)],
      {"n4": "a matrix product took 45 ms, 4.5 times the others' 10 ms"}),
-    (slow(0, EXCHANGE, 0.9), {"n1": "an exchange with another node took 900 ms, 45.0 times the others' 20 ms"}),
-    (slow(0, REDUCE, 0.9), {}),  # told, and nobody's fault
-    # Silent are all: it is not they.
-    ([], {}),
-    (having("folder", "n1"), {"n1": "folder n1"}),
-    (having("gpu", "n1", "n2"), {}),  # more than one of four at once: not each its own fault
-])
-def test_the_table(reports, bad):
-    found = judge(reports, NODES)
-    assert (found.bad if not found.reason else {}) == bad
-
-
-def test_of_two_nodes_none_is_blamed_for_the_link_between_them():
-    places = [NODES[rank // 4] for rank in range(8)]
-    reports = [Report(rank, node, times={EXCHANGE: 3.0 if rank == 5 else 0.01})
-               for rank, node in enumerate(places)]
-    assert not judge(reports, places).bad
-
-
-@pytest.mark.parametrize(("apart", "said"), [(6.0, 1), (4.0, 0)])
-def test_of_two_nodes_whose_clocks_differ_it_is_said_and_none_is_blamed(apart, said):
-    found = judge([replace(SOUND[0], clock_at=1000.0), replace(SOUND[1], clock_at=1000.0 + apart)], NODES[:2], 4.0)
-    assert not found.bad and sum("2 of 2 nodes differ in their clocks" in text for text in found.told) == said
-
-
-@pytest.mark.parametrize(("reports", "everywhere", "bad"), [
-    (having("space", "n2"), True, {"n2"}),
-    (having("folder", "n1", "n2", "n4"), True, {"n1", "n2", "n4"}),
-    (having("shm", *NODES), True, set(NODES)),  # each in other words
-    ([*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], True, {"n1", "n4"}),
-    # Jobs of one node
-    (having("space", "n1")[:1], True, {"n1"}), (having("gpu", "n1")[:1], False, {"n1"})])
-def test_what_is_not_the_nodes_stops_the_job_without_a_strike(reports, everywhere, bad):
-    found = judge(reports, NODES[:len(reports)])
-    assert (set(found.bad), bool(found.reason)) == (bad, everywhere)
+    (4, slow(0, EXCHANGE, 0.9), {"n1": "an exchange with another node took 900 ms, 45.0 times the others' 20 ms"}),
+    (4, slow(0, REDUCE, 0.9), {}),  # one slow node makes it slow for all
+    (4, having("folder", "n1"), {"n1": "folder n1"}),
+    (2, two(link=3.0), {}),  # of two nodes nobody knows whose the link is
+    (2, two(apart=6.0), "2 of 2 nodes differ in their clocks"), (2, two(apart=4.0), {}),
+    (1, having("gpu", "n1")[:1], {"n1": "gpu n1"}),
+    # What ends the job without a strike: more of four nodes than one, or what they share
+    (4, having("gpu", "n1", "n2"), "launch.exclude"), (4, having("shm", *NODES), "launch.exclude"),
+    (4, having("space", "n2"), "space n2 (1 of 4"), (1, having("space", "n1")[:1], "space n1 (1 of 1 node;"),
+    (4, having("folder", "n1", "n2", "n4"), "folder n1 (3 of 4")])
+def test_the_table(count, reports, bad):
+    found = judge(reports, NODES[:count], 4.0)
+    if isinstance(bad, dict):
+        assert (found.bad, found.reason) == (bad, "") and not (count == 2 and found.lines)
+    else:
+        assert bad in found.reason + " ".join(found.lines) and bool(found.reason) == ("clocks" not in bad)
 
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_every_node_has_two_partners(count):
     """So that the best of its times is not bad because of one of them."""
-    met = {node: {partner_of(node, number, count) for number in range(ROUNDS)} - {node} for node in range(count)}
-    assert all(partner_of(partner_of(node, number, count), number, count) == node for node in met
-               for number in range(ROUNDS)), "both take part"
-    assert all(len(partners) >= min(2, count - 1) for partners in met.values())
+    for node in range(count):
+        partners = [partner_of(node, number, count) for number in range(ROUNDS)]
+        assert len({*partners} - {node}) >= min(2, count - 1)
+        assert [partner_of(other, number, count) for number, other in enumerate(partners)] == [node] * ROUNDS
 
 
 def test_a_node_that_is_not_sound(tmp_path, monkeypatch):
     found = check_node(tmp_path / "gone", gpus=2, shared=tmp_path / "shm")
-    assert "cannot write into" in found["folder"] and found["shm"].endswith("shm is not there") and len(found) == 3
+    assert "cannot write into" in found["folder"] and found["shm"].endswith("shm does not exist") and len(found) == 3
     assert found["gpu"] == "0 GPUs instead of 2"
     (tmp_path / "launch").mkdir()
     for name in ("LEAST_DISK", "LEAST_SHARED"):
@@ -125,7 +113,7 @@ def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_p
              f"0: {texts[0]}"]
     (tmp_path / "node0.log").write_text("\n".join(lines))
     (tmp_path / "node12.log").write_text(f"97: {json.dumps(asdict(replace(SOUND[2], rank=97)))}\n")
-    assert read_reports(tmp_path) == [SOUND[0], SOUND[1], replace(SOUND[2], rank=97)]
+    assert read_reports(tmp_path, Report) == [SOUND[0], SOUND[1], replace(SOUND[2], rank=97)]
 
 
 def smi(folder, gpus, processes="", before=""):
@@ -147,7 +135,7 @@ def test_gpus(tmp_path, monkeypatch):
     assert check_gpus(2) == []
     smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
     assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
-                             "other processes compute on its GPUs (process 1)"]
+                             "other processes use its GPUs (process 1)"]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
     smi(tmp_path, "", before="exit 9")
@@ -172,27 +160,24 @@ def test_the_trial_is_left_out_where_it_is_not_asked_for_or_there_are_no_ranks(j
         assert "preflight" not in job.go("work", job="13", **changes)[1]
 
 
-def test_a_bad_node_is_named_and_at_its_second_failure_left_to_the_next_submission(job):
-    bad = Found({"n2": "no disk"}, ["n2 is bad: no disk"])
-    status, log = job.go(trial=bad)
-    assert status == 0 and job.slurm.requeued == ["12"] and "n2 is bad: no disk" in log and failing(job.run)[0] == []
-    status, log = job.go(trial=bad, restart=1)
-    assert status == 1 and "submit the same command again" in log and not job.events("attempt")
-    assert job.state().status == "failed" and failing(job.run)[0] == ["n2"] and job.slurm.requeued == ["12"]
-    assert job.events("preflight")[1]["bad"] == bad.bad
-
-
-def test_the_next_link_goes_on_without_the_bad_node(job):
+@pytest.mark.parametrize("links", [1, 3])
+def test_a_bad_node_is_named_and_left_out(job, links):
+    """By the next links; without them, at its second failure, by the next submission."""
     chain_of(job, "12", "13", "14")
-    status, log = job.go(trial=Found({"n2": "no shared memory"}, []), links=3)
-    assert status == 0 and "the next job of the chain goes on without it" in log
-    assert job.slurm.left_out == {"13": ["n2"], "14": ["n2"]}
-    assert not job.events("attempt") and not (job.stage / "STATE.json").exists()
+    for restart in range(2):
+        status, log = job.go(trial=Found({"n2": "no disk"}, ["n2 is bad: no disk"]), restart=restart, links=links)
+        assert "n2 is bad: no disk" in log and failing(job.run)[0] == ["n2"] * restart
+        assert not job.events("attempt") and job.events("preflight")[-1]["bad"] == {"n2": "no disk"}
+        assert status == (restart if links == 1 else 0) and job.slurm.requeued == ["12"] * (links == 1)
+    if links == 1:
+        assert "submit the same command again" in log and job.state().status == "failed"
+    else:
+        assert "the next job of the chain continues without it" in log and not (job.stage / "STATE.json").exists()
+        assert job.slurm.left_out == {"13": ["n2"], "14": ["n2"]}
 
 
 def test_what_fails_on_every_node_is_not_the_nodes(job):
-    both = Found({"n1": "no disk", "n2": "no disk"}, [], "no disk, on all nodes alike")
-    status, log = job.go(trial=both)
+    status, log = job.go(trial=Found({"n1": "no disk", "n2": "no disk"}, [], "no disk, on all nodes alike"))
     assert status == 1 and "preflight: no disk, on all nodes alike" in log and not job.slurm.requeued
     assert not (job.run / "launch/nodes.jsonl").exists() and "on all nodes alike" in job.state().reason
 
@@ -242,5 +227,5 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     here = SlurmHost("12", "12", 0, tuple(NODES[:3]), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
-    assert [report.clock_at is not None for report in read_reports(folder)] == [True, False] * 3
+    assert [report.clock_at is not None for report in read_reports(folder, Report)] == [True, False] * 3
     assert (tmp_path / "calls").read_text().startswith("-m drover.launch.slurm.job.node_trial")

@@ -22,11 +22,11 @@ RESTART, DONE = ("crashed", "restart"), ("done", "leave")
 
 
 def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
+    job.slurm.left_s = 180  # just enough to start again
     status, log = job.go("crash", "work")
     assert (status, job.ends()) == (0, [RESTART, DONE]) and "  rank 1: this rank says why" in log, log
     assert job.events("ended")[0]["reason"] == "rank 1 on n2: killed"
-    assert [(event["job"], event["restart"], event["start"], event["ranks"]) for event in job.events("attempt")] == [
-        ("12", 0, 0, 2), ("12", 0, 1, 2)]
+    assert [(event["start"], event["ranks"]) for event in job.events("attempt")] == [(0, 2), (1, 2)]
     assert (job.run / "logs/train/latest").readlink() == Path("12.1")
     assert not (job.run / "launch/train.lock").exists()
     line, first, second = job.commands[1], *job.environments
@@ -43,14 +43,12 @@ def test_a_crash_is_followed_by_another_start_in_the_allocation(job):
 def test_logs_of_old_starts_are_removed(job):
     """An element of an array leaves those of others alone, and no other job touches them."""
     logs = job.run / "logs/train"
-    for number in range(KEPT + 10):
+    for number in range(KEPT + 1):
         for folder in (logs / f"9.{number}", logs / f"20_{number}.0"):
             folder.mkdir(parents=True)
             os.utime(folder, (number, number))
-    log = job.go("work")[1]
-    assert f"removed from {logs}, as old: 9.0, 9.1, 9.2, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8, 9.9, 9.10\n" in log
-    assert {path.name for path in logs.glob("*.*")} == {
-        "12.0", *(f"9.{number}" for number in range(11, KEPT + 10)), *(f"20_{number}.0" for number in range(KEPT + 10))}
+    assert f"removed logs of old starts from {logs}: 9.0, 9.1\n" in job.go("work")[1]
+    assert len([*logs.glob("9.*")]) == KEPT - 1 and len([*logs.glob("20_*")]) == KEPT + 1
 
 
 def test_told_to_end_the_runner_waits_and_starts_nothing(job):
@@ -74,10 +72,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
      "Slurm did not queue the job again (presently disabled), and no later job of the chain waits to go on: submit the "
      "same command again"),
     ("crash", {}, {"left_s": 179}, 0, [("crashed", "requeue")], 1, "the time limit is too near"),
-    ("crash work", {}, {"left_s": 180}, 0, [RESTART, DONE], 0, "crashed: rank 1 on n2: killed; starting again"),
-    ("failed", {"links": 2}, {}, 1, [("failed", "stop")], 0, "train failed: the third record is broken"),
     ("refuse", {}, {}, 1, [("failed", "stop")], 0, "there is nothing to train on"),
-    ("abandoned", {}, {}, 0, [("crashed", "requeue")], 1, "its tasks may still run"),
     ("crash", {}, {"states": {"12": "PENDING"}}, 143, [("crashed", "leave")], 0, "Slurm has taken the job"),
 ])
 def test_what_follows_from_each_end_of_a_start(job, plan, changes, slurm, status, ends, requeued, words):
@@ -102,9 +97,8 @@ def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatc
 def test_a_step_that_cannot_be_made_is_tried_again_before_the_job_is_queued_again(job):
     status, log = job.go(*["no step"] * srun.STEP_TRIES)
     assert status == 0 and job.ends() == [("crashed", "requeue")] and log.count("trying again") == 3
-    status, log = job.go("no step", "work", restart=1)
-    assert status == 0 and "there is no step: Unable to create step for job 12" in log and "(1 of 3)" in log
-    assert len(job.commands) == 6 and len(job.events("attempt")) == 2
+    assert "there is no step: Unable to create step for job 12" in log and "(1 of 3)" in log
+    assert job.go("no step", "work", restart=1)[0] == 0 and len(job.events("attempt")) == 2
 
 
 def test_no_file_can_be_written_and_the_job_goes_on(job, monkeypatch):
@@ -151,7 +145,7 @@ def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):
 def test_the_stop_file(job):
     (job.run / "launch/stop").write_text("enough")
     status, log = job.go()
-    assert status == 1 and "training is to stand" in log and not job.events("attempt")
+    assert status == 1 and "training does not start" in log and not job.events("attempt")
 
 
 def test_the_start_that_nobody_saw_the_end_of(job):
@@ -206,7 +200,7 @@ def test_elements_of_an_array(tmp_path):
     status, log = job.go("crash", "work", element=2)
     assert status == 0 and "part 2 of 4 of texts" in log, log
     assert job.ends()[3:] == [RESTART, DONE] and job.commands[-1].endswith("--part 2/4 --phase texts")
-    assert (job.run / "logs/shard/20_2.1").is_dir() and not list((job.run / "launch").glob("*.lock"))
+    assert (job.run / "logs/shard/20_2.1").is_dir()
     assert job.go("refuse", element=1)[0] == 1
     job.unseen(3, "20_3")
     (job.run / "launch/killed.24.3").touch()

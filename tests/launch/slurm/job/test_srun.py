@@ -24,7 +24,7 @@ VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io er
     (read_end(143, VANISHED), "Slurm lost the tasks of the step's node number 1, from 0 (slurmstepd died)", None, True),
     (read_end(1, NO_STEP), "Unable to create step for job 12: Requested nodes are busy", 1, False),
     (read_end(143, "", given_up=True), "srun started no task in 30 s", None, False),
-    (read_end(137, "", abandoned=True), "srun did not end within 40 s of being told to, and its tasks may still run",
+    (read_end(137, "", abandoned=True), "srun did not end within 40 s of SIGTERM, and its tasks may still run",
      None, True),
     (read_end(137, ""), "killed by SIGKILL", None, True),
     (read_end(0, ""), "", None, True)])

@@ -9,17 +9,19 @@ import pytest
 
 from tests.launch.slurm.submit.test_sbatch import scripts
 
+DRY = ("--cluster", "slurm", "--dry-run", "--no-rehearse")
+
 
 @pytest.fixture
 def script(launcher):
     """Gives the lines of a train job's script, on two nodes with 8 GPUs each."""
     def lines(**launch):
         settings = {"gpus_per_node": 8, "train.nodes": 2, **launch}
-        shown = launcher.accepted("--stage", "encode,train", "--cluster", "slurm", "--dry-run",
-                                  *(f"launch.{name}={json.dumps(value)}" for name, value in settings.items()))
-        text = scripts(shown)["train"]
+        text = scripts(launcher.accepted("--stage", "train", *DRY, *(
+            f"launch.{name}={json.dumps(value)}" for name, value in settings.items())))["train"]
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
         return text.splitlines()
+    launcher.done("shard", "tokenizer", "encode")
     return lines
 
 
@@ -35,26 +37,28 @@ def test_gpus_are_asked_for_once(script, extra):
     asked = options(script(extra=extra), "gres", "gpus", "gpus-per-node", "gpus-per-task")
     (_, value), = extra.items()
     assert len(asked) == 1 and asked[0].endswith(f"={value}")
-    asked = options(script(extra={"gres": "nvme:1", "exclusive": True, "overcommit": False}), "gres", "gpus-per-node",
-                    "exclusive", "overcommit")
-    assert asked == ["exclusive", "gpus-per-node=8", "gres=nvme:1"]
+
+
+def test_other_options_and_the_type_of_the_gpus(script):
+    lines = script(gpu_type="h100", extra={"gres": "nvme:1", "exclusive": True, "overcommit": False})
+    assert options(lines, "gres", "gpus-per-node", "exclusive", "overcommit") == [
+        "exclusive", "gpus-per-node=h100:8", "gres=nvme:1"]
 
 
 @pytest.mark.parametrize(("extra", "told"), [
-    ({"gres": "gpu:4"}, "train: launch.extra asks for 4 GPUs a node (gres), but the job has 8"),
-    ({"gpus": "h100:8"}, "asks for 4 GPUs a node (gpus)"), ({"gpus-per-task": 2}, "asks for 16 GPUs a node"),
-    ({"partition": "big"}, "launch.extra holds partition, which the jobs rely on as the launcher sets it. Say it with "
-                   "launch.partition."),
-    ({"export": "NONE"}, "Say it with launch.environment and launch.secrets."),
-    ({"time": 9, "wait": True}, "extra holds wait, which the jobs rely on as the launcher sets it. Leave it out."),
-    ({"account": "a"}, "launch.extra holds account. Say it with launch.account; a stage's own stands in its extra."),
-    ({"c": "9"}, "launch.extra holds c; write the long name of sbatch's option -c (man sbatch)."),
-    ({"test-only": True}, "Say it with --dry-run"),
-    ({"gres": "gpu:h100:8"}, "train: launch.gpu_type and gres in launch.extra both say which GPUs the job gets"),
-    ({"mem-per-cpu": "4G"}, "train: launch.mem and mem-per-cpu in launch.extra both say how much memory")])
+    ({"gres": "gpu:4"}, "train: launch.extra requests 4 GPUs a node (gres), but the job has 8"),
+    ({"gpus": "h100:8"}, "requests 4 GPUs a node (gpus)"), ({"gpus-per-task": 2}, "requests 16 GPUs a node"),
+    ({"partition": "big"}, "launch.extra has partition, which the launcher sets itself. Use launch.partition."),
+    ({"export": "NONE"}, "Use launch.environment and launch.secrets."),
+    ({"time": 9, "wait": True}, "extra has wait, which the launcher sets itself. Leave it out."),
+    ({"account": "a"}, "launch.extra has account. Set launch.account; for a single stage, set it in"),
+    ({"c": "9"}, "launch.extra has c; write the long name of sbatch's option -c (man sbatch)."),
+    ({"test-only": True}, "Use --dry-run"), ({"container-image": "x"}, "Use launch.container"),
+    ({"gres": "gpu:h100:8"}, "train: launch.gpu_type and gres in launch.extra both choose the GPUs"),
+    ({"mem-per-cpu": "4G"}, "train: launch.mem and mem-per-cpu in launch.extra both set the memory")])
 def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
-    said = launcher.refused("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "train.micro_batch=1",
-                            "launch.gpus_per_node=8", "launch.train.nodes=2", "launch.mem=64G", "launch.gpu_type=h100",
+    said = launcher.refused("--stage", "encode,train", *DRY, "train.micro_batch=1", "launch.gpus_per_node=8",
+                            "launch.train.nodes=2", "launch.mem=64G", "launch.gpu_type=h100",
                             f"launch.extra={json.dumps(extra)}")
     assert told in said
 

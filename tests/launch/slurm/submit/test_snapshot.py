@@ -31,29 +31,22 @@ def files(folder):
             if path.is_file() and path.name != "snapshot.json"}
 
 
-def test_a_clean_checkout_is_copied_once(checkout, tmp_path):
+def test_a_checkout_is_copied_once_and_again_with_what_was_changed(checkout, tmp_path):
     planned, _ = planned_snapshot(tmp_path / "run", checkout)
     assert not (tmp_path / "run").exists(), "planning writes nothing"
     copy = snapshot_of(tmp_path / "run", checkout)
-    assert copy == planned
-    assert files(copy) == {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 1\n",
-                           "drover/pipeline/deep/b.py": "B = 1\n"}
-    record = read_json(copy / "snapshot.json")
+    first = {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 1\n", "drover/pipeline/deep/b.py": "B = 1\n"}
+    assert copy == planned and files(copy) == first
     head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    assert record["commit"] == head.strip() and record["changed"] is False
+    assert read_json(copy / "snapshot.json") == {"commit": head.strip(), "changed": False}
     (copy / "drover/launch/a.py").unlink()  # a copy that was never finished, or is being removed
-    assert snapshot_of(tmp_path / "run", checkout) == copy and (copy / "drover/launch/a.py").read_text() == "A = 1\n"
-
-
-def test_changes_and_new_files_come_along_and_are_told(checkout, tmp_path):
-    clean = snapshot_of(tmp_path / "run", checkout)
+    assert snapshot_of(tmp_path / "run", checkout) == copy and files(copy) == first
     (checkout / "launch/a.py").write_text("A = 2\n")
     (checkout / "pipeline/new.py").write_text("N = 1\n")
-    copy = snapshot_of(tmp_path / "run", checkout)
-    assert copy != clean and files(clean)["drover/launch/a.py"] == "A = 1\n", "what is edited later does not reach it"
-    assert files(copy) == {"drover/__init__.py": "D = 1\n", "drover/launch/a.py": "A = 2\n",
-                           "drover/pipeline/deep/b.py": "B = 1\n", "drover/pipeline/new.py": "N = 1\n"}
-    assert read_json(copy / "snapshot.json")["changed"] is True
+    other = snapshot_of(tmp_path / "run", checkout)
+    assert files(copy) == first, "what is edited later does not reach it"
+    assert files(other) == {**first, "drover/launch/a.py": "A = 2\n", "drover/pipeline/new.py": "N = 1\n"}
+    assert read_json(other / "snapshot.json")["changed"] is True
 
 
 @pytest.mark.parametrize("installed", [False, True])
