@@ -113,7 +113,7 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
 
 
 def test_explain_says_of_places_that_their_content_decides():
-    assert "what is in them does" in explain(Config(), "train.init_from")
-    assert "what is in them does" in explain(Config(), "tokenizer.path")
+    assert "the content does" in explain(Config(), "train.init_from")
+    assert "the content does" in explain(Config(), "tokenizer.path")
     assert "never makes a finished stage stale" in explain(Config(), "train.micro_batch")
     assert "llama3_8b" in explain(Config(), "model.preset"), "although a loaded configuration spells the shape"
