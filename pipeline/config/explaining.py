@@ -44,7 +44,7 @@ def explain(config: Config, key: str = "") -> str:
 
 
 def field_texts(section: type[BaseModel]) -> dict[str, str]:
-    """The text under each field of a section and of the sections that it extends.
+    """The text under each field of a section and of its base classes.
 
     Read here and not by pydantic (`use_attribute_docstrings`), which would parse the source in every process.
     """
@@ -87,7 +87,7 @@ def _stale(name: str, execution: bool) -> list[str]:
 
 
 def _type_name(kind: Any, marks: Iterable[Any]) -> str:
-    """A type as a person writes it: `int > 0 | null`. marks: pydantic's limits."""
+    """A type in readable form: `int > 0 | null`. marks: pydantic's limits."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _type_name(inner[0], [*inner[1:], *marks])

@@ -1,4 +1,4 @@
-"""Settings of the guards: what training does about numbers that are none, spikes, and replicas that differ."""
+"""Settings of the guards: how training handles non-finite values, loss spikes and replicas that differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from drover.pipeline.config.section import Section
 
 FIRST = 3
-"""How many times as long as `hang_minutes` the watchdog waits for a first step, which may compile."""
+"""The watchdog waits this many times `hang_minutes` for a first step, which may compile."""
 
 
 class GuardConfig(Section):

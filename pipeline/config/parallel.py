@@ -1,4 +1,4 @@
-"""How a model is spread over ranks. No choice here changes what is computed, beyond rounding."""
+"""How a model is distributed over ranks. No choice here changes what is computed, beyond rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drover.pipeline.config.section import Section
 
 
 class GridSizes(NamedTuple):
-    """The lengths of the axes along which ranks are laid out; their product is the number of ranks."""
+    """The sizes of the device mesh; their product is the number of ranks."""
 
     pipeline: int
     replicate: int
@@ -75,7 +75,7 @@ class ParallelConfig(Section):
     3, weights too. Slower; for models that fit no other way."""
 
     def sizes(self, ranks: int) -> GridSizes:
-        """The axes that so many ranks make up; where they do not, `checks.grid_problems` says why."""
+        """The mesh for this many ranks. If they do not fit, `checks.grid_problems` says why."""
         each = self.pp * self.cp * self.tp
         copies = max(1, ranks // (each * self.dp_shard)) if self.dp_replicate == -1 else self.dp_replicate
         shard = ranks // (each * copies) if self.dp_shard == -1 else self.dp_shard
@@ -83,12 +83,12 @@ class ParallelConfig(Section):
 
     @property
     def stages(self) -> int:
-        """Parts into which the layers are cut, over all ranks of a pipeline."""
+        """Number of parts into which the layers are cut, over all ranks of a pipeline."""
         each = {"1f1b": 1, "interleaved": self.pp_stages, "zbv": 2}[self.pp_schedule]
         return self.pp * each if self.pp > 1 else 1
 
     def stage_rank(self, stage: int) -> int:
-        """The pipeline rank that has a stage: from the first to the last rank in turn, or there and back in a V."""
+        """The pipeline rank that has a stage: in turn from first to last, or there and back in a V."""
         turn, rank = divmod(stage, self.pp)
         return self.pp - 1 - rank if self.pp_schedule == "zbv" and turn % 2 else rank
 

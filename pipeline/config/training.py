@@ -27,7 +27,7 @@ LogSink = Annotated[SerializeAsAny[Kind], PlainValidator(SINKS.read)]
 TrainingHook = Annotated[SerializeAsAny[Kind], PlainValidator(HOOKS.read)]
 
 Activation = Literal["attention", "wq", "wk", "wv", "wo", "w1", "w3", "w2"]
-"""The parts of a block whose results activation checkpointing can keep, in the order in which they are computed."""
+"""The parts of a block whose results activation checkpointing can keep, in the order of computation."""
 
 KEPT_ACTIVATIONS: tuple[Activation, ...] = ("attention", "wq", "wk", "wv", "wo", "w1", "w3")
 
@@ -108,13 +108,13 @@ class PhaseConfig(Section):
 
     @property
     def overlaid(self) -> dict[str, Any]:
-        """What it says in place of train."""
+        """The settings that override train's."""
         return {name: value for name in ("mixture", "sequence_length", "batch_tokens", "micro_batch")
                 if (value := getattr(self, name)) is not None}
 
     @property
     def begins_curve(self) -> bool:
-        """Whether it says anything of its learning rate."""
+        """Whether it sets anything of its learning rate."""
         return (self.lr, self.lr_end, self.schedule, self.warmup_steps) != (None, None, None, None)
 
 
@@ -281,7 +281,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_null_steps(cls, values: Any) -> Any:
-        """With phases, `steps: null` means what they come to: for files whose base has a number."""
+        """With phases, `steps: null` means their sum: for files whose base has a number."""
         if isinstance(values, dict) and values.get("phases") and "steps" in values and values["steps"] is None:
             return {name: value for name, value in values.items() if name != "steps"}
         return values
@@ -293,7 +293,7 @@ class TrainConfig(Section):
         return self
 
     def phase_steps(self) -> list[int]:
-        """Steps of each phase, however senseless: one without tokens has none."""
+        """Steps of each phase. Settings may be senseless: a phase without tokens has no steps."""
         found, token = list[int](), 0
         for phase in self.phases:
             batch = phase.batch_tokens or self.batch_tokens

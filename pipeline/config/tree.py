@@ -55,7 +55,8 @@ class Config(Section):
     """Processes on one machine, and what jobs request from Slurm."""
 
     def part(self, name: str) -> Any:
-        """A part of the configuration by its name: `train`, `seed`, `stages.statistics` ({} where that has none)."""
+        """A part of the configuration by its name: `train`, `seed`, `stages.statistics` ({} if that has no
+        settings)."""
         section, _, key = name.partition(".")
         return getattr(self, section).get(key, {}) if section == "stages" and key else getattr(self, section)
 

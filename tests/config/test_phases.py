@@ -66,7 +66,7 @@ def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(tmp_path
 
 
 def test_steps_that_are_given_must_be_those_of_the_phases(tmp_path):
-    assert "train.steps 7 is not what train.phases come to, 15. Leave it out" in refusal(
+    assert "train.steps 7 is not the number of steps in train.phases, 15. Leave it out" in refusal(
         written(tmp_path, {"steps": 7, **SHORT, "phases": PHASES}))
 
 
@@ -97,14 +97,14 @@ train:
     - {until: 100k, warmup_steps: 500, mixture: {web: 1, code: 1e-7}}
 """))
     for expected in """
-train.grain_tokens is set, but train.packing 'best_fit' cuts no running text
+train.grain_tokens is set, but train.packing 'best_fit' has no chunks
 train.phases[0]: train.mixture needs shares of 0 or more with a sum above 0
 train.phases[1].until 9k is not after 10.24k
 train.phases[1]: train.sequence_length 512 is longer than model.context_length 256
 train.phases[1]: train.batch_tokens 1000 is not a multiple of train.sequence_length 512
 train.phases[2]: train.sequence_length 96 is not divisible by parallel.tp 64
 train.phases[2]: train.mixture names books, but shard.sources are web, code
-train.phases[2]: train.mixture says nothing of code
+train.phases[2]: train.mixture lacks code of shard.sources
 train.phases[2] has an lr_end, but its schedule is constant
 train.phases[3].warmup_steps 500 is more than its 9 steps
 train.phases[3]: train.mixture gives the source code 1e-07

@@ -68,7 +68,7 @@ def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):
         found = shape(config(f"model: {{preset: {folder}, context_length: 512, vocab_size: {size}}}"))
         assert found.model_copy(update={"context_length": model.config.context_length}) == model.config
     (tmp_path / "empty").mkdir()
-    assert "/empty says no shape" in refusal(config(f"model: {{preset: {tmp_path}/empty}}"))
+    assert "/empty describes no shape" in refusal(config(f"model: {{preset: {tmp_path}/empty}}"))
 
 
 def test_the_configuration_of_the_page_extends_a_llama_of_the_hub(config, tmp_path, monkeypatch):

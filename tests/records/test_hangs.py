@@ -32,7 +32,7 @@ def write(folder, ranks):
     ([(5, REDUCE), (5, REDUCE), (5, READ), (5, REDUCE)], [2],
      "ranks 0-1, 3 (n0, n1) wait in train > agree > all_reduce"),
     ([(5, READ), (5, REDUCE)], [0], "rank 0 (n0) is in train > next (data/sampling/loader.py) after step 5"),
-    ([(5, READ), (5, READ[:1])], [], "cannot be told"),
+    ([(5, READ), (5, READ[:1])], [], "do not show which"),
     ([(5, REDUCE)] * 4, [], "every rank waits in train > agree > all_reduce"),
     ([(5, READ)] * 4, [], "no rank is behind the others"),
     ([(5, REDUCE), (4, REDUCE), (5, REDUCE)], [1], "rank 1 (n0) waits in"),
@@ -42,7 +42,7 @@ def write(folder, ranks):
     ([(5, REDUCE), (5, REDUCE), (5, GATHER)], [2], "rank 2 (n1) waits in"),
     ([None, None], [], "no rank left a record"),
     # Who is ended before it could write is not late: many, or more than wait.
-    ([(5, REDUCE)] * 2 + [None] * 2, [], "cannot be told"),
+    ([(5, REDUCE)] * 2 + [None] * 2, [], "do not show which"),
     ([(5, REDUCE)] * 18 + [None] * 2, [18, 19], "ranks 18-19 (n9) left no record"),
     ([(5, REDUCE)] * 17 + [None] * 3, [], "3 of 20 ranks left no record"),
     ([(5, REDUCE), (5, REDUCE), (5, READ), None, None], [2], "2 of 5 ranks left no record"),

@@ -128,7 +128,7 @@ def test_a_place_of_somebody_else_is_left_as_it_is(store, copy):
     with pytest.raises(UserError, match="holds checkpoints of mini, and no files of mini"):
         copy()
     store.put(OWNER, b"{}")
-    with pytest.raises(UserError, match="is not what Drover puts there"):
+    with pytest.raises(UserError, match="was not written by Drover"):
         copy()
     assert objects(store) == before
 
