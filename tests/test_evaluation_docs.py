@@ -8,7 +8,7 @@ import pytest
 
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
-from tests.test_readme import BLOCK
+from tests.pages import BLOCK
 from tests.tiny_models import for_tokenizer
 from tests.tools.test_compare import STEPS, TOKENIZER, write_trained
 

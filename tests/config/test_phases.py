@@ -7,7 +7,6 @@ from drover.pipeline.config.checks import problems, rank_problems
 from drover.pipeline.config.loading import dump_config, load_config
 from drover.pipeline.config.mixture import read_tokens, tokens_text
 from drover.pipeline.config.phases import PhasePlan, in_phases, only_phases_differ
-from drover.pipeline.config.section import identity
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stages import STAGES
@@ -65,13 +64,7 @@ def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(tmp_path
     assert str(first) == "phase 1: steps 1 to 5, 10.24k tokens, 32 sequences of 64 a step"
 
 
-def test_steps_that_are_given_must_be_those_of_the_phases(tmp_path):
-    assert "train.steps 7 is not the number of steps in train.phases, 15. Leave it out" in refusal(
-        written(tmp_path, {"steps": 7, **SHORT, "phases": PHASES}))
-
-
 def test_without_phases_nothing_is_new():
-    assert not {"phases", "grain_tokens", "max_epochs"} & identity(TrainConfig()).keys()
     train = TrainConfig(steps=9, mixture={"a": 1.0})
     one = PhasePlan.of(train)
     assert not one.declared and one.phases[0].train is train and one.steps == 9 and one.tokens == 9 * train.batch_tokens
@@ -125,11 +118,6 @@ def test_ranks_are_checked_against_every_phase(tmp_path):
     assert "the same number of micro-batches in every step, and in train.phases they are 8, 3" in said
     assert with_largest(config, 1).train.sequence_length == 256
     assert [within.train.batch_tokens for _, within in in_phases(config)] == [1024, 1536]
-
-
-def test_unknown_keys_of_phases_are_named(tmp_path):
-    said = refusal(written(tmp_path, {"phases": [{"until": "1M", "seq_len": 5}, {"lr": 1, "until": "many"}]}))
-    assert "unknown key 'train.phases.0.seq_len'" in said and "'train.phases.1.until' is 'many'" in said
 
 
 def test_without_words_about_it_the_learning_rate_is_that_of_the_whole_run():

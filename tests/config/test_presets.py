@@ -8,7 +8,7 @@ import torch
 
 from drover.model.config import YarnScaling
 from drover.model.presets import PRESETS
-from drover.pipeline.config.loading import dump_config, load_config
+from drover.pipeline.config.loading import load_config
 from drover.pipeline.formats.huggingface_config import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
@@ -47,13 +47,6 @@ def test_who_names_a_preset_means_all_of_it(config):
     other = shape(config("model: {dim: 64, layers: 3}"), "model.layers=4", "model.preset=llama3.2_1b")
     assert (other.dim, other.layers) == (2048, 4)
     assert shape(child, "model.preset=null", "model.dim=32").dim == 32
-
-
-def test_the_resolved_configuration_spells_the_shape(config):
-    loaded = load_config(config("model: {preset: llama3_8b}"), check=False)
-    text = dump_config(loaded)
-    assert "preset" not in text
-    assert load_config(config(text, "again.yaml"), check=False) == loaded
 
 
 def test_a_folder_with_weights_is_a_shape_too(config, tmp_path):

@@ -30,6 +30,9 @@ shard.sources=[{kind: web, name: x}] -> shard.sources.0
 shard.sources=[{kind: files, name: x, paths: [y], formatt: txt}] -> did you mean 'format'
 shard.sources=[] -> shard.sources
 shard.sources.1={} -> 'shard.sources' is a mapping: input should be a valid list
+train.phases=[{until: 1M, seq_len: 5}] -> unknown key 'train.phases.0.seq_len'
+train.phases=[{lr: 1, until: many}] -> 'train.phases.0.until' is 'many'
+train.steps=7; train.phases=[{until: 20k}] -> train.steps 7 is not the number of steps in train.phases, 2. Leave it out
 train.prompts=[a]; train.prompts.1=b -> the list train.prompts has 1 items, counted from 0
 
 train.learning_rate=1 -> unknown key 'train.learning_rate'; did you mean 'lr'?
@@ -124,6 +127,8 @@ shard.sources=[{kind: files, name: a, paths: ['ftp://x/a.txt']}] -> Sources are 
 shard.sources=[{kind: files, name: a, paths: ['memory://x/a.txt']}] -> Sources are also read from s3://, gs://
 shard.sources=[{kind: files, name: a, paths: ['s3:///a.txt']}] -> names no bucket
 shard.sources=[{kind: files, name: a/b, paths: [a]}] -> must be letters, digits, '_' or '-'
+shard.sources=[{kind: stdlib, name: ééééééééééééééééééééééééééééééééééééééééééééééééééé}] -> has 102 bytes; take at \
+most 100, because file names contain it
 shard.sources=[{kind: files, name: a, paths: ['s3://key:secret@b/a']}] -> source a: a URL has a name or password
 shard.sources=[{kind: hf, name: a, dataset: 's3://b/c'}] -> source a: s3://b/c is an address
 shard.filters=[{kind: language, path: 's3://b/lid.bin', languages: [en]}] -> filter language: s3://b/lid.bin is an addr
@@ -186,8 +191,3 @@ def test_profiled_ranks_are_there(tmp_path):
     config = load_config(write(tmp_path / "c.yaml", BASE), ["train.profile={start: 5, ranks: [0, 2]}"])
     assert rank_problems(config, 4) == []
     assert rank_problems(config, 2) == ["train.profile.ranks names 2, but there are 2 ranks, from 0 on."]
-
-
-def test_a_source_of_a_name_too_long_for_files_is_refused(tmp_path):
-    path = write(tmp_path / "c.yaml", f"{BASE}shard: {{sources: [{{kind: stdlib, name: {'x' * 230}}}]}}\n")
-    assert "has 230 bytes; take at most 100, because file names contain it" in refusal(path)

@@ -184,7 +184,7 @@ def test_an_export_that_is_done_is_copied_later_without_being_made_again(convert
     url, folder = request.getfixturevalue(of).url_of("models/mini"), converted.parent / "runs/mini/convert"
     before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (folder / "hf").iterdir()}
     assert state(converted).kind == "done" and state(converted, url).kind == "partial"
-    assert f"to be copied to {url}" in str(state(converted, url))
+    assert f"upload to {url} is pending" in str(state(converted, url))
     assert copying(converted, url) == 0
     assert f", 0 were there already in {url}" in capsys.readouterr().out
     assert state(converted, url).kind == "done" and read_json(folder / "STATE.json")["status"] == "done"
@@ -200,7 +200,7 @@ def test_an_export_that_is_done_is_copied_later_without_being_made_again(convert
     assert main([url, str(fetched)]) == 0 and (tmp_path / "fetched.tmp").is_dir()
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {
         name: content for name, (_, content) in before.items()}
-    assert main([url, str(fetched)]) == 2 and "is there already" in capsys.readouterr().err
+    assert main([url, str(fetched)]) == 2 and "exists already" in capsys.readouterr().err
 
 
 def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_server, capsys, tmp_path):
