@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from drover.pipeline.config.section import fields_of
+from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 
 ELSEWHERE = {
@@ -123,4 +123,4 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
 
 def all_keys() -> list[str]:
     """Every setting and section of the configuration, dotted, without those of items of lists."""
-    return [key for key, _, _ in fields_of(Config)]
+    return list(keys_of(Config))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -49,16 +49,13 @@ class Outside(Kind):
         return self.kind.partition(":")[0]
 
 
-Of = TypeVar("Of", bound=Kind)
-
-
 def impossible(text: str) -> PydanticCustomError:
     """An error for validators: settings of one item that contradict each other."""
     return PydanticCustomError("impossible", "{text}", {"text": text})
 
 
 @dataclass(frozen=True)
-class Kinds(Generic[Of]):
+class Kinds:
     """The kinds of one setting.
 
     Attributes:
@@ -73,19 +70,19 @@ class Kinds(Generic[Of]):
     base: str
     shipped: Mapping[str, str]
 
-    def shipped_class(self, kind: Any) -> type[Of] | None:
+    def shipped_class(self, kind: Any) -> type[Kind] | None:
         """The class of a built-in kind; None for any other."""
         shipped = isinstance(kind, str) and kind in self.shipped
         return imported(self.shipped[kind], self.setting) if shipped else None
 
-    def read(self, value: Any) -> Of | Outside:
+    def read(self, value: Any) -> Kind:
         """One item of the list in a configuration: settings with a `kind`, or a kind alone.
 
         Raises:
             ValidationError: an unknown kind, or wrong settings of a built-in one; pydantic adds its place.
         """
         if isinstance(value, Kind):
-            return cast("Of | Outside", value)  # made in Python, of the right kind
+            return value  # made in Python, of the right kind
         settings = {"kind": value} if isinstance(value, str) else _MAPPING.validate_python(value)
         written = Outside.model_validate(settings)
         if (found := self.shipped_class(written.kind)) is not None:
@@ -97,7 +94,7 @@ class Kinds(Generic[Of]):
         raise ValidationError.from_exception_data(self.what, [
             InitErrorDetails(type=unknown, loc=("kind",), input=written.kind)])
 
-    def made(self, items: Iterable[Of | Outside]) -> list[Of]:
+    def made(self, items: Iterable[Kind]) -> list[Any]:
         """The items. Those that are not built in are imported, and their settings are checked.
 
         Raises:
@@ -105,22 +102,22 @@ class Kinds(Generic[Of]):
         """
         return all_told(*(partial(self._made, item, f"{self.setting}.{index}") for index, item in enumerate(items)))
 
-    def _made(self, item: Of | Outside, at: str) -> Of:
+    def _made(self, item: Kind, at: str) -> Kind:
         if not isinstance(item, Outside):
             return item
         found = imported(item.kind, f"{at}.kind")
         if not (isinstance(found, type) and issubclass(found, imported(self.base, at))):
             raise UserError(f"{at}.kind names {item.kind}, which is not a {self.what}: it must be a class that extends "
                             f"{self.base.replace(':', '.')}.")
-        section = cast("type[Section]", found)
+        kind: type[Kind] = found
         try:
-            return cast("Of", section.model_validate(item.model_dump()))
+            return kind.model_validate(item.model_dump())
         except PydanticUserError as error:  # of a field's type, when the class is first used
             raise UserError(f"{at}.kind names {item.kind}, which pydantic cannot use: {error.message}") from error
         except ValidationError as error:
             raise UserError(listed([
                 sentence(problem, ".".join([at, *map(str, problem["loc"])]), advice(str(problem["loc"][-1]),
-                                                                                   section.model_fields))
+                                                                                   kind.model_fields))
                 for problem in error.errors()])) from None
 
 

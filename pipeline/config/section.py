@@ -76,12 +76,12 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
     return [found for part in get_args(annotation) for found in sections_in(part)]
 
 
-def fields_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
-    """Every setting and section, dotted, with the section that contains it; without those of items of lists."""
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every setting and section, dotted, without those of items of lists."""
     for name, field in section.model_fields.items():
-        yield prefix + name, section, field
+        yield prefix + name
         if (nested := section_of(field)) is not None:
-            yield from fields_of(nested, f"{prefix}{name}.")
+            yield from keys_of(nested, f"{prefix}{name}.")
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -8,11 +8,9 @@ pipeline/training/hooks.py (hook), pipeline/training/optimizers/base.py (optimiz
 
 from __future__ import annotations
 
-from typing import Any
-
 from drover.pipeline.config.kinds import Kind, Kinds, OptimizerKind
 
-FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Filter", {
+FILTERS = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Filter", {
     "length": "drover.pipeline.data.filters.length:Length",
     "repetition": "drover.pipeline.data.filters.repetition:Repetition",
     "characters": "drover.pipeline.data.filters.characters:Characters",
@@ -26,12 +24,12 @@ FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "drover.pipeline.data.fil
     "normalization": "drover.pipeline.data.filters.normalization:Normalization",
     "decontamination": "drover.pipeline.data.filters.decontamination:Decontamination"})
 
-SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks.base:SinkSettings", {
+SINKS = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks.base:SinkSettings", {
     "tensorboard": "drover.pipeline.training.sinks.base:TensorBoard",
     "wandb": "drover.pipeline.training.sinks.network:WeightsAndBiases",
     "mlflow": "drover.pipeline.training.sinks.network:MLflow"})
 
-HOOKS: Kinds[Any] = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
+HOOKS = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
 
 OPTIMIZERS = {
     "adamw": OptimizerKind("drover.pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,

@@ -104,11 +104,8 @@ class Goodput:
         return self.effective_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
-def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
-    """The goodput of a run until it finished. Until `now` (seconds since 1970) or its last sign of life if it has not.
-
-    None if training has not started a step.
-    """
+def goodput(run_folder: Path) -> Goodput | None:
+    """The goodput of a run until its end or last sign of life; None if training has not started a step."""
     train = run_folder / "train"
     starts = _starts(list(read_lines(train / "events.jsonl", Event)), list(read_lines(train / "metrics.jsonl", Line)))
     if not starts:
@@ -118,18 +115,18 @@ def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
     for start, later in _with_next(starts):
         _end(start, launcher, hangs, later.began if later else inf)
     last = starts[-1]
-    until = last.end if now is None or last.why == FINISHED else max(now, last.end)
     lost = dict.fromkeys(CAUSES, 0.0)
     _between(lost, launcher, begun, starts[0].began, starts[0].ready, STARTUP)
     for start, later in _with_next(starts):
         for cause, seconds in start.lost.items():
             lost[cause] += seconds
-        _between(lost, launcher, start.end, *((later.began, later.ready) if later else (until, until)), start.then)
+        if later:
+            _between(lost, launcher, start.end, later.began, later.ready, start.then)
     lost[RECOMPUTED] += max(0.0, sum(start.done_s for start in starts) - last.train_s)
-    rest = until - begun - last.train_s - sum(lost.values())
+    rest = last.end - begun - last.train_s - sum(lost.values())
     lost[OTHER] += max(0.0, rest)
     notes = (f"The records add up to {-rest:.1f} s more than the clock: clocks of nodes differ.",)
-    return Goodput(begun, until, last.train_s + sum(lost.values()), last.train_s, lost, tuple(starts),
+    return Goodput(begun, last.end, last.train_s + sum(lost.values()), last.train_s, lost, tuple(starts),
                    notes if rest < -SKEW_S else ())
 
 
@@ -202,9 +199,7 @@ def _end(start: Start, launcher: Sequence[Record], hangs: Sequence[float], later
     elif closing:
         start.end, start.why = max(start.end, closing["at"]), str(closing.get("status", ""))
     elif later < inf:
-        start.why = "ended without a word"
-    else:
-        start.then = OTHER  # it may be running
+        start.why = "ended without a record"
     if closing and closing.get("reason"):
         start.why = f"{start.why}: {closing['reason']}"
 

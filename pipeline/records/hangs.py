@@ -75,10 +75,10 @@ class Hang:
     text: str
 
 
-def attempt_key(environment: Mapping[str, str] = os.environ) -> str:
+def attempt_key() -> str:
     """The name of this start: Slurm's job, its restart, the start within it; `local.0.0` outside of Slurm."""
-    return ".".join((environment.get("SLURM_JOB_ID") or "local", environment.get("SLURM_RESTART_COUNT") or "0",
-                     environment.get("DROVER_ATTEMPT") or "0"))
+    return ".".join((os.environ.get("SLURM_JOB_ID") or "local", os.environ.get("SLURM_RESTART_COUNT") or "0",
+                     os.environ.get("DROVER_ATTEMPT") or "0"))
 
 
 def hang_folder(train_folder: Path, key: str | None = None) -> Path:
