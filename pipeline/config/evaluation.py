@@ -21,8 +21,8 @@ class ConvertConfig(Section):
     max_shard_mb: PositiveFloat = 4000.0
     """Largest safetensors file in MB."""
     copy_to: str | None = execution(None)
-    """URL in an object store (`s3://bucket/models/mine`) for an upload of the finished folder; null: no upload. Use it
-    for this run's export alone. If you set it later, the folder is uploaded without a new conversion."""
+    """URL in an object store (`s3://bucket/models/mine`) for an upload of the finished folder; null: no upload. Use the
+    URL for this run's export alone. If you set it later, the folder is uploaded without a new conversion."""
 
 
 class EvaluateConfig(Section):

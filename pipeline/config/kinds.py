@@ -82,7 +82,7 @@ class Kinds:
             ValidationError: an unknown kind, or wrong settings of a built-in one; pydantic adds its place.
         """
         if isinstance(value, Kind):
-            return value  # made in Python, of the right kind
+            return value  # created in Python
         settings = {"kind": value} if isinstance(value, str) else _MAPPING.validate_python(value)
         written = Outside.model_validate(settings)
         if (found := self.shipped_class(written.kind)) is not None:

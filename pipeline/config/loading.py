@@ -86,7 +86,7 @@ def save_config(config: Config, path: Path) -> None:
         return
     write_text(path, text)
     if read_without_plugins(path) != config:
-        path.unlink()  # else the next start would find it as written
+        path.unlink()  # otherwise the next start would take it as saved
         raise AssertionError(f"{path} does not load back to the configuration it was written from")
 
 
@@ -130,7 +130,7 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     for base in [bases] if isinstance(bases, str) else bases:
         merge(tree, _with_bases(path.parent / base, chain, f"Correct `base:` in {place}."))
     if "preset" in (own.get("model") or ()):
-        tree.pop("model", None)  # whoever names a preset means all of it
+        tree.pop("model", None)  # a preset replaces the whole section of the base
     return merge(tree, own)
 
 
@@ -171,11 +171,11 @@ def _shape(name: str, given: Tree, place: str, config: Path) -> Tree:
     except (UserError, ValueError) as error:
         raise UserError(f"{place}: {error}") from None
     shape = found.model_dump()
-    if not {"ffn_dim_multiplier", "multiple_of"} & given.keys():  # one way to say the width, the plain one
+    if not {"ffn_dim_multiplier", "multiple_of"} & given.keys():  # store the width itself, not the rule for it
         shape |= {"ffn_dim": found.hidden, "ffn_dim_multiplier": None, "multiple_of": ModelConfig().multiple_of}
     scaling, own = given.get("rope_scaling"), shape["rope_scaling"]
     if isinstance(scaling, dict) and own is not None and ("kind" in scaling) != ("kind" in own):
-        shape["rope_scaling"] = None  # of another kind: nothing of it is left
+        shape["rope_scaling"] = None  # another kind replaces it as a whole
     below: Tree = keyed(shape, f"the preset {name}")
     return below
 
@@ -188,7 +188,7 @@ def _validated(tree: Tree, path: str | Path, typed: dict[str, str]) -> Config:
         wrong = [(_path(item["loc"], tree), item) for item in error.errors()]
     keys = [".".join(map(str, at)) for at, _ in wrong]
     texts = [key for key, (_, item) in zip(keys, wrong, strict=True) if item["type"] == "string_type" and key in typed]
-    for key in texts:  # it looks like a number, and is meant as a text
+    for key in texts:  # a text that looks like a number
         override(tree, key, typed[key], as_text=True)
     if texts:
         return _validated(tree, path, {})
@@ -202,7 +202,7 @@ def _validated(tree: Tree, path: str | Path, typed: dict[str, str]) -> Config:
             unknown += [meant] if meant else []
         found.append(f"{place_of(tree, at)}: {sentence(item, key or '(top level)', instead)}")
         unknown.append(_cut(pruned, at))
-    with suppress(ValidationError):  # what can be judged without the wrong values
+    with suppress(ValidationError):  # problems that do not depend on the wrong values
         found += problems(Config.model_validate(pruned), unknown)
     raise refusal(found, path)
 
@@ -211,7 +211,7 @@ def _cut(tree: Any, path: Path_) -> str:
     """Remove the value at a path, or the whole list that contains it; returns what was removed, dotted."""
     for depth, key in enumerate(path, 1):
         if not isinstance(tree, dict) or key not in tree:
-            break  # it is gone with another, or it is what is missing
+            break  # removed with another value, or missing in the first place
         if depth == len(path) or isinstance(tree[key], list):
             del tree[key]
             return ".".join(map(str, path[:depth]))

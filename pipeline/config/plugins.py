@@ -109,7 +109,7 @@ def _module(name: str) -> str:
 
 
 def _file(name: str, config: Path, place: str) -> Path:
-    # The last is for a run that was moved with its plugins: its configuration has their whole paths of before.
+    # The last is for a run that was moved with its plugins: its configuration has their former paths.
     for candidate in (config.parent / name, Path(name), config.parent / Path(name).name):
         if candidate.is_file():
             return candidate.resolve()

@@ -98,7 +98,7 @@ class Program:
             print(f"\n{self.interrupted}", file=sys.stderr)
             return INTERRUPTED
         except Exception as error:
-            if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            if isinstance(error, BrokenPipeError):  # the reader of a pipe, such as `| head`, has ended
                 sys.stderr.close()
                 return 1
             if not is_full_disk(error):
@@ -112,7 +112,7 @@ def find_run(text: str, runs: str = RUNS) -> Path:
     """The folder of a run, from its path or its name; UserError if there is none."""
     for folder in (Path(text), Path(runs) / text):
         if is_run(folder):
-            return folder if folder.name else folder.resolve()  # `.`: the run has its folder's name
+            return folder if folder.name else folder.resolve()  # for `.`: the folder's name is the run's name
     known = ", ".join(folder.name for folder in runs_in(Path(runs)))
     raise UserError(f"There is no run {text}. The runs in {runs} are: {known or 'none'}.")
 

@@ -272,7 +272,7 @@ def remove_temporary(folder: Path) -> int:
     """Delete what killed writers left (files and folders `*.tmp`) under `folder`; returns how many."""
     leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
     for path in leftovers:
-        remove(path, ignore_errors=True)  # an orphan may still write into a folder; then the next start clears it
+        remove(path, ignore_errors=True)  # an orphan may still write into a folder, which the next start removes
     return len(leftovers)
 
 

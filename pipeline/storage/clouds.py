@@ -85,11 +85,11 @@ class Cloud:
 
     def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
         """The bytes [start, stop) as far as they exist, and the object's entry."""
-        try:  # a range in any case: only then does the answer say how large the object is, whatever comes of it
+        try:  # always request a range: only then does the answer have the size of the whole object
             return self._range(key, start, (start, stop) if stop is not None else {"offset": start}, etag)
         except _BeyondError:
             if start == 0 and stop is None and (entry := self.head(key)) is not None and entry.size == 0:
-                return b"", entry  # there is no range in nothing
+                return b"", entry  # an empty object has no ranges
             raise
 
     def _range(self, key: str, start: int, asked: Any, etag: str) -> tuple[bytes, Entry]:
@@ -154,7 +154,7 @@ class Cloud:
         if _MACHINES_OWN.search(text):
             return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
                              f"none of its own ({reason}). Set {advice}.")
-        # A status, and no time such as 401.79ms.
+        # The status code, not a time such as 401.79ms.
         if re.search(r"(?<![\d.])(401|403)(?![\d.])", text) or "privileges" in text or "credential" in text.lower():
             return UserError(f"{url}: {operation} was refused: {reason}. Correct {advice}, or give these keys the "
                              f"permission.")
@@ -231,7 +231,7 @@ def _written(settings: dict[str, str]) -> tuple[tuple[int, int], ...]:
         try:
             about = _aws_file(settings, variable, usual).stat()
             found.append((about.st_mtime_ns, about.st_size))
-        except (OSError, RuntimeError):  # not there, or nobody's home: no keys come from it
+        except (OSError, RuntimeError):  # there is no such file, or no home folder
             found.append((0, 0))
     return tuple(found)
 

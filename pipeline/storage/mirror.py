@@ -98,7 +98,7 @@ class Owner:
         try:
             self.store.put(OWNER, data, only_new=self.content is None)
         except Exists:
-            self.refuse_lost()  # unless only the answer to our own write was lost
+            self.refuse_lost()  # passes if our own write succeeded and only its answer was lost
         self.content = mine
 
     def refuse_lost(self) -> None:

@@ -78,7 +78,7 @@ class Check:
     def _export(self, document: Document, tokenizer: Tokenizer, exported: Any, ids: list[int], decoded: str) -> None:
         parts = tokenizer.parts(document.text)
         self.tally["cut_documents"] += len(parts) > 1
-        # Names of special tokens in a text are text here; somebody else's settings may want them matched.
+        # Names of special tokens in a text are text here; the settings of a ready tokenizer may match them.
         plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
         begins = tokenizer.kind == "huggingface" or \
@@ -96,13 +96,13 @@ class Check:
 
 
 def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Unit of work: documents of a text shard against the finished tokenizer in `folder` and its export.
+    """Unit of work: check documents of a text shard with the finished tokenizer in `folder` and its export.
 
-    All of them, or with `limit` in the payload those that begin in the shard's first so many bytes of text.
+    All documents, or with `limit` in the payload those that begin in the shard's first `limit` bytes of text.
     """
     tokenizer, exported = _loaded(folder, payload["sha256"])
     check, shards = Check(), placed(folder, payload["shards"])
-    if payload["limit"] is None:  # of the others only texts are read, and each is compared with its own hash
+    if payload["limit"] is None:  # otherwise only texts are read, each of which is compared with its own hash
         refuse_changed_shard(shards, payload["record"])
     for document in documents_of(shards, payload["record"], payload["limit"]):
         check.document(document, tokenizer, exported)

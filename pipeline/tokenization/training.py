@@ -98,7 +98,7 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
                 max_sentence_length=MAX_SENTENCE_BYTES, num_threads=THREADS,
                 unk_id=0, bos_id=1, eos_id=2, pad_id=-1, bos_piece=BOS, eos_piece=EOS,
                 control_symbols=list(SPECIAL_TOKENS[2:]),
-                minloglevel=0)  # of the whole process: somebody else's call may have silenced what is read here
+                minloglevel=0)  # it holds for the whole process, and another call may have silenced the log
         except RuntimeError as error:
             raise explained(error, settings, log) from None
     refuse_skipped(log)
@@ -109,7 +109,7 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
 def refuse_skipped(log: Path) -> None:
     """UserError if the trainer's log shows that it left text out, or is incomplete."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    if "Done! preprocessed" not in text:  # said after every sentence was looked at
+    if "Done! preprocessed" not in text:  # logged after the last sentence
         raise UserError(f"{log} lacks some of the trainer's messages, for example because the disk is full. So the "
                         f"trainer may have left text out. Free some space and run the stage again.")
     too_long = sum(map(int, re.findall(r"Skipped (\d+) too long sentences", text)))
