@@ -57,6 +57,7 @@ def test_steps_follow_from_phases_and_a_loaded_configuration_loads_back(tmp_path
     assert (first.steps, first.tokens) == (5, 10_240), "rounded up to whole steps"
     assert (second.first_step, second.first_token, second.steps) == (5, 10_240, 8)
     assert third.train.batch_tokens == 16384 and third.steps == 2 and config.train.steps == 15
+    assert PhasePlan.of(config.train).sequences_between(3, 14) == 10 * 32 + 256
     assert third.train.mixture == {"web": 1e9, "code": 3e9} and third.train.phases == []
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
