@@ -48,7 +48,7 @@ Raw text to a pretrained, evaluated Llama 3 decoder, in one restartable chain.
 commands:
 {}
 
-drover COMMAND --help shows its options. Where RUN is asked for, give a run's name or folder.
+drover COMMAND --help shows its options. RUN is the name or folder of a run.
 Completion: eval "$(drover completion bash)", or zsh, in your shell's start file.
 """
 COMPLETION = """\

@@ -13,14 +13,6 @@ def block_digests(path: Path, start: int, stop: int) -> list[str]:
 
     Over ranges that cover a file without overlap, each block is in one of the lists.
     """
-    found, at = [], -(-start // content_hash.BLOCK_BYTES) * content_hash.BLOCK_BYTES
-    with open(path, "rb", buffering=0) as file:
-        while at < stop:
-            file.seek(at)
-            if not (block := file.read(content_hash.BLOCK_BYTES)):
-                break
-            while len(block) < content_hash.BLOCK_BYTES and (more := file.read(content_hash.BLOCK_BYTES - len(block))):
-                block += more
-            found.append(hashlib.sha256(block).hexdigest())
-            at += content_hash.BLOCK_BYTES
-    return found
+    size, content = content_hash.BLOCK_BYTES, path.read_bytes()
+    begins = range(-(-start // size) * size, min(stop, len(content)), size)
+    return [hashlib.sha256(content[at:at + size]).hexdigest() for at in begins]

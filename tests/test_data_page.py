@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +16,10 @@ from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.storage.store import Store
-from tests.conftest import REPOSITORY, environment, write_config
+from tests.conftest import REPOSITORY, write_config
 from tests.dirty_corpus import Planted, write_dirty
 from tests.object_store import set_environment
-from tests.test_readme import BLOCK
-from tests.waiting import HANG_S
+from tests.pages import BLOCK, checkout, typed
 
 pytestmark = pytest.mark.slow
 PAGE = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("tutorial-crawl", "data", "tokens"))
@@ -34,10 +31,7 @@ COMMANDS = [line.split("  #")[0].strip() for _, block in BLOCK.findall(PAGE) for
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Planted]:
     """A folder that looks like the checkout, with the files that the page speaks of, and what is wrong in them."""
-    home = tmp_path_factory.mktemp("home")
-    for name in ("launch", "pipeline", "model", "tools"):
-        (home / name).symlink_to(REPOSITORY / name)
-    (home / "configs").mkdir()
+    home = checkout(tmp_path_factory.mktemp("home"))
     write_config(home, corpus, name="demo", runs_dir="runs").rename(home / "configs/demo.yaml")
     for name, text in re.findall(r"```yaml\n# (configs/\w+.yaml)\n(.*?)```", PAGE, re.DOTALL):
         (home / name).write_text(text)
@@ -60,11 +54,9 @@ def _type_all(folder: Path, bucket: str) -> None:
         store.put(file.relative_to(folder).as_posix(), file)
     remote = folder / "configs/remote.yaml"
     remote.write_text(remote.read_text().replace("s3://bucket", bucket))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in COMMANDS:
         command = command.replace("s3://bucket", bucket)
-        result = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=HANG_S,
-                                env={**environment(), "PATH": path}, check=False)
+        result = typed(command, folder)
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
 
 

@@ -9,7 +9,7 @@ from drover.__main__ import main
 from drover.pipeline.config.loading import load_config
 from drover.tools.lm_eval import main as lm_eval_command
 from tests.conftest import REPOSITORY
-from tests.test_readme import BLOCK
+from tests.pages import BLOCK
 from tests.tiny_models import for_tokenizer
 from tests.tools.test_compare import STEPS, TOKENIZER, write_trained
 

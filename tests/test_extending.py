@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,8 +11,8 @@ import yaml
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
-from tests.conftest import REPOSITORY, environment, write_config
-from tests.waiting import HANG_S
+from tests.conftest import REPOSITORY, write_config
+from tests.pages import checkout, typed
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +24,7 @@ FILES = {name: text for _, name, text in re.findall(r"```(python|yaml)\n# (\S+)\
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory, corpus):
     """The run that the page makes: its folder, and what was printed."""
-    home = tmp_path_factory.mktemp("extended")
-    for name in ("launch", "pipeline", "model", "tools"):
-        (home / name).symlink_to(REPOSITORY / name)
-    (home / "configs").mkdir()
+    home = checkout(tmp_path_factory.mktemp("extended"))
     files = sorted(corpus.glob("*.txt"))
     texts = home / "texts"
     texts.mkdir()
@@ -44,15 +37,9 @@ def extended(tmp_path_factory, corpus):
     demo.rename(home / "configs/demo.yaml")
     for name, text in FILES.items():
         (home / "configs" / name).write_text(text)
-    done = run(home, COMMAND)
+    done = typed(COMMAND, home)
     assert done.returncode == 0, done.stdout + done.stderr
     return home / "runs/extended", done.stdout
-
-
-def run(home: Path, command: str) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(command, shell=True, cwd=home, text=True, capture_output=True, timeout=HANG_S, check=False,
-                          env={**environment(), "PATH": path})
 
 
 def test_the_page_names_files_that_are_there():
@@ -92,9 +79,8 @@ def test_the_sink_kept_the_lowest_loss(extended):
 
 def test_the_hook_stops_training(extended):
     home = extended[0].parents[1]
-    stopped = run(home, "python -m drover.pipeline.train --config configs/extended.yaml name=rising "
-                  "reuse=runs/extended "
-                        "train.lr=0.06 'train.hooks=[{kind: extras:StopOnRisingNorm, steps: 1}]'")
+    stopped = typed("python -m drover.pipeline.train --config configs/extended.yaml name=rising reuse=runs/extended "
+                    "train.lr=0.06 'train.hooks=[{kind: extras:StopOnRisingNorm, steps: 1}]'", home)
     assert stopped.returncode == 2 and "The gradient norm has risen for 1 steps in a row" in stopped.stderr
 
 
@@ -105,9 +91,9 @@ def test_the_stage_is_one_like_any_other(extended):
     assert manifest.counts["documents_in"] == read_manifest(folder / "shard").counts["documents_in"]
     assert "extras" in manifest.code and "letters" in said
     home = folder.parents[1]
-    again = run(home, COMMAND)
+    again = typed(COMMAND, home)
     assert again.returncode == 0 and "letters   up to date" in again.stdout
-    refused = run(home, f"{COMMAND} 'stages.letters.counts=[documents_in, text_bytes]'")
+    refused = typed(f"{COMMAND} 'stages.letters.counts=[documents_in, text_bytes]'", home)
     assert refused.returncode != 0 and "stages.letters.counts" in refused.stderr
 
 
@@ -116,7 +102,7 @@ def test_a_tool_knows_the_stage_once_its_plugin_is_named(extended):
     folder, _ = extended
     output = folder / "letters/letters.json"
     aside = output.rename(folder.parent / "aside.json")
-    named, opened = (run(folder.parents[1], " ".join(asked.split())) for asked in (
+    named, opened = (typed(" ".join(asked.split()), folder.parents[1]) for asked in (
         command, command.partition(" --plugin")[0]))
     aside.rename(output)
     assert (named.returncode, opened.returncode) == (1, 0) and "letters/letters.json" in named.stdout

@@ -9,7 +9,6 @@ import sys
 
 from tests.conftest import REPOSITORY
 from tests.waiting import HANG_S
-from tests.workers import group_name
 
 SHARED = """
 import os
@@ -77,12 +76,3 @@ def test_a_worker_that_fails_after_its_last_test_fails_the_run(tmp_path):
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert answer.returncode == 1 and "at the end" in answer.stdout + answer.stderr, answer.stdout + answer.stderr
     assert "a worker failed after its last test" in answer.stdout
-
-
-def test_groups_are_files_clusters_and_long_tests():
-    names = [group_name(nodeid, REPOSITORY) for nodeid in (
-        "tests/model/test_rope.py::test_a", "tests/model/test_rope.py::test_b[x::y]",
-        "tests/slurm/test_arrays.py::test_a", "tests/slurm/test_submissions.py::test_a",
-        "tests/slurm/test_one_job.py::test_a",
-        "tests/stages/test_elastic.py::test_a", "tests/stages/test_elastic.py::test_b")]
-    assert names[0] == names[1] and names[2] == names[3] != names[4] and names[5] != names[6]

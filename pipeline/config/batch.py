@@ -1,6 +1,6 @@
-"""The batch of an optimizer step, as every part of Drover counts it: checks, the plan that is shown, training, tools.
+"""The batch of an optimizer step. Checks, the printed plan, training and tools all compute it here.
 
-Without torch, so that what is printed before anything starts is what trains.
+Without torch, so that the batch that is printed before a start is the batch that trains.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from drover.pipeline.config.tree import Config
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One global batch, dealt out to ranks.
+    """One global batch, divided over ranks.
 
     Attributes:
         sequences: of the global batch.
         sequence_length: tokens of each.
         data_ranks: groups of ranks that see different sequences.
         sample_ranks: ranks in each such group (pp x cp x tp); they see the same sequences.
-        micro_batch: sequences that go through the model at once: the most, up to `at_most`, that divide a rank's
+        micro_batch: sequences that pass through the model at once: the most, up to `at_most`, that divide a rank's
             sequences and leave a pipeline its micro-batches. 1 where no number does (`batch_problems` says why).
         at_most: train.micro_batch.
     """
@@ -36,7 +36,7 @@ class BatchPlan:
 
     @classmethod
     def of(cls, train: TrainConfig, parallel: ParallelConfig, ranks: int) -> BatchPlan:
-        """The batch as configured, on so many ranks; only `batch_problems` tells whether it comes out even."""
+        """The configured batch on this many ranks. It may not divide evenly: `batch_problems` checks that."""
         found, sequences = parallel.sizes(ranks), train.batch_tokens // train.sequence_length
         data_ranks = found.replicate * found.shard
         own = sequences // data_ranks
@@ -61,7 +61,7 @@ class BatchPlan:
         return self.rank_sequences // self.micro_batch
 
     def first(self, data_rank: int) -> int:
-        """Sequences of a batch that come before the ones of a data rank."""
+        """The number of a batch's sequences that come before those of a data rank."""
         return data_rank * self.rank_sequences
 
     def __str__(self) -> str:
@@ -91,9 +91,9 @@ def with_largest(config: Config, ranks: int) -> Config:
 
 
 def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> list[str]:
-    """Why the batch cannot be dealt out to so many ranks, which must fit `parallel`; empty where it can."""
+    """Why the batch cannot be divided over this many ranks, which must fit `parallel`; empty if it can."""
     if train.batch_tokens % train.sequence_length:
-        return []  # said by `checks.problems`, for any number of ranks
+        return []  # `checks.problems` reports that, for any number of ranks
     plan = BatchPlan.of(train, parallel, ranks)
     batch = (f"{plan.sequences} sequences (train.batch_tokens {train.batch_tokens} / train.sequence_length "
              f"{train.sequence_length})")
@@ -113,5 +113,5 @@ def batch_problems(train: TrainConfig, parallel: ParallelConfig, ranks: int) -> 
 
 
 def _feeds(micro_batches: int, parallel: ParallelConfig) -> bool:
-    """Whether a pipeline of that size, if there is one, can take so many micro-batches in a step."""
+    """Whether a pipeline of this size, if there is one, can take this many micro-batches in a step."""
     return micro_batches >= parallel.pp and (parallel.pp_schedule != "interleaved" or micro_batches % parallel.pp == 0)

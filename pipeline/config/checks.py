@@ -1,8 +1,8 @@
 """Combinations of settings that cannot work, each as a sentence with the numbers.
 
-A rule is a condition and what to say where it holds. `<train.steps>` in a sentence stands for a setting and its value.
-A sentence names every setting that it follows from, or the section that it is in: that tells which sentences cannot be
-judged where other settings are wrong.
+A rule is a condition and the sentence to print if it holds. In a sentence, `<train.steps>` is replaced by the setting
+and its value. A sentence names every setting that it depends on, or the section that contains it. So a sentence can be
+left out if one of its settings has no valid value.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from drover.pipeline.config.tree import Config
 UINT16_IDS = 65536
 SPECIAL_IDS = 256
 MOST_NAME = 100
-"""Bytes of a source's name, of which names of files are made."""
+"""Longest name of a source in bytes; file names contain it."""
 TRAINED = ("sentencepiece", "bpe")
 Rules = Iterator[tuple[Any, str]]
-"""Pairs: whether it is wrong (by its truth), and the sentence."""
+"""Pairs: whether it is wrong (by truth value), and the sentence."""
 
 
 def problems(config: Config, unknown: Iterable[str] = ()) -> list[str]:
-    """Every impossible combination in `config`; empty when it can run.
+    """Every impossible combination in `config`; empty if it can run.
 
-    unknown: settings and sections, dotted, that have no valid value, so that `config` has a default in their place: a
-        problem that depends on one of them is left out.
+    unknown: settings and sections, dotted, without a valid value, for which `config` has a default. Problems that
+        depend on one of them are left out.
     """
     found = [*_broken(_rules(config), config), *plan_problems(config.train), *_listed(config),
              *_stores(config), *place_problems(config)]
@@ -59,7 +59,7 @@ def _broken(rules: Rules, config: Config) -> Iterator[str]:
 
 
 def _depends(problem: str, key: str) -> bool:
-    """Whether a problem names a setting, or one of the sections that it is in by itself."""
+    """Whether a problem names a setting, or one of its sections alone."""
     sections = [key[:dot.start()] for dot in re.finditer(r"\.", key)]
     names = "|".join([f"{re.escape(key)}(?!\\w)", *(f"{re.escape(section)}(?!\\.?\\w)" for section in sections)])
     return re.search(rf"(?<![\w.])({names})", problem) is not None
@@ -122,7 +122,7 @@ def _rules(config: Config) -> Rules:
            "train.kept_activations is empty; to keep nothing, take train.activation_checkpointing=full.")
     yield train.recomputed_blocks > model.layers, "<train.recomputed_blocks> is more than <model.layers>."
     yield (train.attention not in ("auto", *BACKENDS) and ":" not in train.attention,
-           f"<train.attention> is not known; there are auto, {', '.join(BACKENDS)}, and a class of your own as "
+           f"<train.attention> is not known. Take auto, {', '.join(BACKENDS)}, or a class of your own as "
            f"module:class.")
     yield (train.decay_steps is not None and train.schedule != "wsd",
            "<train.decay_steps> is set, but <train.schedule>; it applies to 'wsd' only.")
@@ -133,46 +133,45 @@ def _rules(config: Config) -> Rules:
            "<convert.average>: name each step once, in order, and none above <train.steps>.")
     timeout, hang = parallel.timeout_minutes, train.guards.hang_minutes
     yield (timeout is not None and hang is not None and timeout <= FIRST * hang,
-           f"<parallel.timeout_minutes> is not longer than {FIRST} x <train.guards.hang_minutes>, for which the "
-           f"watchdog waits in a first step: ranks would end before they have written down where they hang. Raise it, "
-           f"lower hang_minutes, or set one of them to null.")
+           f"<parallel.timeout_minutes> is not longer than {FIRST} x <train.guards.hang_minutes>, the watchdog's limit "
+           f"for a first step: ranks would end before they record where they hang. Raise it, lower hang_minutes, or "
+           f"set one of them to null.")
 
     for name in ("dp_shard", "dp_replicate"):
         yield (getattr(parallel, name) == 0,
                f"<parallel.{name}>; give a number above 0, or -1 for all the rest of the ranks.")
     yield (parallel.dp_replicate == parallel.dp_shard == -1,
-           "parallel.dp_replicate and parallel.dp_shard are both -1, the rest of the ranks; give one of them a number, "
-           "as in dp_replicate=-1 dp_shard=8: a copy on every 8 ranks.")
+           "parallel.dp_replicate and parallel.dp_shard are both -1, the rest of the ranks. Give one of them a number, "
+           "as in dp_replicate=-1 dp_shard=8: a replica on every 8 ranks.")
     yield (parallel.stages > model.layers,
            f"parallel: {parallel.stages} pipeline stages (<parallel.pp>, <parallel.pp_schedule>) are more than "
            f"<model.layers>.")
-    yield parallel.async_tp and parallel.tp == 1, "<parallel.async_tp> has nothing to cut where parallel.tp is 1."
+    yield parallel.async_tp and parallel.tp == 1, "<parallel.async_tp> has no effect if parallel.tp is 1. Unset it."
     yield (parallel.async_tp and train.compile is False,
-           "<parallel.async_tp> is done by the compiler, but <train.compile>; set compile to null or true.")
+           "<parallel.async_tp> needs compiled blocks, but <train.compile>; set compile to null or true.")
     zbv = parallel.pp > 1 and parallel.pp_schedule == "zbv"
     yield (zbv and model.tied_embeddings,
-           "<parallel.pp_schedule> has the first and the last stage on one rank, each with its own matrix: it does not "
-           "take model.tied_embeddings. Take 1f1b or interleaved.")
+           "<parallel.pp_schedule> does not work with model.tied_embeddings: the first and the last stage are on one "
+           "rank, each with its own matrix. Take 1f1b or interleaved.")
     yield (zbv and train.compile is not False,
            "<parallel.pp_schedule> cuts backward passes in two, which torch cannot do with compiled blocks: set "
            "train.compile to false (null compiles on GPUs), or take 1f1b or interleaved.")
     yield (zbv and selective,
-           "<parallel.pp_schedule> runs each backward pass in two parts, but torch gives out only once what selective "
-           "checkpointing kept: set train.activation_checkpointing to none or full.")
+           "<parallel.pp_schedule> runs each backward pass in two parts, but torch can use the results of selective "
+           "checkpointing only once: set train.activation_checkpointing to none or full.")
     yield (zbv and parallel.reshard != "never",
-           "<parallel.pp_schedule> needs parallel.reshard never: a gradient that is computed later finds the weights "
-           "only where they are still gathered.")
+           "<parallel.pp_schedule> needs parallel.reshard never: weight gradients are computed later, when resharded "
+           "weights would be gone.")
     deepspeed = parallel.engine == "deepspeed"
     yield not deepspeed and parallel.offload != "none", "<parallel.offload> is for parallel.engine 'deepspeed'."
     yield (deepspeed and (parallel.tp > 1 or parallel.dp_replicate != 1 or parallel.dp_shard != -1),
-           "<parallel.engine> spreads one copy over all ranks: set dp_replicate 1, dp_shard -1 and tp 1 (here are "
+           "<parallel.engine> shards one replica over all ranks: set dp_replicate 1, dp_shard -1 and tp 1 (here are "
            "<parallel.dp_replicate>, <parallel.dp_shard> and <parallel.tp>), or take 'fsdp2'.")
     for key, usual in (("cp", 1), ("pp", 1), ("reshard", "always"), ("reduce", "each")):
         yield (deepspeed and getattr(parallel, key) != usual,
                f"<parallel.{key}> is for parallel.engine 'fsdp2', not 'deepspeed'.")
     yield (deepspeed and parallel.offload == "params" and parallel.zero_stage != 3,
-           "<parallel.offload> needs stage 3, not <parallel.zero_stage>: before, every rank computes "
-           "with the whole weights.")
+           "<parallel.offload> needs stage 3, not <parallel.zero_stage>: in lower stages every rank needs all weights.")
     yield (deepspeed and parallel.zero_stage == 3 and train.compile,
            "<train.compile> does not work with <parallel.zero_stage>, whose hooks break every graph; set compile to "
            "null or false, or take stage 2 or fsdp2.")
@@ -203,12 +202,12 @@ def _rules(config: Config) -> Rules:
            "<shard.keep_dropped>, but there are no shard.filters that could drop a document, and "
            "<shard.drop_duplicates>.")
     yield (shard.near_duplicates is not None and not shard.drop_duplicates,
-           "shard.near_duplicates drops documents that are nearly equal, but shard.drop_duplicates is false, which "
-           "keeps equal ones. Set shard.drop_duplicates to true, or shard.near_duplicates to null.")
+           "shard.near_duplicates drops near-duplicates, but shard.drop_duplicates is false, which keeps exact "
+           "duplicates. Set shard.drop_duplicates to true, or shard.near_duplicates to null.")
 
 
 def _rules_of_phase(config: Config) -> Rules:
-    """Of settings that phases may have for themselves."""
+    """Rules for settings that each phase may have for itself."""
     train, model, parallel = config.train, config.model, config.parallel
     length, tp, cp = train.sequence_length, parallel.tp, parallel.cp
     yield length > model.context_length, "<train.sequence_length> is longer than <model.context_length>."
@@ -224,11 +223,11 @@ def _rules_of_phase(config: Config) -> Rules:
            f"<train.sequence_length> is not divisible by {cp * tp} (<parallel.cp> x <parallel.tp>).")
     yield (train.precision == "fp8" and length % (16 * cp),
            "<train.sequence_length> is not a multiple of 16 x <parallel.cp>, which <train.precision> needs: the "
-           "weights' gradients are products over the tokens of a rank.")
+           "weight gradients are matrix products over the tokens of a rank.")
 
 
 def _listed(config: Config) -> Iterator[str]:
-    """What is wrong with single items of lists and mappings."""
+    """Problems of single items of lists and mappings."""
     train, sources = config.train, Counter(source.name for source in config.shard.sources)
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
@@ -239,11 +238,11 @@ def _listed(config: Config) -> Iterator[str]:
                               ("train.log_to", "sinks of kind", Counter(sink.kind for sink in train.log_to))):
         yield from (f"{key} has {count} {what} '{name}'; there can be one."
                     for name, count in counts.items() if count > 1)
-    yield from (f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': it becomes a file "
-                f"name." for name in sources if not name.replace("_", "").replace("-", "").isalnum())
-    yield from (f"the source name '{name[:20]}...' in shard.sources has {len(name.encode())} bytes: names of files are "
-                f"made of it, so take at most {MOST_NAME}." for name in sources if len(name.encode()) > MOST_NAME)
-    yield from (f"a filter of shard.filters is named '{name}', which counts other documents; give it another `name`."
+    yield from (f"the source name '{name}' in shard.sources must be letters, digits, '_' or '-': file names contain it."
+                for name in sources if not name.replace("_", "").replace("-", "").isalnum())
+    yield from (f"the source name '{name[:20]}...' in shard.sources has {len(name.encode())} bytes; take at most "
+                f"{MOST_NAME}, because file names contain it." for name in sources if len(name.encode()) > MOST_NAME)
+    yield from (f"a filter of shard.filters has the reserved name '{name}'; give it another `name`."
                 for name in filters if name in ("duplicate", "empty"))
     limits = train.max_epochs if isinstance(train.max_epochs, dict) else dict.fromkeys(sources, train.max_epochs)
     yield from (f"train.max_epochs is {most:g} for {name}; a limit is above 0." for name, most in limits.items()
@@ -261,7 +260,7 @@ def _mixture(config: Config) -> Iterator[str]:
         yield from mixture_problems(mixture)
     yield from _no_sources("train.mixture", mixture, sources)
     if missing := sorted(set(sources) - set(mixture)):
-        yield f"train.mixture says nothing of {', '.join(missing)} in shard.sources; write 0 to leave a source out."
+        yield f"train.mixture lacks {', '.join(missing)} of shard.sources; write 0 to leave a source out."
 
 
 def _no_sources(key: str, named: Iterable[str], sources: Iterable[str]) -> Iterator[str]:
@@ -270,7 +269,7 @@ def _no_sources(key: str, named: Iterable[str], sources: Iterable[str]) -> Itera
 
 
 def place_problems(config: Config) -> Iterator[str]:
-    """Paths that are addresses: as a path, `s3://a` would become a folder `s3:` here."""
+    """Problems with paths that are URLs: as a path, `s3://a` would become a folder `s3:` here."""
     if (said := not_a_path(config.runs_dir, written=True)) is not None:
         yield f"runs_dir: {said}"
     paths = [(key, attrgetter(key)(config)) for key in ("reuse", "tokenizer.path", "train.init_from")]
@@ -289,16 +288,16 @@ def place_problems(config: Config) -> Iterator[str]:
 
 
 WRITTEN = ("encode.copy_to", "train.checkpoint.copy_to", "convert.copy_to")
-"""Settings that are addresses of places in stores, each to be written to by itself."""
+"""Settings that are URLs in stores. No two of them may share a place."""
 
 
 def _stores(config: Config) -> Iterator[str]:
-    """Why stores that are written to, or trained from, cannot be used as they are given."""
+    """Why stores for uploads, or for training data, cannot be used as configured."""
     found = {}
     for key in (*WRITTEN, "train.tokens_from"):
         url = attrgetter(key)(config)
         if url is not None and "?" in url:
-            yield f"{key} holds a question mark; a signed address cannot be copied to. Give the address of a prefix."
+            yield f"{key} has a question mark; uploads to a signed URL do not work. Give the URL of a prefix."
         elif url is not None and (said := unusable_url(url)):
             yield f"{key}: {said}"
         elif url is not None and key in WRITTEN:  # others are not compared: a password would be printed
@@ -307,4 +306,4 @@ def _stores(config: Config) -> Iterator[str]:
         inner, outer = (second, first) if other.startswith(place) else (first, second)
         if found[inner].startswith(found[outer]):
             yield (f"{inner} {found[inner][:-1]} lies in {outer} {found[outer][:-1]}: token shards, checkpoints and "
-                   f"the export need places of their own.")
+                   f"the export need separate places.")

@@ -10,70 +10,70 @@ from drover.pipeline.config.section import Section, added, execution
 
 
 class ConvertConfig(Section):
-    """Stage 5: the checkpoint as a Hugging Face folder."""
+    """Stage 5: export the checkpoint as a Hugging Face folder."""
 
     average: list[PositiveInt] = added([])
-    """Steps of checkpoints of which the mean of the weights is exported, as in [9000, 9500, 10000]: Llama 3 was
-    averaged so over the end of its training. Training saves after these steps and keeps what it saves. []: the last
-    checkpoint's own weights."""
+    """Steps of checkpoints whose weights are averaged for the export, as in [9000, 9500, 10000]. Llama 3 averaged
+    checkpoints from the end of its training. Training saves after these steps and keeps what it saves. []: export the
+    last checkpoint."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the exported weights."""
     max_shard_mb: PositiveFloat = 4000.0
-    """Largest safetensors file."""
+    """Largest safetensors file in MB."""
     copy_to: str | None = execution(None)
-    """Address in an object store (`s3://bucket/models/mine`) to which the folder is copied once it is done, for this
-    run's export alone; null: nowhere. Set later, it copies without converting again."""
+    """URL in an object store (`s3://bucket/models/mine`) for an upload of the finished folder; null: no upload. Use the
+    URL for this run's export alone. If you set it later, the folder is uploaded without a new conversion."""
 
 
 class EvaluateConfig(Section):
-    """Stage 6: held-out bits per byte, tasks, continuations."""
+    """Stage 6: validation bits per byte, tasks, continuations."""
 
     heldout_tokens: PositiveInt | None = 4_194_304
-    """Held-out tokens per source to measure on: whole documents in the order of their keys, which are hashes, so that
-    every run on the same text shards and vocabulary takes the same; null: all of them. How many of how many were
-    measured stands beside the result. Another number measures this part again, and nothing else."""
+    """Validation tokens to measure per source; null: all. Whole documents are taken in the order of their keys, which
+    are hashes. Runs on the same text shards and vocabulary therefore measure the same documents. Results state how many
+    of how many were measured. If you change it, only this part is measured again."""
     sequence_length: PositiveInt | None = None
-    """Tokens per window of held-out text; null: the model's context_length. Give the length it was trained with,
-    where that is shorter."""
+    """Tokens per window of validation text; null: the model's context_length. Give the training length if that is
+    shorter."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic that the model is measured in. bfloat16 halves the memory and rounds: bits per byte move in the fourth
-    decimal or so, which is why it belongs to the identity of the results."""
+    """Precision in which the model is evaluated. bfloat16 halves the memory; bits per byte change in about the fourth
+    decimal. A change of this setting therefore makes the results stale."""
     compressed_mb: PositiveFloat = added(64.0)
-    """Held-out text in MB that gzip and xz are given, of each source and of all together: whole documents, the first
-    ones. A process of its own compresses them, beside the ranks' work."""
+    """Validation text in MB that gzip and xz compress for comparison, of each source and of all together. The first
+    whole documents are taken. A separate process compresses them while the ranks evaluate."""
     batch: PositiveInt = execution(16)
     """Sequences per forward pass."""
     dp_shard: PositiveInt | None = execution(None)
-    """Over how many neighbouring ranks the weights are sharded (FSDP2), which then gather one block at a time for every
-    forward pass; null: 1, each rank the whole, where that fits `memory_gb`, else as few as do. Results are the same to
-    the last bit. Texts are slow that way: each new token gathers all weights once."""
+    """Neighbouring ranks that shard the weights (FSDP2) and all-gather one block at a time in every forward pass. null:
+    1, all weights on each rank, if that fits `memory_gb`; else as few ranks as fit. Results are bit-identical.
+    Generation is slow with sharded weights: each new token all-gathers all of them once."""
     memory_gb: PositiveFloat | None = execution(None)
-    """Memory in GB that weights may take on one rank; null: 60% of what is free on the rank that has least, of its GPU,
-    or of its share of the host."""
+    """Memory in GB that weights may take on one rank. null: 60% of the free memory, on the rank that has least. It is
+    the memory of the rank's GPU, or its share of the host's."""
     tasks: list[str] = []
-    """lm-evaluation-harness tasks by name, found under `task_folders`."""
+    """Names of lm-evaluation-harness tasks, found under `task_folders`."""
     task_folders: list[str] = execution(["configs/tasks"])
-    """Folders with task YAML files; relative paths are from the repository."""
+    """Folders with YAML files of tasks. Relative paths start at the repository."""
     task_limit: PositiveInt | None = None
     """Items per task; null: all."""
     contamination: bool = added(False)
-    """Look for every item of the tasks in the training text, which is read once, and give the scores of the clean and
-    the dirty items beside those of all (docs/evaluation.md)."""
+    """Search the training text for every item of the tasks; the text is read once. The scores of clean and of
+    contaminated items are reported next to those of all. See docs/evaluation.md."""
     bootstrap_iters: NonNegativeInt = 100_000
-    """Draws for the standard errors of metrics that have no formula for it (f1, perplexity, bleu ...), as
-    lm-evaluation-harness means it and by its own default; accuracies need none. 0: no standard errors at all."""
+    """Bootstrap resamples for the standard errors of metrics without a formula (f1, perplexity, bleu ...). Accuracies
+    need none. lm-evaluation-harness has the same setting and default. 0: no standard errors at all."""
     prompts: list[str] = ["def main():\n", "import os\n", "class Node:\n    def __init__(self"]
     """Prompts to continue."""
     prompt_tokens: PositiveInt = 96
     """Length of a continuation in tokens."""
     temperature: NonNegativeFloat = 0.8
-    """Sampling temperature of the continuations; 0: always the likeliest token."""
+    """Sampling temperature of the continuations; 0: greedy decoding."""
     top_p: float = Field(0.95, gt=0, le=1)
-    """Nucleus of the sampling. Prompt i draws with seed i."""
+    """Probability mass of nucleus sampling. Prompt i is continued with seed i."""
 
 
 class ReportConfig(Section):
-    """Stage 7: report.html and report.md."""
+    """Stage 7: write report.html and report.md."""
 
     title: str | None = None
     """Heading of the report; null: the run's name."""

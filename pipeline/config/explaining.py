@@ -30,8 +30,8 @@ def explain(config: Config, key: str = "") -> str:
     if key == "model.preset":  # gone from a configuration that is loaded: it spells the shape
         from drover.model.presets import PRESETS
 
-        return (f"{key}\n  A shape, over which the section's other keys are laid: a folder with weights (a run, a "
-                f"checkpoint, Hugging Face's form), or one of {', '.join(PRESETS)}.")
+        return (f"{key}\n  A shape, which the section's other keys override: a folder with weights (a run, a "
+                f"checkpoint, a Hugging Face folder), or one of {', '.join(PRESETS)}.")
     entries = dict(_entries(Config, config, ""))
     chosen = [text for name, text in entries.items() if not key or name == key or name.startswith(f"{key}.")]
     if not chosen:
@@ -44,7 +44,7 @@ def explain(config: Config, key: str = "") -> str:
 
 
 def field_texts(section: type[BaseModel]) -> dict[str, str]:
-    """What stands in the source under each field of a section and of the sections that it extends.
+    """The text under each field of a section and of its base classes.
 
     Read here and not by pydantic (`use_attribute_docstrings`), which would parse the source in every process.
     """
@@ -82,12 +82,12 @@ def _entries(section: type[BaseModel], value: Any, prefix: str, execution: bool 
 
 def _stale(name: str, execution: bool) -> list[str]:
     if name in OUTSIDE:
-        return ["  (where files lie makes nothing stale; what is in them does)"]
+        return ["  (the path makes nothing stale; the content does)"]
     return ["  (how the work is done; never makes a finished stage stale)"] if execution else []
 
 
 def _type_name(kind: Any, marks: Iterable[Any]) -> str:
-    """A type as a person writes it: `int > 0 | null`. marks: pydantic's limits."""
+    """A type in readable form: `int > 0 | null`. marks: pydantic's limits."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _type_name(inner[0], [*inner[1:], *marks])

@@ -1,10 +1,10 @@
-"""What other libraries call our settings, so that a name from there is answered with the one here."""
+"""Names of our settings in other libraries, so that a wrong key gets a suggestion."""
 
 from __future__ import annotations
 
 import difflib
 
-from drover.pipeline.config.section import fields_of
+from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 
 ELSEWHERE = {
@@ -88,8 +88,8 @@ ELSEWHERE = {
     "name": "run_name experiment experiment_name exp_name",
     "seed": "random_seed manual_seed",
 }
-"""Our key: names of the same, or nearly the same, in transformers, torchtitan, Megatron-LM, nanoGPT, litgpt, DeepSpeed,
-Lightning and others."""
+"""Our key: names of the same or nearly the same setting in transformers, torchtitan, Megatron-LM, nanoGPT, litgpt,
+DeepSpeed, Lightning and others."""
 MEANINGS = {
     "train.batch_tokens": "counted in tokens: sequences x train.sequence_length",
     "train.micro_batch": "the most sequences of a rank at once; accumulation follows from batch and ranks",
@@ -103,8 +103,8 @@ for _key, _names in ELSEWHERE.items():
 
 
 def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
-    """What to say of the unknown setting `key`, whose section knows the keys `known`; and the setting that was meant,
-    dotted, where one can be guessed."""
+    """A hint for the unknown setting `key`, whose section has the keys `known`; and the setting that was probably
+    meant, dotted, or None."""
     section, _, name = key.rpartition(".")
     inside = f"{section}." if section else ""
     meant = _KEYS.get(name.lower().replace("-", "_"), [])
@@ -123,4 +123,4 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
 
 def all_keys() -> list[str]:
     """Every setting and section of the configuration, dotted, without those of items of lists."""
-    return [key for key, _, _ in fields_of(Config)]
+    return list(keys_of(Config))

@@ -1,4 +1,4 @@
-"""Settings of the guards: what training does about numbers that are none, spikes, and replicas that differ."""
+"""Settings of the guards: how training handles non-finite values, loss spikes and replicas that differ."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from drover.pipeline.config.section import Section
 
 FIRST = 3
-"""How many times as long as `hang_minutes` the watchdog waits for a first step, which may compile."""
+"""The watchdog waits this many times `hang_minutes` for a first step, which may compile."""
 
 
 class GuardConfig(Section):
-    """What is done when a step goes wrong.
+    """What training does when a step goes wrong.
 
-    All of it is execution: a run in which nothing went wrong is the same under every setting, and where something did,
-    the manifest counts it (`skipped`, `spikes`, `rollbacks`). So a stopped run may go on under other guards, and a
-    finished one does not become stale.
+    All of it is execution: these settings change nothing in a run in which nothing goes wrong. If something does, the
+    manifest counts it (`skipped`, `spikes`, `rollbacks`). So you may change them in a stopped run, and a finished run
+    does not become stale.
     """
 
     max_skipped: NonNegativeInt = 8
-    """Updates that may be skipped in a row before training stops with an explanation; 0 stops at the first. A loss
-    or gradient norm that is not finite always skips the update; a spike does under `spike: skip`."""
+    """Most updates that may be skipped in a row; one more, and training stops with an explanation. A loss or gradient
+    norm that is not finite always skips the update. A spike skips it under `spike: skip`."""
     spike: Literal["log", "skip", "rollback"] = "log"
-    """On a loss or gradient norm far above those of the steps before: `log` says so and goes on; `skip` leaves the
-    update out; `rollback` goes back to the last checkpoint and leaves the samples of that step out for good."""
+    """What to do when the loss or gradient norm is far above recent steps. `log`: log it and continue. `skip`: skip the
+    update. `rollback`: return to the last checkpoint and leave this step's samples out for good."""
     spike_deviations: PositiveFloat = 8.0
-    """A spike is a value above the running median by more than so many running deviations (median absolute
-    deviation, scaled to equal the standard deviation of normal noise). Gradient norms have long tails: too low, and
-    good steps count as spikes."""
+    """A spike exceeds the running median by more than this many running deviations. The deviation is the median
+    absolute deviation, scaled to the standard deviation of normal noise. Gradient norms have long tails: if this is too
+    low, good steps count as spikes."""
     spike_window: int = Field(128, gt=1)
-    """Updates that the running median and deviation look back on. A lasting higher level is taken for normal once
-    it fills half the window."""
+    """Updates over which the running median and deviation are computed. A lasting higher level counts as normal once it
+    fills half the window."""
     spike_min_history: int = Field(32, gt=1)
-    """Updates before anything counts as a spike; the window is this long at least."""
+    """Updates before anything counts as a spike. The window is never shorter than this."""
     max_rollbacks: NonNegativeInt = 5
-    """Rollbacks over the whole run, restarts included, before training stops with an explanation: data that spikes
-    again and again is not mended by leaving out more of it."""
+    """Most rollbacks in the whole run, with all its restarts; one more, and training stops with an explanation. If data
+    spikes again and again, leaving out more of it does not help."""
     replica_hash_every: PositiveInt | None = 200
-    """Steps between two comparisons of the weights of replicas, which must be equal to the last bit: it finds faulty
-    hardware that computes wrong numbers without a word. Nothing to do where there is one copy; null: never."""
+    """Steps between two comparisons of the weights of replicas, which must be bit-identical; null: never. The
+    comparison finds hardware that computes wrong numbers silently. It has nothing to compare without replicas."""
     hang_minutes: PositiveFloat | None = 10.0
-    """Without a sign of life for so long, and for 10 median steps, a rank is taken to hang: all write their stacks and
-    end, and a launcher starts again from the last checkpoint. A step, a held-out batch and each token of a sample text
-    are signs of life; saving and loading are not watched. Three times as long for what may compile: until the first
-    step is done, and for the first held-out batches. In later steps the limit is 100 seconds (300 where blocks are
-    compiled; or 10 median steps, if longer) once all ranks have their batch. null: never."""
+    """Minutes without a sign of life after which a rank counts as hung; never less than 10 median steps. null: never.
+    All ranks then write their stacks and exit, and a launcher restarts from the last checkpoint. Signs of life are a
+    step, a validation batch and each token of a sample text. Saving and loading are not watched. The first step and the
+    first validation batches may compile, so they have three times as long. In later steps, once all ranks have their
+    batch, the limit is 100 seconds (300 with compiled blocks). If 10 median steps are longer, they are the limit."""

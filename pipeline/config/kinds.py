@@ -1,9 +1,9 @@
-"""Settings that name a kind: what ships with Drover stands in a table, and `my_module:MyClass` names one from outside.
+"""Settings with a `kind`: a name from a table of built-in classes, or `my_module:MyClass` for a class of your own.
 
-Both are one class, which holds its own settings: `{kind: length, least_characters: 200}` becomes a
-`Length(least_characters=200)`. What ships is checked when a configuration is read, with file and line. A module from
-outside is imported only where its class is used, and where that is about to be: whoever merely looks at a run needs
-it not, and executes nothing of it.
+A kind is a class that holds its own settings: `{kind: length, least_characters: 200}` becomes a
+`Length(least_characters=200)`. Settings of built-in kinds are checked when a configuration is read, with file and line.
+A module of your own is imported only shortly before its class is used. Programs that merely inspect a run therefore
+execute none of its code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -28,18 +28,18 @@ _OUTSIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Kind(Section):
-    """What one item of a list of kinds is made of. Further settings are fields of the class that the kind names."""
+    """An item of a list of kinds. Further settings are fields of the class that the kind names."""
 
     needs: ClassVar[str] = ""
-    """A module without which it cannot work, where Drover does not need that anyway: its absence is refused before
-    anything starts."""
+    """A module that this kind needs and Drover itself does not. If it is missing, Drover stops before anything
+    starts."""
 
     kind: str
-    """A name of what ships, or `my_module:MyClass`."""
+    """A built-in name, or `my_module:MyClass`."""
 
 
 class Outside(Kind):
-    """A kind from outside of Drover, as it was written: its class and its settings are not looked at yet."""
+    """A kind that is not built in, as it was written: its class and its settings are not checked yet."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -49,23 +49,20 @@ class Outside(Kind):
         return self.kind.partition(":")[0]
 
 
-Of = TypeVar("Of", bound=Kind)
-
-
 def impossible(text: str) -> PydanticCustomError:
-    """To be raised by a validator, where settings of one item do not go together."""
+    """An error for validators: settings of one item that contradict each other."""
     return PydanticCustomError("impossible", "{text}", {"text": text})
 
 
 @dataclass(frozen=True)
-class Kinds(Generic[Of]):
+class Kinds:
     """The kinds of one setting.
 
     Attributes:
-        setting: where they are listed, dotted, as `shard.filters`.
-        what: what one of them is called, as `filter`.
+        setting: where they are listed, dotted, such as `shard.filters`.
+        what: what one of them is called, such as `filter`.
         base: the module and class that all of them extend, as "module:Class".
-        shipped: what ships: name -> "module:Class", imported when it is first asked for.
+        shipped: built-in kinds: name -> "module:Class", imported on first use.
     """
 
     setting: str
@@ -73,19 +70,19 @@ class Kinds(Generic[Of]):
     base: str
     shipped: Mapping[str, str]
 
-    def shipped_class(self, kind: Any) -> type[Of] | None:
-        """The class of a kind that ships; None for any other."""
+    def shipped_class(self, kind: Any) -> type[Kind] | None:
+        """The class of a built-in kind; None for any other."""
         shipped = isinstance(kind, str) and kind in self.shipped
         return imported(self.shipped[kind], self.setting) if shipped else None
 
-    def read(self, value: Any) -> Of | Outside:
-        """An item of the list as it stands in a configuration: settings with a `kind`, or a kind alone.
+    def read(self, value: Any) -> Kind:
+        """One item of the list in a configuration: settings with a `kind`, or a kind alone.
 
         Raises:
-            ValidationError: an unknown kind, or wrong settings of one that ships; pydantic puts it in its place.
+            ValidationError: an unknown kind, or wrong settings of a built-in one; pydantic adds its place.
         """
         if isinstance(value, Kind):
-            return cast("Of | Outside", value)  # made in Python, of the right kind
+            return value  # created in Python
         settings = {"kind": value} if isinstance(value, str) else _MAPPING.validate_python(value)
         written = Outside.model_validate(settings)
         if (found := self.shipped_class(written.kind)) is not None:
@@ -97,46 +94,46 @@ class Kinds(Generic[Of]):
         raise ValidationError.from_exception_data(self.what, [
             InitErrorDetails(type=unknown, loc=("kind",), input=written.kind)])
 
-    def made(self, items: Iterable[Of | Outside]) -> list[Of]:
-        """The items, those from outside imported and their settings checked.
+    def made(self, items: Iterable[Kind]) -> list[Any]:
+        """The items. Those that are not built in are imported, and their settings are checked.
 
         Raises:
-            UserError: naming every one that cannot be had, and every wrong setting, by its place.
+            UserError: names every item that cannot be imported, and every wrong setting, by its place.
         """
         return all_told(*(partial(self._made, item, f"{self.setting}.{index}") for index, item in enumerate(items)))
 
-    def _made(self, item: Of | Outside, at: str) -> Of:
+    def _made(self, item: Kind, at: str) -> Kind:
         if not isinstance(item, Outside):
             return item
         found = imported(item.kind, f"{at}.kind")
         if not (isinstance(found, type) and issubclass(found, imported(self.base, at))):
-            raise UserError(f"{at}.kind names {item.kind}, which is no {self.what}: it must be a class that extends "
+            raise UserError(f"{at}.kind names {item.kind}, which is not a {self.what}: it must be a class that extends "
                             f"{self.base.replace(':', '.')}.")
-        section = cast("type[Section]", found)
+        kind: type[Kind] = found
         try:
-            return cast("Of", section.model_validate(item.model_dump()))
+            return kind.model_validate(item.model_dump())
         except PydanticUserError as error:  # of a field's type, when the class is first used
             raise UserError(f"{at}.kind names {item.kind}, which pydantic cannot use: {error.message}") from error
         except ValidationError as error:
             raise UserError(listed([
                 sentence(problem, ".".join([at, *map(str, problem["loc"])]), advice(str(problem["loc"][-1]),
-                                                                                   section.model_fields))
+                                                                                   kind.model_fields))
                 for problem in error.errors()])) from None
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What there is to know of an optimizer before torch is loaded.
+    """What is known of an optimizer before torch is loaded.
 
     Attributes:
-        make: "module:name" of what makes it, called as `make(weights, config, grid)`; see
-            `drover.pipeline.training.optimizers.base.Make`. Imported by the training ranks only.
-        matrix_bytes: bytes of its state for each element of the blocks' matrices, where weights are float32.
-        other_bytes: the same for each element of embeddings, output matrix and norms.
-        settings: what train.optimizer_settings may hold, with defaults, whose types are theirs. A default is part of
-            what a run computed: where another is better, give it another name.
-        engines: values of parallel.engine that it works under. DeepSpeed lays weights out flat, so that "deepspeed" is
-            for those that treat each element by itself (`ElementwiseOptimizer`).
+        make: "module:name" of its factory, called as `make(weights, config, grid)`; see
+            `drover.pipeline.training.optimizers.base.Make`. Only the training ranks import it.
+        matrix_bytes: bytes of state per element of the blocks' matrices, for float32 weights.
+        other_bytes: the same per element of embeddings, output matrix and norms.
+        settings: what train.optimizer_settings may hold, with defaults, whose types are required. A default is part of
+            what a run computed: never change one; give a better one another name.
+        engines: values of parallel.engine that it works under. DeepSpeed flattens weights, so "deepspeed" is only for
+            optimizers that treat each element by itself (`ElementwiseOptimizer`).
     """
 
     make: str
@@ -146,17 +143,17 @@ class OptimizerKind:
     engines: tuple[str, ...] = ("fsdp2",)
 
     def state_bytes(self, matrix_elements: int, other_elements: int) -> float:
-        """Bytes of state of so many elements of the blocks' matrices, and so many others; weights are float32."""
+        """Bytes of optimizer state for these numbers of elements; weights are float32."""
         return self.matrix_bytes * matrix_elements + self.other_bytes * other_elements
 
     def maker(self) -> Callable[..., Any]:
-        """What `make` names, imported; UserError if it is not there."""
+        """The imported factory; UserError if it cannot be imported."""
         found: Callable[..., Any] = imported(self.make, "train.optimizer")
         return found
 
 
 def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:
-    """The files of the modules that items from outside are taken from, by module, as far as they are found."""
+    """The source files of modules of items that are not built in, by module, as far as they are found."""
     found = {}
     for item in items:
         if isinstance(item, Outside) and (path := source_of(item.module)) is not None:
@@ -165,7 +162,7 @@ def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module, found without importing it (only packages that it lies in are); None if there is none."""
+    """The file of a module, or None. The module is not imported, only the packages that contain it."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -174,12 +171,13 @@ def source_of(module: str) -> Path | None:
 
 
 def imported(text: str, at: str) -> Any:
-    """What "module:name" names; UserError where it cannot be had. at: the setting that names it, dotted."""
+    """The object that "module:name" names; UserError if it cannot be imported. at: the setting that names it,
+    dotted."""
     module, _, name = text.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
-        mend = f"{module} was found, but not what is named in it." if isinstance(error, AttributeError) else \
+        advice = f"The module {module} has no {name}." if isinstance(error, AttributeError) else \
             f"Name the file of {module} in `plugins`, put its folder on PYTHONPATH, or install it."
-        raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). {mend}"
+        raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). {advice}"
                         ) from error

@@ -34,21 +34,20 @@ from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import sealed_text, sha256_json, write_text
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
-"""Where the profiles of clusters are that are named without a folder."""
+"""The folder of cluster profiles that are named without a folder."""
 OF_A_STAGE = ("started.json", "manifest.json")
-"""Files in a stage's folder: a folder with such folders is a run's."""
+"""Files in a stage's folder. A folder with such folders is a run's."""
 KINDS = {kinds.setting: kinds for kinds in (FILTERS, HOOKS, SINKS)}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, check: bool = True) -> Config:
-    """Read a configuration that the user gave: lay `path` over its `base:` files, apply overrides `a.b=c`, import its
-    plugins, and validate.
+    """Read the user's configuration: `path` overrides its `base:` files, and `overrides` override both. Plugins are
+    imported, and the result is validated.
 
     Args:
-        path: YAML file. `base:` names one file or a list, relative to this file; later ones win. The cluster profile
-            that `launch.cluster` names is laid under the section `launch`; in the result that key is null. The shape
-            that `model.preset` names, published or a folder's, is laid under the section `model`; the result has no
-            such key.
+        path: YAML file. `base:` names one file or a list, relative to this file; later ones win. The section `launch`
+            overrides the cluster profile that `launch.cluster` names; in the result that key is null. The section
+            `model` overrides the shape that `model.preset` names, published or a folder's; the result has no such key.
         overrides: `dotted.key=value` strings, the value read as YAML. The config.yaml of a run folder means the run in
             that folder, wherever it was when it was written, unless they name another.
         check: also refuse combinations that cannot work (`drover.pipeline.config.checks`).
@@ -67,7 +66,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 
 
 def read_without_plugins(path: Path) -> Config:
-    """The configuration that a run's folder holds, with nothing imported; UserError as above."""
+    """The configuration in a run's folder, without importing anything; UserError as in `load_config`."""
     tree = _read(path, (), "Put it back: a run is read by it.")
     try:
         return _validated(tree, path, {})
@@ -81,13 +80,13 @@ def dump_config(config: Config) -> str:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration and prove that it loads back equal, unless that was done before."""
+    """Write the resolved configuration and prove that it loads back equal, unless the file has this content already."""
     text = sealed_text(dump_config(config))
     if path.is_file() and path.read_bytes() == text.encode():
         return
     write_text(path, text)
     if read_without_plugins(path) != config:
-        path.unlink()  # else the next start would find it as written
+        path.unlink()  # otherwise the next start would take it as saved
         raise AssertionError(f"{path} does not load back to the configuration it was written from")
 
 
@@ -104,7 +103,7 @@ def _parted(override: str) -> tuple[str, str]:
 
 
 def _read(path: Path, overrides: Iterable[tuple[str, str]], advice: str) -> Tree:
-    """What the files and overrides say, laid over the profile and the shape that they name."""
+    """The values of the files and overrides, on top of the cluster profile and the shape that they name."""
     tree = _with_bases(path, (), advice)
     _find_itself(tree, path)
     if "model.preset" in dict(overrides):
@@ -119,7 +118,7 @@ def _read(path: Path, overrides: Iterable[tuple[str, str]], advice: str) -> Tree
 
 
 def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
-    """A file over its bases. above: those that lead to it."""
+    """A file merged over its bases. above: the files that named it as a base."""
     own, chain = read_yaml(path, advice), (*above, path.resolve())
     if chain[-1] in above:
         raise UserError(f"The configuration {path} is its own base: {' -> '.join(map(str, chain))}. Remove one "
@@ -131,12 +130,12 @@ def _with_bases(path: Path, above: tuple[Path, ...], advice: str) -> Tree:
     for base in [bases] if isinstance(bases, str) else bases:
         merge(tree, _with_bases(path.parent / base, chain, f"Correct `base:` in {place}."))
     if "preset" in (own.get("model") or ()):
-        tree.pop("model", None)  # whoever names a preset means all of it
+        tree.pop("model", None)  # a preset replaces the whole section of the base
     return merge(tree, own)
 
 
 def _find_itself(tree: Tree, path: Path) -> None:
-    """Let the configuration of a run folder that was moved or copied name the folder that it is in."""
+    """If a run folder was moved or copied, let its configuration name its present folder."""
     folder = path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
     if path.name != "config.yaml" or not any(next(folder.glob(f"*/{name}"), None) for name in OF_A_STAGE):
         return
@@ -146,7 +145,7 @@ def _find_itself(tree: Tree, path: Path) -> None:
 
 
 def _profile(name: str, given: Tree, place: str, config: Path) -> Tree:
-    """What a cluster's profile says of the section launch."""
+    """What a cluster's profile sets in the section launch."""
     beside = config.parent / "clusters"
     candidates = [Path(name), config.parent / name] if "/" in name or name.endswith((".yaml", ".yml")) else \
         [beside / f"{name}.yaml", CLUSTERS / f"{name}.yaml"]
@@ -164,7 +163,7 @@ def _profile(name: str, given: Tree, place: str, config: Path) -> Tree:
 
 
 def _shape(name: str, given: Tree, place: str, config: Path) -> Tree:
-    """The section model of a preset, or of the weights in a folder."""
+    """The section `model` of a preset, or of the weights in a folder."""
     from drover.model.presets import preset
 
     try:
@@ -172,24 +171,24 @@ def _shape(name: str, given: Tree, place: str, config: Path) -> Tree:
     except (UserError, ValueError) as error:
         raise UserError(f"{place}: {error}") from None
     shape = found.model_dump()
-    if not {"ffn_dim_multiplier", "multiple_of"} & given.keys():  # one way to say the width, the plain one
+    if not {"ffn_dim_multiplier", "multiple_of"} & given.keys():  # store the width itself, not the rule for it
         shape |= {"ffn_dim": found.hidden, "ffn_dim_multiplier": None, "multiple_of": ModelConfig().multiple_of}
     scaling, own = given.get("rope_scaling"), shape["rope_scaling"]
     if isinstance(scaling, dict) and own is not None and ("kind" in scaling) != ("kind" in own):
-        shape["rope_scaling"] = None  # of another kind: nothing of it is left
+        shape["rope_scaling"] = None  # another kind replaces it as a whole
     below: Tree = keyed(shape, f"the preset {name}")
     return below
 
 
 def _validated(tree: Tree, path: str | Path, typed: dict[str, str]) -> Config:
-    """typed: what overrides say, as it was typed."""
+    """typed: the overrides as they were typed."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         wrong = [(_path(item["loc"], tree), item) for item in error.errors()]
     keys = [".".join(map(str, at)) for at, _ in wrong]
     texts = [key for key, (_, item) in zip(keys, wrong, strict=True) if item["type"] == "string_type" and key in typed]
-    for key in texts:  # it looks like a number, and is meant as a text
+    for key in texts:  # a text that looks like a number
         override(tree, key, typed[key], as_text=True)
     if texts:
         return _validated(tree, path, {})
@@ -203,16 +202,16 @@ def _validated(tree: Tree, path: str | Path, typed: dict[str, str]) -> Config:
             unknown += [meant] if meant else []
         found.append(f"{place_of(tree, at)}: {sentence(item, key or '(top level)', instead)}")
         unknown.append(_cut(pruned, at))
-    with suppress(ValidationError):  # what can be judged without the wrong values
+    with suppress(ValidationError):  # problems that do not depend on the wrong values
         found += problems(Config.model_validate(pruned), unknown)
     raise refusal(found, path)
 
 
 def _cut(tree: Any, path: Path_) -> str:
-    """Take the value at a path out, or the whole list that it is in; what was taken out, dotted."""
+    """Remove the value at a path, or the whole list that contains it; returns what was removed, dotted."""
     for depth, key in enumerate(path, 1):
         if not isinstance(tree, dict) or key not in tree:
-            break  # it is gone with another, or it is what is missing
+            break  # removed with another value, or missing in the first place
         if depth == len(path) or isinstance(tree[key], list):
             del tree[key]
             return ".".join(map(str, path[:depth]))
@@ -221,7 +220,7 @@ def _cut(tree: Any, path: Path_) -> str:
 
 
 def _path(location: tuple[Any, ...], tree: Any) -> Path_:
-    """Pydantic's location without the names it adds for the members of a union."""
+    """Pydantic's location, without the names that it adds for members of a union."""
     path: list[Any] = []
     for number, part in enumerate(location, 1):
         if isinstance(tree, dict) and (part in tree or number == len(location)):
@@ -235,7 +234,7 @@ def _path(location: tuple[Any, ...], tree: Any) -> Path_:
 
 
 def _known_keys(at: Path_, tree: Any) -> list[str]:
-    """The keys that the section at `at` knows."""
+    """The keys of the section at `at`."""
     sections: list[type[BaseModel]] = [Config]
     for depth, part in enumerate(at):
         tree = tree[part]
@@ -252,6 +251,6 @@ def _known_keys(at: Path_, tree: Any) -> list[str]:
 
 
 def refusal(found: list[str], path: Path | str) -> UserError:
-    """What is raised for problems in a configuration, all of them."""
+    """The error that reports all problems of a configuration."""
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     return UserError(f"{count} in the configuration {path}:\n{listed(found)}")

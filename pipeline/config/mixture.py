@@ -1,5 +1,5 @@
-"""Weights of sources: how they are written, as numbers or tokens, and the smallest that one can have, so that none is
-left out in silence."""
+"""Weights of sources: how they are written, as numbers or tokens, and the smallest possible one, so that no source is
+silently left out."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pydantic import BeforeValidator
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 SMALLEST_SHARE = 2.0**-17
-"""Of all training sequences. The order of samples is a table of a period, which must hold several sequences of each
-source: of this share 8 in a million."""
+"""Smallest share of all training sequences. The order of samples repeats a table, in which each source needs several
+sequences: this share gives 8 in a million."""
 
 
 def mixture_problems(mixture: Mapping[str, float]) -> list[str]:
-    """Shares, of 0 or more, that are too small to be sampled."""
+    """Shares of 0 or more that are too small to be sampled."""
     total = math.fsum(mixture.values())
     return [share_too_small(name, share / total) for name, share in mixture.items()
             if 0 < share / total < SMALLEST_SHARE]
 
 
 def share_too_small(name: str, share: float) -> str:
-    """What to say of a source whose share of the whole is below SMALLEST_SHARE."""
+    """The message for a source whose share is below SMALLEST_SHARE."""
     return (f"train.mixture gives the source {name} {share:.3g} of the training sequences; the smallest share that is "
             f"sampled is {SMALLEST_SHARE:.3g} (1 in {round(1 / SMALLEST_SHARE):,}). Raise it, or write 0 to leave the "
             f"source out.")
 
 
 def read_tokens(value: Any) -> Any:
-    """A number of tokens as it may be written: 250M, 2.5k, 10B or 15T for a text, a whole number with a point or an
-    exponent. Anything else stays what it is, for pydantic to refuse."""
+    """A number of tokens in any notation: 250M, 2.5k, 10B or 15T as text, or a whole number with a point or an
+    exponent. Other values are returned unchanged, for pydantic to refuse."""
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([kKMBT]?)\s*", value)):
         number = Decimal(match[1].replace("_", "")) * UNITS[match[2].replace("K", "k")]
         return int(number) if number == int(number) else float(number)
@@ -52,7 +52,7 @@ Mixture = dict[str, Annotated[float, BeforeValidator(_share)]]
 
 
 def tokens_text(tokens: float) -> str:
-    """A number of tokens as a person says it: 250M, 1.5k, 10B."""
+    """A number of tokens in short: 250M, 1.5k, 10B."""
     for unit in ("T", "B", "M", "k"):
         if abs(tokens) >= UNITS[unit]:
             return f"{float(Decimal(tokens) / UNITS[unit]):.4g}{unit}"  # of any size

@@ -1,6 +1,6 @@
-"""What is known of optimizers without torch: for checks, the plan and the forecast of memory.
+"""What is known of optimizers without torch: for checks, the plan and the memory estimate.
 
-How one adds an optimizer is told in pipeline/training/optimizers/base.py.
+pipeline/training/optimizers/base.py shows how to add an optimizer.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ def optimizer_kind(name: str) -> OptimizerKind:
     """The optimizer that train.optimizer names: one of OPTIMIZERS, or "module:NAME" of an OptimizerKind.
 
     Raises:
-        UserError: there is none, with those that there are.
+        UserError: there is none; the message lists the known ones.
     """
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     if ":" not in name:
-        raise UserError(f"train.optimizer '{name}' is not known. There are {', '.join(OPTIMIZERS)}; one of your own is "
-                        f"written as module:NAME of an OptimizerKind.")
+        raise UserError(f"train.optimizer '{name}' is not known. Take {', '.join(OPTIMIZERS)}, or write "
+                        f"module:NAME of an OptimizerKind of your own.")
     kind = imported(name, "train.optimizer")
     if not isinstance(kind, OptimizerKind):
         what = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
-        raise UserError(f"train.optimizer '{name}' names {what}, not an OptimizerKind: name one that makes it, as "
-                        f"OptimizerKind('{name}', matrix_bytes=..., other_bytes=...); pipeline/config/optimizers.py "
-                        f"tells of it.")
+        raise UserError(f"train.optimizer '{name}' names {what}, not an OptimizerKind. Name an OptimizerKind, such as "
+                        f"OptimizerKind('{name}', matrix_bytes=..., other_bytes=...). "
+                        f"pipeline/training/optimizers/base.py explains it.")
     return kind
 
 
 def optimizer_settings(train: TrainConfig) -> dict[str, Any]:
-    """The optimizer's own settings: its defaults, and train.optimizer_settings over them."""
+    """The optimizer's own settings: its defaults, overridden by train.optimizer_settings."""
     return {**optimizer_kind(train.optimizer).settings, **train.optimizer_settings}
 
 
 def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
-    """What of the chosen optimizer cannot work, each as a sentence.
+    """Why the chosen optimizer cannot work, one sentence for each reason.
 
     engine: parallel.engine.
     """
@@ -53,15 +53,15 @@ def optimizer_problems(train: TrainConfig, engine: str) -> Iterator[str]:
     if engine not in kind.engines:
         able = [name for name, other in OPTIMIZERS.items() if engine in other.engines]
         yield (f"train.optimizer '{train.optimizer}' works under parallel.engine {' and '.join(kind.engines)}, not "
-               f"'{engine}', which lays weights out flat. Take parallel.engine={kind.engines[0]}, or train.optimizer="
+               f"'{engine}', which flattens the weights. Take parallel.engine={kind.engines[0]}, or train.optimizer="
                f"{' or '.join(able)}.")
     for name, value in train.optimizer_settings.items():
         if name not in kind.settings:
-            yield (f"train.optimizer_settings has '{name}', which train.optimizer '{train.optimizer}' does not know; "
-                   f"it knows {', '.join(kind.settings) or 'none'}.")
+            yield (f"train.optimizer_settings has '{name}', which train.optimizer '{train.optimizer}' does not have; "
+                   f"it has {', '.join(kind.settings) or 'none'}.")
         elif not _fits(value, kind.settings[name]):
-            yield (f"train.optimizer_settings.{name} is {value!r}; like its default {kind.settings[name]!r} of "
-                   f"train.optimizer '{train.optimizer}' it is to be of type {type(kind.settings[name]).__name__}.")
+            yield (f"train.optimizer_settings.{name} is {value!r}; train.optimizer '{train.optimizer}' needs a value "
+                   f"of type {type(kind.settings[name]).__name__}, like its default {kind.settings[name]!r}.")
 
 
 def _fits(value: Setting, default: Setting) -> bool:

@@ -1,5 +1,5 @@
-"""Modules from outside of Drover that a configuration needs: which files those of training are, and whether they and
-the packages of extras are there at all. Nothing is imported for that, but for the table that names an optimizer."""
+"""Modules outside of Drover that a configuration needs: the source files of those that training uses, and which of
+them, or of the packages of extras, are missing. Only the table that names an optimizer is imported for that."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ OURS = "drover."
 
 
 def training_code(config: Config) -> dict[str, Path]:
-    """The source files of the attention, the optimizer and the hooks that come from outside, by module, as far as
-    found."""
+    """The source files of attention, optimizer and hooks that are not built in, by module, as far as they are found."""
     named = [config.train.attention, config.train.optimizer, *(hook.kind for hook in config.train.hooks)]
     with suppress(UserError):
         named.append(optimizer_kind(config.train.optimizer).make)
@@ -27,18 +26,18 @@ def training_code(config: Config) -> dict[str, Path]:
 
 
 def absent_attention(config: Config) -> Iterator[str]:
-    """That the module which `train.attention` names is not there, as a sentence: the launcher does not import it."""
+    """A sentence if the module that `train.attention` names is missing: the launcher does not import it."""
     module, colon, _ = config.train.attention.partition(":")
     if colon and source_of(module) is None:
         yield (f"train.attention names {config.train.attention}, but there is no module {module}. Name its file in "
-               f"`plugins`, put it beside one that is named there, or install it.")
+               f"`plugins`, put it next to one that is named there, or install it.")
 
 
 def needed_modules(config: Config, stage: str) -> Iterator[tuple[str, str, str]]:
-    """What of a configuration needs a module that not every run needs, which one, and what would do without it.
+    """Parts of a configuration that need an optional module: the part, the module, and how to do without.
 
     Raises:
-        UserError: filters, sinks or hooks cannot be had, or have wrong settings.
+        UserError: filters, loggers or hooks cannot be imported, or have wrong settings.
     """
     shard, train = config.shard, config.train
     if stage == "shard":
@@ -61,7 +60,7 @@ def needed_modules(config: Config, stage: str) -> Iterator[tuple[str, str, str]]
 
 
 def absent_packages(config: Config, stage: str) -> list[str]:
-    """The packages that a stage needs and that are not installed, and kinds that cannot be had, as sentences."""
+    """Packages that a stage needs and that are missing, and kinds that cannot be imported, as sentences."""
     try:
         return [problem for needed in needed_modules(config, stage) for problem in absent(*needed)]
     except UserError as error:

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks. No choice here changes what is computed, beyond rounding."""
+"""How a model is distributed over ranks. No choice here changes what is computed, beyond rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drover.pipeline.config.section import Section
 
 
 class GridSizes(NamedTuple):
-    """The lengths of the axes along which ranks are laid out; their product is the number of ranks."""
+    """The sizes of the device mesh; their product is the number of ranks."""
 
     pipeline: int
     replicate: int
@@ -20,61 +20,62 @@ class GridSizes(NamedTuple):
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks. Results agree within rounding for every choice, and a run may change it at
-    any checkpoint.
+    """How the model is distributed over ranks. Results agree within rounding for every choice, and a run may change it
+    at any checkpoint.
 
-    fsdp2: ranks = pp x dp_replicate x dp_shard x cp x tp. deepspeed: all ranks share one copy by ZeRO.
+    fsdp2: ranks = pp x dp_replicate x dp_shard x cp x tp. deepspeed: all ranks shard one replica by ZeRO.
     """
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
-    """`fsdp2` is torch's own sharding and composes with tensor, context and pipeline parallelism; `deepspeed` is
-    ZeRO, which can also keep optimizer states or weights in host memory (`offload`)."""
+    """`fsdp2` is torch's own sharding and composes with tensor, context and pipeline parallelism. `deepspeed` is ZeRO,
+    which can also keep optimizer state or weights in host memory (`offload`)."""
     dp_replicate: int = Field(1, ge=-1)
-    """Full copies of the sharded model (HSDP). With many nodes: one copy per group of nodes, so that weights are
-    gathered inside the group and only gradients travel between groups. -1: as many as the ranks make, so that
-    `dp_replicate: -1` with `dp_shard: 8` is a copy on each node of eight GPUs, on any number of nodes."""
+    """Replicas of the sharded model (HSDP). With many nodes, use one replica per group of nodes: only gradients then
+    travel between groups. -1: as many as there are ranks for. For example, `dp_replicate: -1` with `dp_shard: 8` is a
+    replica per node of eight GPUs, on any number of nodes."""
     dp_shard: int = Field(-1, ge=-1)
-    """Ranks that share one copy of weights, gradients and moments; -1: all the rest."""
+    """Ranks that shard one replica of weights, gradients and optimizer state; -1: all remaining ranks."""
     tp: PositiveInt = 1
-    """Ranks that share each matrix product (tensor parallelism, with the sequence split between the products). Keep
-    it within one node; it must divide heads, kv_heads, the sequence length and the vocabulary."""
+    """Tensor parallelism: ranks that share each matrix product. Between the products they split the sequence. Keep them
+    within one node. tp must divide heads, kv_heads, the sequence length and the vocabulary."""
     cp: PositiveInt = 1
-    """Ranks that share each sequence (context parallelism): each holds a part of every document, and keys and values
-    are gathered for attention. For sequences that fit no other way; cp x tp must divide the sequence length. These
-    ranks share weights as those of dp_shard do."""
+    """Context parallelism: ranks that share each sequence. Each holds a part of every document and all-gathers keys and
+    values for attention. Use it for sequences that fit no other way. cp x tp must divide the sequence length. These
+    ranks also shard the weights, as those of dp_shard do."""
     pp: PositiveInt = 1
-    """Groups of ranks that hold neighbouring layers and pass activations on (pipeline parallelism). Every step needs at
-    least as many micro-batches as there are groups; gradients meet once a step."""
+    """Pipeline parallelism: groups of ranks that hold neighbouring layers and pass activations on. Every step needs at
+    least as many micro-batches as there are groups. Gradients are reduced once a step."""
     pp_schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
-    """In which order a pipeline's ranks compute: `1f1b` one forward and one backward pass in turn, with one stage on a
-    rank; `interleaved` the same with `pp_stages` of them, which waits less and sends more; `zbv` (experimental) with
-    two, laid out as a V, and gradients of weights computed while others would wait."""
+    """Order in which a pipeline's ranks compute. `1f1b`: one forward and one backward pass in turn, with one stage per
+    rank. `interleaved`: the same with `pp_stages` stages per rank, for smaller bubbles and more communication. `zbv`
+    (experimental): two stages per rank, laid out as a V; weight gradients are computed in the bubbles."""
     pp_stages: int = Field(2, gt=1)
-    """Stages on each rank where pp_schedule is `interleaved`."""
+    """Stages per rank for `pp_schedule: interleaved`."""
     async_tp: bool = False
-    """Cut the products of tensor parallelism, so that a part is exchanged while another is computed (torch's
-    asynchronous tensor parallelism). It needs compiled blocks and GPUs that reach each other's memory (NVLink). Not
-    tried on GPUs yet: compare a few steps with and without."""
+    """Overlap communication and computation in tensor parallelism (torch's asynchronous tensor parallelism). It needs
+    compiled blocks and GPUs that reach each other's memory (NVLink). Not tried on GPUs yet: compare a few steps with
+    and without."""
     timeout_minutes: PositiveFloat | None = None
-    """How long a rank waits for others in a collective before torch ends it and names their group: `mesh_replicate`,
-    `mesh_shard`, `mesh_tensor` and so on, `default_pg` (all ranks). null: 30, or 10 more than the watchdog
-    (`train.guards.hang_minutes`) waits in a first step, if that is longer: it is to come first, since it writes down
-    what each rank was doing. More where hashing a checkpoint or compiling takes longer."""
+    """Minutes that a rank waits for others in a collective before torch aborts it and names their group. Groups are
+    `mesh_replicate`, `mesh_shard`, `mesh_tensor` and so on; `default_pg` is all ranks. null: 30, or 10 more than the
+    watchdog (`train.guards.hang_minutes`) waits in a first step, if that is longer. The watchdog should come first,
+    since it records what each rank was doing. Raise it if hashing a checkpoint or compiling takes longer."""
     reshard: Literal["always", "never"] = "always"
-    """Whether a block's weights are let go after its forward pass and gathered again for the backward pass. `never`
-    saves that second gathering where the memory holds all weights in the computing precision."""
+    """`always`: reshard a block's weights after its forward pass and all-gather them again for the backward pass.
+    `never` saves the second all-gather if memory holds all weights in the computing precision."""
     reduce: Literal["each", "last"] = "each"
-    """When gradients are added up over ranks: after `each` micro-batch, so that a rank holds only its part of them, or
-    after the `last` of a step, which saves the others' communication where memory holds all gradients of the model (of
-    a tensor-parallel rank's part) in float32."""
+    """When gradients are reduced over ranks. `each`: after every micro-batch, so that a rank holds only its shard of
+    them. `last`: after the last micro-batch of a step, which saves communication. Memory must then hold all gradients
+    (of a tensor-parallel rank's part) in float32."""
     zero_stage: Literal[1, 2, 3] = 2
-    """deepspeed: what is split over ranks: 1 moments and masters, 2 also gradients, 3 also weights."""
+    """For deepspeed: what is sharded over ranks. 1: optimizer state and master weights; 2: gradients too; 3: weights
+    too."""
     offload: Literal["none", "optimizer", "params"] = "none"
-    """deepspeed: keep moments and masters in host memory (`optimizer`), and with ZeRO 3 the weights too (`params`).
-    Slower; for models that fit no other way."""
+    """For deepspeed: what is kept in host memory. `optimizer`: optimizer state and master weights; `params`: with ZeRO
+    3, weights too. Slower; for models that fit no other way."""
 
     def sizes(self, ranks: int) -> GridSizes:
-        """The axes that so many ranks make up; where they do not, `checks.grid_problems` says why."""
+        """The mesh for this many ranks. If they do not fit, `checks.grid_problems` says why."""
         each = self.pp * self.cp * self.tp
         copies = max(1, ranks // (each * self.dp_shard)) if self.dp_replicate == -1 else self.dp_replicate
         shard = ranks // (each * copies) if self.dp_shard == -1 else self.dp_shard
@@ -82,12 +83,12 @@ class ParallelConfig(Section):
 
     @property
     def stages(self) -> int:
-        """Parts into which the layers are cut, over all ranks of a pipeline."""
+        """Number of parts into which the layers are cut, over all ranks of a pipeline."""
         each = {"1f1b": 1, "interleaved": self.pp_stages, "zbv": 2}[self.pp_schedule]
         return self.pp * each if self.pp > 1 else 1
 
     def stage_rank(self, stage: int) -> int:
-        """The pipeline rank that has a stage: from the first to the last rank in turn, or there and back in a V."""
+        """The pipeline rank that has a stage: in turn from first to last, or there and back in a V."""
         turn, rank = divmod(stage, self.pp)
         return self.pp - 1 - rank if self.pp_schedule == "zbv" and turn % 2 else rank
 

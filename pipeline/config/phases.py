@@ -1,7 +1,6 @@
-"""The phases of a training: their settings, and the plan that follows from them: which steps, how many tokens. Without
-torch.
+"""The phases of a training: their settings, and the resulting plan of steps and tokens. Without torch.
 
-Phases end by steps, so that the number of a step tells its phase whatever a rollback has left out. A training without
+Phases end by steps, so a step's number determines its phase, whatever a rollback has left out. A training without
 `train.phases` is one phase with train's settings.
 """
 
@@ -22,9 +21,9 @@ class Phase:
 
     Attributes:
         number: from 0.
-        train: the settings that hold in it; `steps` is the whole run's, `phases` is empty.
-        first_step: steps done when it begins. steps: how many it has.
-        first_token, first_sequence: tokens and sequences trained on when it begins, where nothing is left out.
+        train: its settings; `steps` is the whole run's, `phases` is empty.
+        first_step: steps done when it starts. steps: how many it has.
+        first_token, first_sequence: tokens and sequences trained on when it starts, if nothing is left out.
         said: its section; None for a training without phases.
     """
 
@@ -53,7 +52,7 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """As messages name it: the place of its settings."""
+        """Its name in messages: the place of its settings."""
         return "train" if self.said is None else f"train.phases[{self.number}]"
 
     def __str__(self) -> str:
@@ -70,7 +69,7 @@ class PhasePlan:
 
     @classmethod
     def of(cls, train: TrainConfig) -> PhasePlan:
-        """The plan that the settings mean, however senseless (`plan_problems`): a phase without tokens has no steps."""
+        """The plan of these settings. They may be senseless (`plan_problems`): a phase without tokens has no steps."""
         if not train.phases:
             return cls((Phase(0, train, 0, train.steps, 0, 0),))
         found: list[Phase] = []
@@ -83,7 +82,7 @@ class PhasePlan:
 
     @property
     def declared(self) -> bool:
-        """Whether the configuration speaks of phases."""
+        """Whether the configuration has phases."""
         return self.phases[0].said is not None
 
     @property
@@ -93,18 +92,18 @@ class PhasePlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run, where nothing is left out."""
+        """Tokens of the whole run, if nothing is left out."""
         return self.phases[-1].first_token + self.phases[-1].tokens
 
     def phase_of(self, step: int) -> Phase:
-        """The phase of a step, counted from 1; beyond the end, the last one."""
+        """The phase of a step, counted from 1; after the end, the last one."""
         return self._last(lambda phase: phase.first_step < step)
 
     def _last(self, has_begun: Callable[[Phase], bool]) -> Phase:
         return next(filter(has_begun, reversed(self.phases)), self.phases[0])
 
     def sequences_between(self, first: int, end: int) -> int:
-        """Sequences of the steps after `first` steps, up to `end` steps done; both may lie beyond the plan's end."""
+        """Sequences of the steps after `first` steps, up to `end` steps done; both may be after the plan's end."""
         return self._sequences(end) - self._sequences(first)
 
     def _sequences(self, steps: int) -> int:
@@ -112,7 +111,7 @@ class PhasePlan:
         return phase.first_sequence + (steps - phase.first_step) * phase.sequences
 
     def step_of(self, sequence: int) -> int:
-        """The step, from 1, that takes sequence number `sequence` of those that are not left out; it may lie beyond the
+        """The step, from 1, that uses sequence number `sequence` of those that are not left out. It may be after the
         plan's end."""
         phase = self._last(lambda phase: phase.first_sequence <= sequence)
         return phase.first_step + (sequence - phase.first_sequence) // phase.sequences + 1
@@ -124,28 +123,28 @@ class PhasePlan:
 
     @property
     def grain(self) -> int:
-        """Tokens of a grain, into which sources are cut: as set, or the longest sequence of any phase. Packed
-        documents have none."""
+        """Tokens per chunk into which sources are cut: as set, or the longest sequence of any phase. Packed documents
+        have no chunks."""
         given = self.phases[0].train.grain_tokens
         return given or max(phase.train.sequence_length for phase in self.phases)
 
 
 def in_phases(config: Config) -> Iterator[tuple[Phase, Config]]:
-    """Each phase, and the configuration as it is in it."""
+    """Each phase, with the configuration that holds in it."""
     for phase in PhasePlan.of(config.train).phases:
         yield phase, config.model_copy(update={"train": phase.train})
 
 
 def plan_problems(train: TrainConfig) -> Iterator[str]:
-    """Why the phases make no plan."""
+    """Why the phases form no plan."""
     plan = PhasePlan.of(train)
     if not plan.declared:
         if train.grain_tokens is not None:
-            yield "train.grain_tokens is set, but there are no train.phases; it says how they share sources."
+            yield "train.grain_tokens is set, but there are no train.phases that could share sources. Leave it out."
         return
     if train.grain_tokens is not None and train.packing != "concatenate":
-        yield (f"train.grain_tokens is set, but train.packing '{train.packing}' cuts no running text: what an epoch "
-               f"has left where the length changes is packed anew. Leave it out.")
+        yield (f"train.grain_tokens is set, but train.packing '{train.packing}' has no chunks: when the sequence "
+               f"length changes, the rest of an epoch is packed again. Leave it out.")
     for phase, said in zip(plan.phases, train.phases, strict=True):
         if said.until <= phase.first_token:
             yield (f"{phase.name}.until {tokens_text(said.until)} is not after {tokens_text(phase.first_token)}, where "
@@ -156,12 +155,12 @@ def plan_problems(train: TrainConfig) -> Iterator[str]:
             yield f"{phase.name}.warmup_steps {said.warmup_steps} is more than its {phase.steps} steps."
     yield from _first_curve(train, plan)
     if train.steps != plan.steps:
-        yield (f"train.steps {train.steps} is not what train.phases come to, {plan.steps}. Leave it out (or write null "
-               f"where a base has it): it follows from them.")
+        yield (f"train.steps {train.steps} is not the number of steps in train.phases, {plan.steps}. Leave it out (or "
+               f"write null if a base sets it): it follows from the phases.")
 
 
 def _first_curve(train: TrainConfig, plan: PhasePlan) -> Iterator[str]:
-    """Whether the warmup and the decay of the first learning-rate curve fit into the steps until the next begins."""
+    """Check that warmup and decay of the first learning-rate curve fit into its steps."""
     first, later = train.phases[0], zip(plan.phases[1:], train.phases[1:], strict=True)
     end = next((phase.first_step for phase, said in later if said.begins_curve), plan.steps)
     warmup = train.warmup_steps if first.warmup_steps is None else first.warmup_steps
@@ -172,8 +171,8 @@ def _first_curve(train: TrainConfig, plan: PhasePlan) -> Iterator[str]:
 
 
 def only_phases_differ(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether of two identities of the train stage both have phases, and nothing else differs: then training goes on,
-    and refuses by itself what would change phases that have begun (pipeline/training/resume.py)."""
+    """Whether two identities of the train stage both have phases and differ in nothing else. Training then continues,
+    and refuses by itself any change to phases that have started (pipeline/training/resume.py)."""
     def without(identity: dict[str, Any]) -> dict[str, Any]:
         config = identity.get("config", {})
         train = {key: value for key, value in config.get("train", {}).items()

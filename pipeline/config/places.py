@@ -1,4 +1,4 @@
-"""Where things are: paths that are none, and folders that nothing can be written into."""
+"""Checks of paths: URLs where a path is needed, and folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from drover.pipeline.core.errors import UserError, is_full_disk
 from drover.pipeline.storage.store import SCHEMES, Store, is_url
 
 OUTSIDE = frozenset({"paths", "path", "task_folders", "init_from"})
-"""Names of settings that say where files from outside of the run are: what is read there, not where, decides."""
+"""Names of settings with paths of files outside of the run. The content decides what is computed, not the path."""
 _ADDRESS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/{1,2}(?=[^/])|^(file)://")
 _LOGIN = re.compile(r"(?!abfs)[^:]+://[^/]*@")
-"""An address with a name or password in it; abfs://container@account has none."""
+"""A URL with a name or password in it; abfs://container@account has none."""
 _HUB = re.compile(r"^hf:/{1,2}(?:datasets/)?([^/@]+/[^/@]+)")
 
 
 def not_a_path(text: str, *, written: bool = False) -> str | None:
-    """What to say of an address (s3://..., https://...) where a path of this machine is wanted; None of a path.
+    """The message for a URL (s3://..., https://...) where a local path is needed; None for a path.
 
-    written: it is to be written to, not read.
+    written: the path is to be written, not read.
     """
     found = _ADDRESS.match(text)
     if found is None:
@@ -44,7 +44,7 @@ def not_a_path(text: str, *, written: bool = False) -> str | None:
 
 
 def unreadable(text: str) -> str | None:
-    """What to say of an address that is no source: neither a path nor a URL of an object store; None of a source."""
+    """The message for text that is no source: neither a path nor a URL in an object store; None for a source."""
     if not is_url(text):
         return not_a_path(text)
     if text.partition("://")[0] not in SCHEMES and not _LOGIN.match(text):
@@ -53,10 +53,10 @@ def unreadable(text: str) -> str | None:
 
 
 def unusable_url(url: str) -> str | None:
-    """Why an address cannot be used, as a sentence without what is secret in it. Nothing is contacted."""
+    """Why a URL cannot be used, as a sentence without its secrets. Nothing is contacted."""
     if _LOGIN.match(url):
-        return ("an address holds a name or password before @, which would be written to files; give the address "
-                "alone, and the credentials in the environment.")
+        return ("a URL has a name or password before @, which would be written to files. Give the URL without it, "
+                "and the credentials in the environment.")
     try:
         Store(url)
     except UserError as error:
@@ -65,16 +65,16 @@ def unusable_url(url: str) -> str | None:
 
 
 def blocked(folder: Path, *, write: bool = False) -> str | None:
-    """What stands where `folder` or a folder above it should be, as a sentence; None where nothing does.
+    """Why `folder` cannot exist, such as a file in its place, as a sentence; None if it can.
 
-    write: also why nothing could be written into it, should it be made where it is not. Makes nothing.
+    write: also why nothing could be written into it, or into the folder where it would be made. Makes nothing.
     """
     made, here = f"runs_dir and name make the folder {folder}", folder.absolute()
     try:
         while not _is_there(here):
             here = here.parent
         if not here.is_dir():
-            what = "a file" if here.exists() else "a link to something that is not there"
+            what = "a file" if here.exists() else "a broken link"
             return f"{made}, but {here} is {what}, not a folder: set another runs_dir, or move it away."
     except OSError as error:  # a name that is too long, a link to itself
         return f"{made}, which cannot be: {error.strerror}. Set another runs_dir."
@@ -85,7 +85,7 @@ def blocked(folder: Path, *, write: bool = False) -> str | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a path is there, of whatever kind, a broken link too."""
+    """Whether anything is at a path, also a broken link."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -94,7 +94,7 @@ def _is_there(path: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a run's folder where it is not there; UserError where that does not work, or nothing can be written."""
+    """Make a run's folder if it is missing; UserError if it cannot be made or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Code from outside the package that a run is to use: modules that register what they add when they are imported.
+"""Plugins: modules outside of the package that register filters, optimizers and more when they are imported.
 
-`plugins: [filters/ours.py, our_package.optimizers]` in a configuration names them. Every process that is given the
+`plugins: [filters/ours.py, our_package.optimizers]` in a configuration names them. Every process that gets the
 configuration on its command line imports them: launcher, stages, ranks, workers. A process that opens the folder of a
 run (a tool, `reuse`) imports none that the folder names: a folder is data. There the user names them with `--plugin`.
 docs/extending.md says what can be added.
@@ -29,13 +29,12 @@ def loaded_plugins() -> dict[str, Path]:
 
 
 def plugin_folders() -> list[str]:
-    """Folders from which other processes import the same plugins."""
+    """Folders from which other processes can import the same plugins."""
     return sorted({str(_root(name, path)) for name, path in _LOADED.items()})
 
 
 def plugin_files() -> list[Path]:
-    """The files of the plugins that this process has imported, and of the modules that were imported from beside them.
-    """
+    """The files of the imported plugins, and of modules in the same folders that they imported."""
     folders = {path.parent for path in _LOADED.values()}
     files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     return sorted({*_LOADED.values(), *(path for file in files if file
@@ -48,13 +47,13 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
     Args:
         names: names of modules, or of files that end in .py, relative to the configuration or the working directory.
         config: the configuration.
-        place: where in it they stand, for errors.
+        place: its line that names them, for errors.
 
     Returns:
-        The names as any process can use them: files with their whole path.
+        The names in a form that any process can use: files with their whole path.
 
     Raises:
-        UserError: one does not exist, cannot be imported, or is called like another module.
+        UserError: one does not exist, cannot be imported, or has the name of another module.
     """
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f"{place}: `plugins` is a list of modules and files, not {names!r}.")
@@ -67,8 +66,8 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
 
 
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
-    """--plugin, for programs that open the folder of a run. Reading the argument, as often as it is given, imports the
-    plugin; UserError where that fails."""
+    """--plugin, for programs that open the folder of a run. It may be given several times. Reading the argument imports
+    the plugin; UserError if that fails."""
     parser.add_argument("--plugin", type=_from_command_line, metavar="FILE",
                         help="import this plugin, a file or module (may be given several times); those that a run's "
                              "config.yaml names are not imported")
@@ -81,12 +80,12 @@ def add_run_and_plugins(parser: argparse.ArgumentParser) -> None:
 
 
 def imported(names: list[str]) -> list[str]:
-    """Those of a run's plugins that this process has imported, as any process can use them."""
+    """Those of a run's plugins that this process has imported, in a form that any process can use."""
     return [str(_LOADED[_module(name)]) if name.endswith(".py") else name for name in names if _module(name) in _LOADED]
 
 
 def left_out(names: Any, run: Path) -> str:
-    """What to say of a run's plugins that this process has not imported; "" where there are none."""
+    """A note on a run's plugins that this process has not imported; "" if there are none."""
     absent = [str(name) for name in names if _module(str(name)) not in _LOADED] if isinstance(names, list) else []
     return printable(
         f"The run {run} names plugins that were not imported: {', '.join(absent)}. Opening a run's folder imports no "
@@ -96,7 +95,7 @@ def left_out(names: Any, run: Path) -> str:
 
 @cache
 def warn(text: str) -> None:
-    """Say it once in this process, beside what a tool answers."""
+    """Print a warning to stderr, once in this process."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -105,19 +104,19 @@ def _from_command_line(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """What a plugin is imported as."""
+    """The module name of a plugin."""
     return Path(name).stem if name.endswith(".py") else name
 
 
 def _file(name: str, config: Path, place: str) -> Path:
-    # The last is for a run that was moved with its plugins: its configuration has their whole paths of before.
+    # The last is for a run that was moved with its plugins: its configuration has their former paths.
     for candidate in (config.parent / name, Path(name), config.parent / Path(name).name):
         if candidate.is_file():
             return candidate.resolve()
     folders = dict.fromkeys([(config.parent / name).parent.absolute(), Path(name).parent.absolute(),
                              config.parent.absolute()])
     raise UserError(f"{place}: there is no plugin {Path(name).name} (looked in {', '.join(map(str, folders))}). Put "
-                    f"it back, or beside the configuration.")
+                    f"it back, or next to the configuration.")
 
 
 def _import(name: str, path: Path | None, place: str) -> None:
@@ -132,7 +131,7 @@ def _import(name: str, path: Path | None, place: str) -> None:
                         ) from error
     origin = Path(str(module.__file__)).resolve()
     if path is not None and origin != path:
-        raise UserError(f"{place}: the plugin {path} is called like another module, {origin}. Rename it.")
+        raise UserError(f"{place}: the plugin {path} has the name of another module, {origin}. Rename it.")
     _LOADED[name] = origin
 
 

@@ -1,4 +1,4 @@
-"""The base of every configuration section, the marks of its fields, and what can be said of any section."""
+"""The base class of every configuration section, the marks of its fields, and functions for any section."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drover.pipeline.core.errors import meant
 
 
 class Section(BaseModel):
-    """A group of settings: strict types, unknown keys refused, advice in the text under each field."""
+    """A group of settings: strict types, no unknown keys, an explanation under each field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False,
                               defer_build=True)
@@ -21,15 +21,16 @@ class Section(BaseModel):
 def added(default: Any = ..., **extra: Any) -> Any:
     """A field that decides what is computed and that older runs do not have.
 
-    At its default, which computes what was computed before, it does not enter fingerprints: those runs stay valid.
+    Its default computes what older runs computed. At its default it is not part of fingerprints, so those runs stay
+    valid.
     """
     return Field(default, json_schema_extra={"added": True}, **extra)
 
 
 def execution(default: Any = ..., **extra: Any) -> Any:
-    """A field that says how the work is done, not what is computed.
+    """A field that decides how the work is done, not what is computed.
 
-    Such fields never enter a stage's fingerprint: changing them makes nothing stale.
+    Such fields are never part of a stage's fingerprint: changing them makes nothing stale.
     """
     return Field(default, json_schema_extra={"execution": True}, **extra)
 
@@ -40,9 +41,9 @@ def is_execution(field: FieldInfo) -> bool:
 
 
 def identity(value: Any) -> Any:
-    """A JSON value of the settings that decide what is computed.
+    """The settings that decide what is computed, as a JSON value.
 
-    Execution fields are left out, and so are fields that came later, as long as they have their default.
+    Execution fields are left out, and so are `added` fields at their default.
     """
     if isinstance(value, BaseModel):
         fields = ((name, field, getattr(value, name)) for name, field in type(value).model_fields.items())
@@ -69,33 +70,33 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold: itself, in a union, or as items of a list."""
+    """The sections that a field may hold: directly, in a union, or as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in sections_in(part)]
 
 
-def fields_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
-    """Every setting and section, dotted, without those of items of lists; with the section that it is in."""
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every setting and section, dotted, without those of items of lists."""
     for name, field in section.model_fields.items():
-        yield prefix + name, section, field
+        yield prefix + name
         if (nested := section_of(field)) is not None:
-            yield from fields_of(nested, f"{prefix}{name}.")
+            yield from keys_of(nested, f"{prefix}{name}.")
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field is; None for a single setting or a list."""
+    """The section that a field holds; None for a single setting or a list."""
     found = [one for one in (field.annotation, *get_args(field.annotation)) if one in sections_in(one)]
     return found[0] if found and get_origin(field.annotation) is not list else None
 
 
 def advice(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not among the known ones."""
+    """A hint for a name that is not among the known ones."""
     return meant(name, known := list(known), f"known here: {', '.join(known)}.")
 
 
 def sentence(problem: Any, key: str, instead: str) -> str:
-    """One of pydantic's errors in words. key: the setting, dotted. instead: what to say where the key is unknown."""
+    """One of pydantic's errors as a sentence. key: the setting, dotted. instead: the hint if the key is unknown."""
     kind, given, message = problem["type"], problem.get("input"), problem["msg"][0].lower() + problem["msg"][1:]
     if kind == "extra_forbidden":
         return f"unknown key '{key}'; {instead}"

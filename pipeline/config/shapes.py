@@ -1,5 +1,5 @@
-"""The shape of the weights that lie in a folder, from the texts beside them. Without torch, and without a look at the
-weights; pipeline/formats reads those."""
+"""The shape of the weights in a folder, read from the folder's JSON and YAML files. Without torch; pipeline/formats
+reads the weights themselves."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json, typed
 
 POSITIONS = ("context_length", "rope_theta", "rope_scaling")
-"""What of a shape may be changed by name where weights are there: how a context is extended."""
+"""The parts of a shape that may be changed by name for existing weights: these extend a context."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What `layer_types` says of a layer."""
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-"""What is written. Qwen2 and Mistral are read too."""
+"""The classes that are written. Qwen2 and Mistral can be read, too."""
 _ONLY = {
     "hidden_act": "silu", "mlp_bias": False, "use_qk_norm": False, "qk_norm": False,
     "partial_rotary_factor": 1.0, "quantization_config": None, "num_local_experts": None, "residual_multiplier": 1.0,
     "embedding_multiplier": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None,
 }
-"""What our network cannot do otherwise, with the value that means "does not"; absent means the same."""
+"""Keys for features that our network lacks, with the value that means "not used"; an absent key means the same."""
 _LLAMA_ONLY = {"sliding_window": None, "no_rope_layers": None}
-"""The same of a Llama: what others of Hugging Face's models say with these names, it does not compute."""
+"""The same for a Llama, which ignores these keys in transformers."""
 _NEEDED = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
-"""What a config.json of another name than llama has to say: each has defaults of its own. All that transformers has
-written says it."""
+"""Required keys in a config.json of a type other than llama, since each type has its own defaults. transformers always
+writes them."""
 
 
 def shape_from(values: dict[str, Any]) -> ModelConfig:
-    """The shape that a record of ours says; ValueError, in a line, if it is none."""
+    """The shape in one of our records; ValueError, in one line, if it is none."""
     try:
         return ModelConfig(**values)
     except ValidationError as error:
@@ -44,7 +44,7 @@ def shape_from(values: dict[str, Any]) -> ModelConfig:
 
 
 def read_shape(path: Path) -> ModelConfig:
-    """The shape that a Hugging Face config.json says. UserError, naming the key, if it is no network of ours."""
+    """The shape in a Hugging Face config.json. UserError, naming the key, if our network cannot be it."""
     try:
         return shape_of(typed(read_json(path), dict[str, Any]))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
@@ -53,7 +53,8 @@ def read_shape(path: Path) -> ModelConfig:
 
 
 def shape_of(content: dict[str, Any]) -> ModelConfig:
-    """The shape that a Hugging Face config.json says; ValueError, naming the key, if it is no network of ours."""
+    """The shape in the content of a Hugging Face config.json; ValueError, naming the key, if our network cannot be
+    it."""
     kind = content.get("model_type", "llama")
     if kind not in (*CLASSES, "qwen2", "mistral"):
         raise ValueError(f"config.json has model_type = {kind!r}; only {', '.join(CLASSES)}, qwen2 and mistral can be "
@@ -67,12 +68,14 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
             raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
     for key in () if kind == "llama" else (*_NEEDED, *(["head_dim"] if kind == "qwen3" else [])):
         if key not in content:
-            raise ValueError(f"config.json has no {key}, whose default a {kind} of transformers decides: write it.")
+            raise ValueError(f"config.json has no {key}. transformers has a default for {kind}, but Drover needs the "
+                             f"value: write it.")
     # Absent values mean LlamaConfig's defaults.
     where = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
     rope = content.get(where) or {}
     if kind != "llama" and "rope_theta" not in rope and "rope_theta" not in content:
-        raise ValueError(f"config.json has no rope_theta, whose default a {kind} of transformers decides: write it.")
+        raise ValueError(f"config.json has no rope_theta. transformers has a default for {kind}, but Drover needs the "
+                         f"value: write it.")
     width = content.get("head_dim")
     return ModelConfig(
         dim=content["hidden_size"],
@@ -95,15 +98,15 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
 
 
 def export_problem(model: ModelConfig) -> str:
-    """Why the stage convert cannot export this network, as a sentence; empty where it can."""
+    """Why the stage convert cannot export this network, as a sentence; empty if it can."""
     unrotated = model.no_rope_layer_interval is not None and model.no_rope_layer_interval <= model.layers
     return "" if not (model.qk_norm and unrotated) else (
-        "model.qk_norm (as Qwen3 has it) and model.no_rope_layer_interval (as SmolLM3) together are a network that no "
-        "class of transformers computes: it can be trained, but not exported.")
+        "model.qk_norm (from Qwen3) and model.no_rope_layer_interval (from SmolLM3) cannot be exported together: no "
+        "class of transformers computes such a network. It can only be trained.")
 
 
 def _layers(content: dict[str, Any], kind: str) -> dict[str, int | None]:
-    """Which layers have a window and which a rotary embedding, as ModelConfig says it."""
+    """Which layers have a window and which a rotary embedding, as fields of ModelConfig."""
     layers = range(content["num_hidden_layers"])
     rotated = [1] * len(layers)
     if kind == "smollm3":
@@ -127,14 +130,14 @@ def _layers(content: dict[str, Any], kind: str) -> dict[str, int | None]:
 
 
 def _interval(holds: Sequence[bool], key: str) -> int | None:
-    """The n of which it holds for every n-th layer, and for no other; None where for none. Raises ValueError where
-    there is no such n."""
+    """The n if every n-th layer has the property and no other; None if no layer has. ValueError if there is no such
+    n."""
     if True not in holds:
         return None
     interval = holds.index(True) + 1
     if any(here != ((layer + 1) % interval == 0) for layer, here in enumerate(holds)):
-        raise ValueError(f"config.json has {key} that are not every n-th layer's (here every {interval}th, and not "
-                         f"throughout); only those can be read.")
+        raise ValueError(f"config.json has {key} that do not repeat every n layers (the first ones every {interval}); "
+                         f"only such patterns can be read.")
     return interval
 
 
@@ -175,9 +178,9 @@ def _yarn(rope: dict[str, Any], where: str) -> YarnScaling:
 
 
 def shape_in(folder: Path) -> ModelConfig:
-    """The shape of the weights in a folder: a run, a checkpoint of one, a Hugging Face folder, weights alone.
+    """The shape of the weights in a folder: a run, one of its checkpoints, a Hugging Face folder, or weights alone.
 
-    `vocab_size` of a run that took it from its tokenizer is None. UserError where no shape is told.
+    `vocab_size` is None for a run that took it from its tokenizer. UserError if the folder describes no shape.
     """
     places = (folder, *folder.absolute().parents[2:3])
     run = next((place for place in places if (place / "config.yaml").is_file()), None)
@@ -190,4 +193,4 @@ def shape_in(folder: Path) -> ModelConfig:
             return shape_from(read_yaml(run / "config.yaml").get("model", {}))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"the shape of the weights in {folder} cannot be read ({error}).") from None
-    raise UserError(f"{folder} says no shape: it is no run, no checkpoint of one, and has no config.json.")
+    raise UserError(f"{folder} describes no shape: it is no run, no checkpoint of one, and has no config.json.")

@@ -1,18 +1,16 @@
-"""The one registry of what is named as "module:name", and imported only when it is asked for: filters, sinks, hooks,
-optimizers, and the functions of stages. The network stands below and names its attention backends itself.
+"""The only registry of objects that are named as "module:name" and imported on first use: filters, loggers, hooks,
+optimizers, and functions of stages. (The network is a layer below and names its attention backends itself.)
 
-How one adds a filter is told in pipeline/data/filters/base.py, a log sink in pipeline/training/sinks/base.py, a hook in
-pipeline/training/hooks.py, an optimizer in pipeline/training/optimizers/base.py, a stage in
-pipeline/contract/__init__.py.
+These files show how to add one: pipeline/data/filters/base.py (filter), pipeline/training/sinks/base.py (logger),
+pipeline/training/hooks.py (hook), pipeline/training/optimizers/base.py (optimizer), pipeline/contract/__init__.py
+(stage).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from drover.pipeline.config.kinds import Kind, Kinds, OptimizerKind
 
-FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Filter", {
+FILTERS = Kinds("shard.filters", "filter", "drover.pipeline.data.filters.base:Filter", {
     "length": "drover.pipeline.data.filters.length:Length",
     "repetition": "drover.pipeline.data.filters.repetition:Repetition",
     "characters": "drover.pipeline.data.filters.characters:Characters",
@@ -26,19 +24,19 @@ FILTERS: Kinds[Any] = Kinds("shard.filters", "filter", "drover.pipeline.data.fil
     "normalization": "drover.pipeline.data.filters.normalization:Normalization",
     "decontamination": "drover.pipeline.data.filters.decontamination:Decontamination"})
 
-SINKS: Kinds[Any] = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks.base:SinkSettings", {
+SINKS = Kinds("train.log_to", "log sink", "drover.pipeline.training.sinks.base:SinkSettings", {
     "tensorboard": "drover.pipeline.training.sinks.base:TensorBoard",
     "wandb": "drover.pipeline.training.sinks.network:WeightsAndBiases",
     "mlflow": "drover.pipeline.training.sinks.network:MLflow"})
 
-HOOKS: Kinds[Any] = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
+HOOKS = Kinds("train.hooks", "hook", "drover.pipeline.training.hooks:HookSettings", {})
 
 OPTIMIZERS = {
     "adamw": OptimizerKind("drover.pipeline.training.optimizers.adamw:AdamW", matrix_bytes=8, other_bytes=8,
                            engines=("fsdp2", "deepspeed")),
     "muon": OptimizerKind("drover.pipeline.training.optimizers.muon:Muon", matrix_bytes=4, other_bytes=8,
                           settings={"momentum": 0.95, "nesterov": True, "iterations": 5})}
-"""By the name that train.optimizer gives."""
+"""By the name in train.optimizer."""
 
 STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
     "shard": {"files": "drover.pipeline.data.filters.files:input_files",
@@ -51,9 +49,9 @@ STAGE_FUNCTIONS: dict[str, dict[str, str]] = {
     "convert": {"due": "drover.pipeline.storage.export:due"},
     "evaluate": {"files": "drover.pipeline.evaluation.tasks:input_files",
                  "renews": "drover.pipeline.evaluation.tasks:only_kept_differs"}}
-"""What the stages give the contract to call (`drover.pipeline.contract.stages.Stage.functions`)."""
+"""Functions of stages that the contract calls (`drover.pipeline.contract.stages.Stage.functions`)."""
 
 
 def name_of(item: Kind) -> str:
-    """The name under which the documents of a filter are counted."""
+    """The name of a filter in the counts."""
     return getattr(item, "name", None) or item.kind.rpartition(":")[2]

@@ -17,45 +17,46 @@ from drover.pipeline.config.training import TrainConfig
 
 
 class Config(Section):
-    """A run: one section per stage, and where and how it is executed."""
+    """A run: one section per stage, and where and how it runs."""
 
     name: str = execution("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run's name and folder; another name is another run."""
+    """The run's name and folder. A new name starts a new run."""
     runs_dir: str = execution("runs")
     """Folder of all runs."""
     reuse: str | None = execution(None)
-    """Folder of another run whose finished shard, tokenizer and encode stages this run takes by reference."""
+    """Folder of another run whose finished shard, tokenizer and encode stages this run uses without a copy."""
     seed: int = 0
-    """Decides initial weights and the order of samples."""
+    """Seed of the initial weights and of the order of samples."""
     plugins: list[str] = execution([])
-    """Python modules, or files relative to this one, that register attention backends, optimizers, filters, log sinks
-    or stages of your own; every process of the run imports them. See docs/extending.md."""
+    """Python modules, or files relative to this one, that register your own attention backends, optimizers, filters,
+    loggers or stages. Every process of the run imports them. See docs/extending.md."""
     stages: dict[str, dict[str, JsonValue]] = {}
     """Settings of stages that plugins add, by the stage's name."""
     shard: ShardConfig = Field({}, validate_default=True)
-    """Stage 1: sources into WebDataset tar shards of documents."""
+    """Stage 1: filter, deduplicate and split the documents of the sources; write them as WebDataset tar shards."""
     tokenizer: TokenizerConfig = Field({}, validate_default=True)
-    """Stage 2: the vocabulary, trained or taken from a file."""
+    """Stage 2: train a tokenizer, or take a ready one."""
     encode: EncodeConfig = Field({}, validate_default=True)
-    """Stage 3: text shards into token shards."""
+    """Stage 3: tokenize the text shards into token shards."""
     model: ModelConfig = Field({}, validate_default=True)
     """The network. The key `preset` takes the shape of a published Llama (llama3_8b, llama3.2_1b and others, see
-    model/presets.py) or of the weights in a folder, over which the other keys here are laid."""
+    model/presets.py). It can also take the shape of the weights in a folder. The other keys here override it."""
     train: TrainConfig = Field({}, validate_default=True)
     """Stage 4: pretraining."""
     parallel: ParallelConfig = execution({}, validate_default=True)
-    """How the model is spread over ranks."""
+    """How the model is distributed over ranks."""
     convert: ConvertConfig = Field({}, validate_default=True)
-    """Stage 5: the checkpoint as a Hugging Face folder."""
+    """Stage 5: export the checkpoint as a Hugging Face folder."""
     evaluate: EvaluateConfig = Field({}, validate_default=True)
-    """Stage 6: held-out bits per byte, tasks, continuations."""
+    """Stage 6: validation bits per byte, tasks, continuations."""
     report: ReportConfig = Field({}, validate_default=True)
-    """Stage 7: report.html and report.md."""
+    """Stage 7: write report.html and report.md."""
     launch: LaunchConfig = execution({}, validate_default=True)
-    """Processes on one box, and what is asked of Slurm."""
+    """Processes on one machine, and what jobs request from Slurm."""
 
     def part(self, name: str) -> Any:
-        """A part of the configuration by its name: `train`, `seed`, `stages.statistics` ({} where that has none)."""
+        """A part of the configuration by its name: `train`, `seed`, `stages.statistics` ({} if that has no
+        settings)."""
         section, _, key = name.partition(".")
         return getattr(self, section).get(key, {}) if section == "stages" and key else getattr(self, section)
 

@@ -1,4 +1,4 @@
-"""YAML text into values that remember the file and line they were written in."""
+"""YAML text into values that remember the file and line where they were written."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import typed
 
 Path_ = tuple[str | int, ...]
-"""Where a value stands in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
+"""The place of a value in the tree: ("train", "lr") or ("shard", "sources", 0, "name")."""
 Tree = dict[str, Any]
-"""A mapping of settings, whose keys are each a `Key`."""
+"""A mapping of settings, in which each key is a `Key`."""
 MOST_VALUES = 100_000
-"""The most that a file or an override may hold once its aliases are written out. Aliases of aliases can double the
-count on every line."""
+"""The most values of a file or an override with its aliases expanded. Aliases of aliases can double the count on every
+line."""
 _OURS = {"bool": ("tTfF", r"true|false|True|False"), "int": ("-+0123456789", r"[-+]?[0-9][0-9_]*"),
          "float": ("-+.0123456789",
                    r"[-+]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)")}
-"""Types that are read otherwise than PyYAML does: the first characters of a value, and its form."""
+"""Types that are read differently from PyYAML: the first characters of a value, and its form."""
 
 
 PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
-"""What YAML calls the values that a configuration is made of."""
+"""YAML's tags of the values that a configuration may hold."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, except that 1e-3 is a number, that 'on', 'yes' and 12:30 are not, and that no key
-    is written twice."""
+    """YAML 1.1 as PyYAML reads it, with three changes: 1e-3 is a number; 'on', 'yes' and 12:30 are text; no key may be
+    written twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping as it is written, before others are merged into it."""
+        """A mapping as it is written, before merge keys are applied."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for number, (key, _) in enumerate(node.value):
@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader` would take for something else: a run may be called 1e3."""
+    """Quotes every text that `_Loader` would read as another type: a run may be called 1e3."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -61,13 +61,13 @@ Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _number(text: str) -> float:
-    """A number with a point or an exponent; a whole one (1e6) may be given where an integer is wanted."""
+    """A number with a point or an exponent; a whole one (1e6) is an integer."""
     number = float(text)
     return int(number) if number.is_integer() else number
 
 
 class TaskSettings(TypedDict, total=False):
-    """What of a task's YAML file is read here; a list of files may be one."""
+    """The parts of a task's YAML file that are used here; a single file may replace a list of files."""
 
     include: str | list[str] | None
     dataset_kwargs: dict[str, Any] | None
@@ -84,27 +84,27 @@ class Key(str):
 
     @classmethod
     def at(cls, text: str, place: str) -> Key:
-        """A key that was written there."""
+        """A key that was written at this place."""
         key = cls(text)
         key.place = place
         return key
 
 
 def put(tree: Tree, key: str, value: Any) -> None:
-    """Set a key, which was written elsewhere than the one that it replaces."""
+    """Set a key, which has another place than the one that it replaces."""
     tree.pop(key, None)
     tree[key] = value
 
 
 def keyed(value: Any, place: str) -> Any:
-    """A value as if it was written in this place."""
+    """A value whose keys all have this place."""
     if not isinstance(value, dict):
         return value
     return {Key.at(key, place): keyed(inner, place) for key, inner in value.items()}
 
 
 def place_of(tree: Any, path: Path_) -> str:
-    """Where the value at `path`, or its nearest enclosing part, was written."""
+    """The place where the value at `path`, or its nearest enclosing part, was written."""
     found = Key.place
     for part in path:
         if isinstance(tree, list) and isinstance(part, int):
@@ -118,7 +118,7 @@ def place_of(tree: Any, path: Path_) -> str:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Lay `above` over `below`: mappings join key by key, lists and single values are replaced whole."""
+    """Let `above` override `below`: mappings are merged key by key, lists and single values are replaced."""
     for key, value in above.items():
         old = below.get(key)
         put(below, key, merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value)
@@ -128,7 +128,7 @@ def merge(below: Tree, above: Tree) -> Tree:
 def override(tree: Tree, dotted: str, text: str, *, as_text: bool = False) -> None:
     """Apply an override `a.b=text`. Numbers in the path index lists.
 
-    as_text: take it as it was typed, not as YAML: `name=20261101` is a number, but a name where a text is wanted.
+    as_text: take the text as typed, not as YAML. `name=20261101` is a number in YAML, but a name is needed.
     """
     said, place = f"The override {dotted}={text}", f"the command line ({dotted}={text})"
     value = text if as_text else \
@@ -138,7 +138,7 @@ def override(tree: Tree, dotted: str, text: str, *, as_text: bool = False) -> No
     for number, key in enumerate([*sections, last]):
         listed = isinstance(node, list)
         if listed and not (key.isdigit() and int(key) < len(node)):
-            raise UserError(f"{said} names no place in the configuration: the list {'.'.join(sections[:number])} has "
+            raise UserError(f"{said} names an item that does not exist: the list {'.'.join(sections[:number])} has "
                             f"{len(node)} items, counted from 0.")
         inner = node[int(key)] if listed else node.get(key)
         if number == len(sections):
@@ -156,7 +156,7 @@ def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
     """The values of one YAML file.
 
     Args:
-        advice: what to do where there is no such file.
+        advice: what to do if the file is missing.
 
     Raises:
         UserError: a missing file, one that is not UTF-8, broken YAML, a key written twice, an alias inside of itself.
@@ -168,11 +168,11 @@ def read_yaml(path: Path, advice: str = "Give an existing file.") -> Tree:
 
 
 def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
-    """The value of a text, in which nothing is shared. place: of a node, as messages name it."""
+    """The value of a YAML text, with aliases expanded. place: of a node, as messages name it."""
     def value(node: yaml.Node) -> Any:
         if node.tag not in PLAIN:
-            raise UserError(f"{place(node)}: the tag {node.tag} makes something else than a plain value. Write the "
-                            f"value without a tag.")
+            raise UserError(f"{place(node)}: the tag {node.tag} does not make a plain value. Write the value without "
+                            f"a tag.")
         if isinstance(node, yaml.SequenceNode):
             return [value(item) for item in node.value]
         if not isinstance(node, yaml.MappingNode):
@@ -194,12 +194,12 @@ def _built(text: str, where: str, place: Callable[[yaml.Node], str]) -> Any:
 
 
 def _said(error: Exception, name: str) -> str:
-    """What PyYAML says of a text, which it does not know the name of."""
+    """PyYAML's message, with the name of the file."""
     return str(error).replace('"<unicode string>"', name)
 
 
 def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
-    """The content of a task's YAML file by a loader of PyYAML. UserError, with the advice, where it is no task."""
+    """The content of a task's YAML file, by a loader of PyYAML. UserError, with the advice, if it is no task."""
     try:
         loader = kind(path.read_text(encoding="utf-8"))
         node = _bounded(loader.get_single_node(), str(path))
@@ -210,7 +210,7 @@ def read_task(path: Path, kind: Any, advice: str = "") -> dict[str, Any]:
 
 
 def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
-    """The node. UserError where aliases make more than MOST_VALUES values of what is written, or endlessly many."""
+    """The node. UserError if its aliases expand to more than MOST_VALUES values, or endlessly."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
@@ -219,13 +219,13 @@ def _bounded(node: yaml.Node | None, where: str) -> yaml.Node | None:
             inner = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
             sizes[id(node)] = 1 + sum(map(size, inner if isinstance(node, yaml.CollectionNode) else ()))
         if not sizes[id(node)]:
-            raise UserError(f"{where}:{node.start_mark.line + 1}: an alias stands for a value that contains the alias "
-                            f"itself. Write the value out.")
+            raise UserError(f"{where}:{node.start_mark.line + 1}: the value of an alias contains the alias itself. "
+                            f"Write the value out.")
         return sizes[id(node)]
 
     if node is not None and (count := size(node)) > MOST_VALUES and count > len(sizes):
-        raise UserError(f"{where} stands for {count:,} values by its aliases; at most {MOST_VALUES:,} are read. Write "
-                        f"out what is meant.")
+        raise UserError(f"{where} has {count:,} values with its aliases expanded; at most {MOST_VALUES:,} are "
+                        f"allowed. Use fewer aliases.")
     return node
 
 

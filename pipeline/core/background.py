@@ -1,4 +1,4 @@
-"""One thread that handles items in order while the rest of the process goes on."""
+"""A thread that handles items in order while the rest of the process continues."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class BackgroundWorker(Generic[T]):
     """A daemon thread that calls `handle(item)` for each item that is put, in order.
 
     Args:
-        newest_only: only the newest of the waiting items is kept.
+        newest_only: keep only the newest of the waiting items.
         most: how many items may wait; None: any number.
 
     Attributes:
-        error: what `handle` raised. The thread has ended then, and what waits is dropped.
+        error: the exception that `handle` raised. The thread has then ended, and waiting items are dropped.
         closing: whether no more items will be put.
     """
 
@@ -33,9 +33,10 @@ class BackgroundWorker(Generic[T]):
         self._thread.start()
 
     def put(self, item: T) -> list[T]:
-        """Hand an item over; returns the items that will not be handled for it.
+        """Hand over an item; returns the items that are dropped for it.
 
-        That is the one that waited, with `newest_only`; the item itself, where too many wait or the thread has ended.
+        With `newest_only` that is the item that waited. If too many wait or the thread has ended, it is the item
+        itself.
         """
         with self._changed:
             if self.error is not None or self.closing or len(self._waiting) == self._most:
@@ -48,26 +49,27 @@ class BackgroundWorker(Generic[T]):
             return dropped
 
     def pending(self) -> list[T]:
-        """The item that is being handled, and those that wait."""
+        """The item that is being handled, and the waiting ones."""
         with self._changed:
             return [*self._current, *self._waiting]
 
     def waiting(self, timeout: float = 0.0) -> bool:
-        """Whether another item waits; if not, wait for one for so many seconds, but not after `close`."""
+        """Whether another item waits. If not, wait up to `timeout` seconds for one, but not after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self.closing, timeout)
             return bool(self._waiting)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every item is handled or the thread has ended, for so many seconds; whether that is so."""
+        """Wait up to `timeout` seconds until every item is handled or the thread has ended; returns whether that is
+        so."""
         with self._changed:
             return self._changed.wait_for(lambda: self.error is not None or not (self._waiting or self._current),
                                           timeout)
 
     def close(self, timeout: float | None = None, *, drop: bool = False) -> bool:
-        """Take no more items, and wait until those that are there are handled; whether they are. Idempotent.
+        """Take no more items, and wait until all are handled; returns whether they are. Idempotent.
 
-        drop: forget the items that wait.
+        drop: forget the waiting items.
         """
         with self._changed:
             self.closing = True
@@ -85,7 +87,7 @@ class BackgroundWorker(Generic[T]):
                 self._current.append(self._waiting.popleft())
             try:
                 self._handle(self._current[0])
-            except BaseException as error:  # noqa: BLE001 - whoever waits looks at it
+            except BaseException as error:  # noqa: BLE001 - callers check it
                 self.error = error
             with self._changed:
                 self._current.clear()

@@ -1,4 +1,4 @@
-"""The command line of every program: one parser, one meaning of RUN, one way to say what is wrong."""
+"""The command line of every program: one parser, one meaning of RUN, one format of errors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, NoReturn, TextIO
 from drover.pipeline.core.errors import UserError, is_full_disk, meant, printable
 
 RUNS = "runs"
-"""Where a run is looked for by its name."""
+"""The folder in which runs are found by name."""
 OF_WEIGHTS = ("config.json", "index.json", "params.json")
-"""One of these is in a folder of weights: of Hugging Face's form, ours, Meta's."""
+"""A folder of weights contains one of these: Hugging Face's form, ours, Meta's."""
 INTERRUPTED = 130
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Whether colours are shown there: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    """Whether to print colours to a stream: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def complain(text: str) -> None:
-    """Print an error for a person."""
+    """Print an error for the user."""
     sys.stdout.flush()
     opening = "\x1b[31merror:\x1b[0m" if in_colour(sys.stderr) else "error:"
     print(f"{opening} {printable(text)}", file=sys.stderr, flush=True)
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._known(args), namespace)
 
     def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """The same, of options among other words; from Python 3.12.8 on it does not call the other."""
+        """The same for options between other words; since Python 3.12.8 it does not call the method above."""
         return super().parse_known_intermixed_args(self._known(args), namespace)
 
     def _known(self, args: Any) -> list[str]:
@@ -62,14 +62,14 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Program:
-    """A program; calling it runs it with arguments, by default those of the process, and returns its exit status.
+    """A program. Calling it runs it, with the process's arguments by default, and returns its exit status.
 
     Attributes:
-        name: how it is started by itself.
-        doc: its help text; the first line says what it does.
+        name: the command that starts it.
+        doc: its help text; the first line summarizes it.
         options: adds its options to a parser.
-        work: does it; returns the exit status, or None for 0.
-        mixed: options may stand before and after a list of words, such as settings.
+        work: runs it; returns the exit status, or None for 0.
+        mixed: options may come before and after a list of words, such as settings.
         interrupted: printed after Ctrl-C.
     """
 
@@ -81,7 +81,7 @@ class Program:
     interrupted: str = "interrupted"
 
     def parser(self, name: str = "") -> Parser:
-        """Its parser. name: how it is started, where that is not by itself."""
+        """Its parser. name: the command that starts it, if it is not `self.name`."""
         parser = Parser(prog=name or self.name, description=self.doc,
                         formatter_class=argparse.RawDescriptionHelpFormatter)
         self.options(parser)
@@ -98,7 +98,7 @@ class Program:
             print(f"\n{self.interrupted}", file=sys.stderr)
             return INTERRUPTED
         except Exception as error:
-            if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            if isinstance(error, BrokenPipeError):  # the reader of a pipe, such as `| head`, has ended
                 sys.stderr.close()
                 return 1
             if not is_full_disk(error):
@@ -112,14 +112,14 @@ def find_run(text: str, runs: str = RUNS) -> Path:
     """The folder of a run, from its path or its name; UserError if there is none."""
     for folder in (Path(text), Path(runs) / text):
         if is_run(folder):
-            return folder if folder.name else folder.resolve()  # `.`: the run has its folder's name
+            return folder if folder.name else folder.resolve()  # for `.`: the folder's name is the run's name
     known = ", ".join(folder.name for folder in runs_in(Path(runs)))
     raise UserError(f"There is no run {text}. The runs in {runs} are: {known or 'none'}.")
 
 
 def find_model(text: str) -> Path:
-    """The path of weights, or of a run by its name; a folder of text with a run's name is not meant. A name has no
-    slash."""
+    """The path of weights, or the folder of a run by its name. A name has no slash. A folder of text with the same name
+    as a run is not meant."""
     path, named = Path(text), Path(RUNS) / text
     if "/" in text:
         return path
@@ -133,12 +133,12 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is the folder of a run."""
+    """Whether a folder is a run's."""
     return (folder / "config.yaml").is_file() or (folder / "launch").is_dir()
 
 
 class FoundRun(argparse.Action):
-    """Takes a run's name or folder for the folder."""
+    """Replaces a run's name or folder by its folder."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
                  ) -> None:
@@ -147,7 +147,7 @@ class FoundRun(argparse.Action):
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """RUN, also after --run, for programs that work on one run."""
+    """RUN, or --run RUN, for programs that work on one run."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("run", nargs="?", metavar="RUN", action=FoundRun, help="a run's name (demo) or folder "
                        "(runs/demo); --run RUN is the same")
@@ -160,7 +160,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_low(options: argparse.Namespace, *names: str) -> None:
-    """UserError naming the options that are given and not above 0."""
+    """UserError for options that are given and not above 0."""
     if low := [f"--{name.replace('_', '-')} must be above 0, not {value}" for name in names
                if (value := getattr(options, name)) is not None and not value > 0]:
         raise UserError("; ".join(low) + ".")

@@ -1,4 +1,4 @@
-"""What a person sees while a stage works: plain lines, or one live progress line on a terminal."""
+"""Console output of a stage: plain lines, or one live progress line on a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import TracebackType
 
 
 def say(stage: str, text: str) -> None:
-    """One line of a stage's story, flushed at once so that logs and pipes show it."""
+    """Print one line of a stage's output, flushed immediately so that logs and pipes show it."""
     print(f"{stage:<9} {text}", flush=True)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 12 s, 3 m 05 s, 2 h 10 m."""
+    """Seconds in readable form: 12 s, 3 m 05 s, 2 h 10 m."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def readable(size: float) -> str:
-    """Bytes as a person compares them: three digits."""
+    """Bytes in readable form, with three digits."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5:
             return f"{size:.3g} {unit}" if size else "0"
@@ -33,7 +33,7 @@ def readable(size: float) -> str:
 
 
 class ProgressBar:
-    """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds elsewhere."""
+    """`label: done/total unit, rate, ETA`: redrawn in place on a terminal, a line every few seconds otherwise."""
 
     def __init__(self, stage: str, label: str, total: int, unit: str) -> None:
         self.stage, self.label, self.total, self.unit = stage, label, total, unit
@@ -54,16 +54,16 @@ class ProgressBar:
             say(self.stage, f"{self.label}: {self.done}/{self.total} {self.unit} in {duration(elapsed)}")
 
     def already(self, count: int) -> None:
-        """Count work that an earlier, interrupted run finished; it does not enter the rate."""
+        """Count work that an earlier, interrupted run finished; it is not part of the rate."""
         self.done = self.first = count
 
     @property
     def left_s(self) -> float:
-        """Seconds to the end, as fast as since the start; once something was done."""
+        """Estimated seconds to the end, at the rate since the start. Something must have been done."""
         return (self.total - self.done) * (time.monotonic() - self.start) / (self.done - self.first)
 
     def advance(self) -> None:
-        """Note a finished unit and, now and then, show how far it is."""
+        """Count a finished unit and occasionally print the progress."""
         self.done += 1
         now = time.monotonic()
         if now - self.shown < self.every_s or self.done >= self.total:
@@ -79,7 +79,7 @@ class ProgressBar:
 
 
 def spelled(ranks: Sequence[int]) -> str:
-    """Ascending numbers, of ranks say, in short: 0-2, 5."""
+    """Ascending numbers, such as ranks, in short: 0-2, 5."""
     found = []
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
@@ -88,14 +88,14 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def first(names: Sequence[str], most: int = 3, what: str = "more") -> str:
-    """The first of some names, and how many others there are: a, b, c and 4 more."""
+    """The first of some names, and the number of the others: a, b, c and 4 more."""
     rest = f" and {len(names) - most:,} {what}" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Hide warnings that libraries log while they are imported: torchao's are of kernels for other GPUs."""
+    """Hide warnings that libraries log during import, such as torchao's about kernels for other GPUs."""
     import logging
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -106,7 +106,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def aligned(rows: Sequence[Sequence[str]], just: Callable[[str, int], str] = str.ljust) -> list[str]:
-    """A table for a terminal. just: how all cells but those of the first column are put into their width."""
+    """A table for a terminal. just: how cells outside the first column are padded to their width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([first.ljust(widths[0]), *map(just, others, widths[1:])]).rstrip() for first, *others in rows]
 

@@ -1,4 +1,4 @@
-"""What a user is meant to read: the one exception that he can mend, and what is said of packages that are absent."""
+"""Errors for users: the one exception that the user can fix, and messages about missing packages."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ EXTRAS = {"lm_eval": "eval", "deepspeed": "deepspeed", "submitit": "slurm", "dat
           "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "rensa": "clean", "ftfy": "clean",
           "fasttext": "clean", "fastokens": "fast", "obstore": "objects", "uvicorn": "serve", "starlette": "serve",
           "torchao": "fp8"}
-"""The extra of pyproject.toml that brings a module which only some runs need."""
+"""The extra in pyproject.toml that installs an optional module."""
 CHECKOUT = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
-"""Whether this is a checkout, where pip is to install Drover's own requirements and no package of its name."""
+"""Whether this is a checkout, in which pip installs Drover's requirements and not a package named drover."""
 
 
 class UserError(Exception):
-    """Something the user can mend: says what is wrong, where, and what to do, in one paragraph.
+    """An error that the user can fix. The message says in one paragraph what is wrong, where, and what to do.
 
-    The stage and launcher entry points print it without a traceback and exit with status 2.
-    Every other exception is a defect of Drover and keeps its traceback.
+    The stage and launcher entry points print it without a traceback and exit with status 2. Every other exception is a
+    defect of Drover and keeps its traceback.
     """
 
     exit_status = 2
 
 
 class UnusableInputError(UserError):
-    """What a stage has read cannot be used as it is, whatever is done again: text, or settings, have to change.
+    """A stage cannot use what it has read, and running it again does not help: text or settings have to change.
 
-    A stage that ends with it may be started afresh with other settings without being forced, although its finished
-    units go with that. Any other UserError allows this only where there are none.
+    A stage that ends with it may be started with other settings without --force, although its finished units are then
+    lost. Any other UserError allows this only if no unit is finished.
     """
 
 
@@ -44,32 +44,33 @@ class OtherVersionError(UserError):
 
 
 class NotRehearsedError(UserError):
-    """A step could not be rehearsed, which says nothing about whether it can be taken."""
+    """A step could not be simulated, which does not show whether it can be run."""
 
 
 def printable(text: str) -> str:
-    """Text of a file that anybody may have written, for a terminal: what a terminal would obey is shown instead."""
+    """Text from an untrusted file, safe for a terminal: control characters are escaped."""
     return "".join(one if one.isprintable() or one == "\n" else f"\\x{ord(one):02x}" for one in text)
 
 
 def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`did you mean 'x'?` of the known name that is most like an unknown one; `otherwise` where none is."""
+    """`did you mean 'x'?` with the known name that is most similar to an unknown one; `otherwise` if none is
+    similar."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else otherwise
 
 
 def raised_at(error: BaseException) -> str:
-    """Where an error was raised, as `file.py:20`; empty if that is not known. For errors of code from outside, which
-    are told without their traceback."""
+    """Where an error was raised, as `file.py:20`, or "". For errors in the user's own code, which are shown without a
+    traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 class AbsentInputError(UserError):
-    """Inputs that the configuration names are not there.
+    """Inputs that the configuration names are missing.
 
-    found: the (name, path) pairs of those that are. sources: what the others belong to: the part of their names before
-    the first `/`.
+    found: the (name, path) pairs of those that exist. sources: the sources of the missing ones: the part of their names
+    before the first `/`.
     """
 
     def __init__(self, text: str, found: Sequence[tuple[str, Any]], sources: set[str]) -> None:
@@ -78,7 +79,7 @@ class AbsentInputError(UserError):
 
 
 def all_told(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of calls; what all that fail have to say, as one UserError."""
+    """The results of calls; the messages of all that fail, as one UserError."""
     results, errors = [], list[UserError]()
     for call in calls:
         try:
@@ -93,10 +94,10 @@ def all_told(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, says that a disk, quota or file size limit is exhausted.
+    """Whether an error, or one that caused it, means that a disk, quota or file size limit is exhausted.
 
-    Libraries in other languages (safetensors, sentencepiece, Arrow) tell it in their message only; numpy, whose
-    OSError has no errno, tells only how much less than it was to write it has written.
+    Libraries in other languages (safetensors, sentencepiece, Arrow) report this in the message only. numpy's OSError
+    has no errno; its message only compares the requested with the written size.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -111,12 +112,12 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Several problems as one block of text, one a line, so that all of them are reported at once."""
+    """Several problems as one block of text, one per line."""
     return problems[0] if len(problems) == 1 else "\n".join(f"  - {problem}" for problem in problems)
 
 
 def all_problems(problems: Sequence[str], heading: str, shown: int = 10) -> str:
-    """Problems for a person: the only one, or `heading`, the first few, and how many there are beside them."""
+    """Problems for the user: the only one, or `heading`, the first few, and the number of the others."""
     if len(problems) == 1:
         return problems[0]
     more = f"\n... and {len(problems) - shown:,} more" if len(problems) > shown else ""
@@ -132,7 +133,7 @@ def install(module: str) -> str:
 
 
 def absent(wanted: str, module: str, instead: str = "") -> list[str]:
-    """That `wanted` needs a module which is not installed, as a sentence; nothing where it is."""
+    """A sentence if the module that `wanted` needs is not installed; an empty list otherwise."""
     if find_spec(module) is not None:
         return []
     return [f"{wanted} needs the package {module}, which is not installed here: {install(module)} installs it."
@@ -140,6 +141,6 @@ def absent(wanted: str, module: str, instead: str = "") -> list[str]:
 
 
 def require(wanted: str, module: str, instead: str = "") -> None:
-    """UserError where a module that is needed is not installed."""
+    """UserError if a needed module is not installed."""
     for problem in absent(wanted, module, instead):
         raise UserError(problem)

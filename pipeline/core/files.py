@@ -1,5 +1,5 @@
-"""Files that appear whole or not at all: written as `.tmp`, fsynced, renamed; records that carry their own hash; and
-records that are read as what they should be, whoever wrote them."""
+"""Files that appear complete or not at all: written as `.tmp`, fsynced, renamed; records with their own checksum; and
+records that are validated when they are read."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ Kind = TypeVar("Kind")
 @contextmanager
 def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
                 keep_equal: bool = False) -> Iterator[IO[Any]]:
-    """Open a temporary file beside `path`; on success fsync it and rename it to `path`.
+    """Open a temporary file next to `path`; on success fsync it and rename it to `path`.
 
-    The temporary name carries host and process id, so neither an orphan of a killed run nor another node that shares
-    the folder can write into our file.
-    On any error the temporary file is removed and `path` is left as it was.
+    The temporary name has host and process id. So neither an orphan of a killed run nor another node that shares the
+    folder can write into our file. On any error the temporary file is removed and `path` is left as it was.
 
-    keep_equal: leave `path` alone also where it has that content already. For what several processes write alike: a
-        file that another node has mapped must not be replaced on NFS.
+    keep_equal: do not replace `path` if it has the same content. For files that several processes write: on NFS a file
+        must not be replaced while another node maps it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
@@ -74,32 +73,32 @@ def sync(path: Path) -> None:
 
 
 def flush(file: IO[Any]) -> None:
-    """Have on the disk what was written to a file."""
+    """Write a file's buffers to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished file or folder its name, which it has after a power cut, too. OSError as of `Path.rename`."""
+    """Rename a finished file or folder to its final name, durably. Raises OSError like `Path.rename`."""
     sync(temporary)
     temporary.rename(final)
     sync(final.parent)
 
 
 def renamed(path: Path, name: str) -> Path:
-    """Rename a file or folder out of the way: to `name`, or to `name-2` and so on where that is taken; its new path."""
+    """Rename a file or folder to `name`, or to `name-2` and so on if that is taken; returns the new path."""
     return path.rename(next(free for number in itertools.count(1) if not os.path.lexists(
         free := path.with_name(f"{name}-{number}" if number > 1 else name))))
 
 
 def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or folder, or change its lock to the other kind, until it is closed: by whoever ends, however.
+    """Lock an open file or folder, or change the kind of its lock, until it is closed or the process ends.
 
     Returns:
-        False where the file system has no locks.
+        False if the file system has no locks.
 
     Raises:
-        BlockingIOError: it is locked, unless this should `wait`.
+        BlockingIOError: it is locked, unless `wait`.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -112,7 +111,7 @@ def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> b
 
 def write_json(path: Path, value: Any, *, keep_equal: bool = False) -> None:
     """Write `value` as indented JSON, as `atomic_file` does."""
-    # A lone surrogate, which stands for a byte of a file's name that is not UTF-8, becomes \udce9: JSON's own escape.
+    # A lone surrogate, Python's form of a byte of a file's name that is not UTF-8, becomes \udce9: JSON's own escape.
     with atomic_file(path, "w", "backslashreplace", keep_equal=keep_equal) as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
         file.write("\n")
@@ -125,8 +124,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_note(path: Path, value: Any) -> None:
-    """Write JSON that appears whole or not at all, but may be gone after a power cut: for what is written often, where
-    an fsync would hold up the work."""
+    """Write JSON that appears complete or not at all, but may be lost in a power cut. For frequent writes, where an
+    fsync would delay the work."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -134,12 +133,12 @@ def write_note(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. OSError if it cannot be read, ValueError if it is no JSON in UTF-8."""
+    """The value of a JSON file. OSError if it cannot be read, ValueError if it is not JSON in UTF-8."""
     return parsed_json(path.read_bytes())
 
 
 def parsed_json(data: bytes) -> Any:
-    """The value of JSON in UTF-8; ValueError if it is none, or is nested too deeply to be read."""
+    """The value of JSON in UTF-8; ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError:
@@ -163,11 +162,11 @@ def _append(path: Path, line: bytes, *, durable: bool = False) -> None:
 
 
 def read_lines(path: Path, kind: Any = dict[str, Any], *, appended: bool = False) -> Iterator[Any]:
-    """Every whole line of a JSON-lines file; a last line that a kill left torn is passed over.
+    """Every complete line of a JSON-lines file. A last line that a kill truncated is skipped.
 
-    kind: what a line should be (`typed`): a TypedDict or a dataclass.
-    appended: the file is made by `append_line`, which leaves a torn line where it is; all such are passed over, and
-        what else is no such record.
+    kind: the type of a line (`typed`): a TypedDict or a dataclass.
+    appended: the file is written by `append_line`, which may leave truncated lines anywhere. They are skipped, and so
+        is every other line that is no such record.
 
     Raises:
         UserError: another line is no such record: the file is damaged.
@@ -194,8 +193,8 @@ def _ends_with_newline(file: IO[bytes]) -> bool:
 
 
 def changed_ns(stat: Any) -> int:
-    """When a file changed last, by the result of `os.stat`: its content, or (ctime) anything else that is known of it.
-    Whoever writes a file and sets its time back changes ctime. Of an object: the number of its content."""
+    """Time of the last change of a file, from the result of `os.stat`: mtime or ctime, whichever is later. Setting the
+    mtime back changes ctime. For an object: the number of its content."""
     return max(stat.st_mtime_ns, getattr(stat, "st_ctime_ns", 0))
 
 
@@ -208,7 +207,7 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any, *, streamed: str | None = None) -> str:
     """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces).
 
-    streamed: a key of `value` whose value may be an iterator over the items of a list: the list is never held whole.
+    streamed: a key of `value` whose value may be an iterator over the items of a list, which is never held in memory.
     """
     if streamed is None or not isinstance(value[streamed], Iterator):
         return hashlib.sha256(_canonical(value)).hexdigest()
@@ -229,16 +228,17 @@ def _canonical(value: Any) -> bytes:
 
 
 def output_record(folder: Path, path: Path, **counts: Any) -> dict[str, Any]:
-    """What a manifest says of one output file: path inside the stage's folder, bytes, sha256, counts.
+    """A manifest's record of one output file: path inside the stage's folder, bytes, sha256, counts.
 
-    The file is read back from where it was written: the hash is of what a reader will see.
+    The file is read back from the disk, so the hash is of what a reader will see.
     """
     return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size,
             "sha256": sha256_file(path), **counts}
 
 
 def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) -> str:
-    """Why a file is not what its record says, as a sentence without its point; "" if it is. hashed: read it, too."""
+    """Why a file differs from its record, as a sentence without its full stop; "" if it does not. hashed: also compare
+    the hash."""
     try:
         size = path.stat().st_size
         found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
@@ -253,12 +253,12 @@ def problem_of(path: Path, record: Mapping[str, Any], *, hashed: bool = True) ->
 
 
 def problems_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """`problem_of` each file of a folder by its size, several at a time."""
+    """`problem_of` for each file of a folder, by size only, several at a time."""
     return ordered_map(lambda record: problem_of(folder / record["path"], record, hashed=False), records, batch=512)
 
 
 class Output(TypedDict):
-    """What is always there of the record of an output file."""
+    """The fields that every record of an output file has."""
 
     path: Inside
     bytes: Count
@@ -269,34 +269,35 @@ Outputs = Annotated[list[dict[str, Any]], like(list[Output])]
 
 
 def remove_temporary(folder: Path) -> int:
-    """Delete what killed writers left behind (files and folders `*.tmp`) under `folder`; returns how many went."""
+    """Delete what killed writers left (files and folders `*.tmp`) under `folder`; returns how many."""
     leftovers = list(folder.rglob("*.tmp")) if folder.is_dir() else []
     for path in leftovers:
-        remove(path, ignore_errors=True)  # an orphan may still write into a folder; then the next start clears it
+        remove(path, ignore_errors=True)  # an orphan may still write into a folder, which the next start removes
     return len(leftovers)
 
 
 def remove(path: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a file, or a folder (`ignore_errors`: as far as that goes); of a link, not what it leads to."""
+    """Delete a file, a folder or a link, but not the link's target. ignore_errors: delete as much of a folder as
+    possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=ignore_errors)
     else:
         path.unlink(missing_ok=True)
 
 
-# Records that carry the hash of their own bytes, so that a byte of them that has changed is noticed (tools/verify).
-# Outputs are hashed by their stage's manifest; the manifest hashes itself: at its end `"seal"` is the sha256 of every
-# byte before its comma (in YAML: its #). A seal tells of accidents, not of forgers.
+# Records with a checksum of their own bytes, so that a changed byte is detected (tools/verify). A stage's manifest has
+# the hashes of the outputs, and at its end its own: `"seal"` is the sha256 of every byte before its comma (in YAML: its
+# #). A checksum detects accidents, not forgery.
 SEAL = "seal"
 Sealed = Literal["sealed", "not sealed", "damaged"]
 _SEAL = re.compile(rb'(?:, "seal": "([0-9a-f]{64})"}|# "seal": "([0-9a-f]{64})")\n\Z')
 _WAS_SEAL = re.compile(rb"seal|[0-9a-f]{64}")
-"""One changed byte in a seal leaves one of the two."""
+"""One changed byte in a checksum leaves one of the two."""
 _SEAL_BYTES = 84
 
 
 def write_sealed(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object as `write_json` does, with its seal; a seal that it has is left out."""
+    """Write a JSON object as `write_json` does, with its checksum; an old checksum in `value` is dropped."""
     content = {key: item for key, item in value.items() if key != SEAL}
     assert content, f"{path}: an empty record is not sealed"
     with atomic_file(path) as file:
@@ -304,23 +305,23 @@ def write_sealed(path: Path, value: dict[str, Any]) -> None:
 
 
 def _sealed(text: str) -> bytes:
-    """The text of a JSON object with its seal."""
+    """The text of a JSON object with its checksum."""
     content = text.removesuffix("}").rstrip("\n").encode("utf-8", "backslashreplace")
     return content + b', "seal": "' + hashlib.sha256(content).hexdigest().encode() + b'"}\n'
 
 
 def sealed_text(text: str) -> str:
-    """A YAML text with its seal, which is a comment."""
+    """A YAML text with its checksum, as a comment."""
     return f'{text}# "seal": "{hashlib.sha256(text.encode()).hexdigest()}"\n'
 
 
 def seal_of(path: Path) -> Sealed:
-    """Whether a file has a seal, and is what was sealed. OSError if it cannot be read."""
+    """Whether a file has a checksum that matches. OSError if it cannot be read."""
     return sealing(path.read_bytes())
 
 
 def sealing(data: bytes) -> Sealed:
-    """The same of a file's content, or of a line with its newline."""
+    """The same for a file's content, or for a line with its newline."""
     end = max(0, len(data) - _SEAL_BYTES)
     if found := _SEAL.search(data, end):
         digest = hashlib.sha256(data[:found.start()]).hexdigest().encode()
@@ -331,17 +332,17 @@ def sealing(data: bytes) -> Sealed:
 class Ledger:
     """Records of finished tasks in a folder.
 
-    Each process appends to a file of its own, a sealed line for a task, which is the task's commit: on the disk before
-    `add` returns. A line that a kill left torn, or that is damaged, does not count. Of several lines of one task and
-    key the newest counts, by the clocks of those that wrote them; null takes back what was said before.
+    Each process appends to its own file. A checksummed line commits a task; it is on the disk before `add` returns.
+    Truncated and damaged lines do not count. Of several lines for one task and key the newest counts, by the writers'
+    clocks; a null record cancels earlier ones.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def add(self, name: str, key: str, record: Any, *, durable: bool = True) -> None:
-        """Commit a task. record: a JSON value; None: what was committed does not count. Without `durable` a power cut
-        may lose it."""
+        """Commit a task. record: a JSON value; None cancels earlier commits. Without `durable` a power cut may lose
+        it."""
         path, folder = self.folder / f"{platform.node()}-{os.getpid()}.jsonl", self.folder.is_dir()
         new = durable and not path.exists()
         line = json.dumps({"task": name, "key": key, "record": record, "at": time.time_ns()})
@@ -352,7 +353,7 @@ class Ledger:
                 sync(self.folder.parent)
 
     def found(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """The records of those tasks that are finished under these keys."""
+        """The records of the tasks that are finished under these keys."""
         return {name: record for name, key, record in self.lines() if keys.get(name) == key}
 
     def of_key(self, key: str) -> dict[str, Any]:
@@ -360,7 +361,7 @@ class Ledger:
         return {name: record for name, own, record in self.lines() if own == key}
 
     def lines(self) -> Iterator[tuple[str, str, Any]]:
-        """Name, key and record of every task that is finished."""
+        """Name, key and record of every finished task."""
         found: dict[tuple[str, str], tuple[int, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             with suppress(FileNotFoundError), open(path, "rb") as file:  # --force removes the folder
@@ -374,20 +375,21 @@ class Ledger:
 
 
 def read_sealed(path: Path) -> Any:
-    """As `read_json`, without the seal; it is not compared."""
+    """As `read_json`, without the checksum, which is not verified."""
     value = read_json(path)
     if isinstance(value, dict):
         value.pop(SEAL, None)
     return value
 
 
-def read_record(path: Path, kind: type[Kind], mend: str = "Make it again.", version: int | None = None) -> Kind | None:
-    """The record in a JSON file, without its seal; None if there is no file.
+def read_record(path: Path, kind: type[Kind], advice: str = "Make it again.", version: int | None = None
+                ) -> Kind | None:
+    """The record in a JSON file, without its checksum; None if there is no file.
 
     Args:
         kind: a dataclass or TypedDict (`typed`).
-        mend: what helps if the file is damaged.
-        version: what `format` should be in it.
+        advice: how to repair a damaged file.
+        version: the value that `format` should have.
 
     Raises:
         UserError: the file cannot be read, or holds something else: OtherVersionError for another `format`.
@@ -396,12 +398,12 @@ def read_record(path: Path, kind: type[Kind], mend: str = "Make it again.", vers
         value = read_sealed(path)
         if version is not None and isinstance(value, dict) and value.get("format") != version:
             raise OtherVersionError(f"{path} was written by another version of Drover (format "
-                                    f"{str(value.get('format'))[:20]}, this one reads {version}). {mend}")
+                                    f"{str(value.get('format'))[:20]}, this one reads {version}). {advice}")
         found: Kind = typed(value, kind)
         return found
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}). {mend}") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}). {advice}") from None
     except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}. {mend}") from None
+        raise UserError(f"{path} is damaged: {error}. {advice}") from None

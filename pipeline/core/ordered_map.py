@@ -1,4 +1,4 @@
-"""A pool of threads or processes that keeps the order of what it is given."""
+"""A pool of threads or processes that keeps the order of its items."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Result = TypeVar("Result")
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS, *, batch: int = 1,
                 name: str = "", pool: Executor | None = None) -> Generator[Result, None, None]:
-    """`function` of each item, in order, by threads; `items` is taken from as results are.
+    """`function` of each item, in order, computed by threads. Items are taken only as results are.
 
     Args:
-        threads: how many; of a pool, the batches that are handed out before the first result is taken.
-        batch: items that a thread is given at a time. Fewer than two batches take no thread.
+        threads: how many; for a pool, the number of batches in progress at a time.
+        batch: items per task of a thread. Fewer than two batches are computed without threads.
         name: of the threads.
-        pool: does the work in place of threads, and is shut down at the end.
+        pool: computes in place of threads, and is shut down at the end.
 
     Raises:
-        what `function` raises, of the first item that fails; no other is begun then.
+        the exception of the first item that fails; no further item is started then.
     """
     rest = iter(items)
     batches = iter(lambda: list(islice(rest, batch)), [])

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, so that nothing writes into a stage that is run again."""
+"""Processes that end with their parent, so that none writes into a stage that is running again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 
 
 def end_with_parent(parent: int) -> None:
-    """Watch process `parent` from a thread, and end this process at once when it is no longer its parent.
+    """Start a thread that ends this process as soon as process `parent` is no longer its parent.
 
-    A killed parent cannot tell its children; they would go on, hold locks and write.
+    A killed parent cannot notify its children; they would continue, hold locks and write.
     """
     def watch() -> None:
         while os.getppid() == parent:

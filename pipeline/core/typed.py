@@ -1,4 +1,4 @@
-"""Values of JSON as what they should be, whoever wrote them."""
+"""Validation of JSON values from untrusted files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Make = Callable[[Any], Any]
 
 
 def typed(value: Any, kind: Any) -> Any:
-    """A value of JSON as `kind`: a dataclass, TypedDict, list, tuple, dict, Literal, union, or one of JSON's own types.
+    """A JSON value as `kind`: a dataclass, TypedDict, list, tuple, dict, Literal, union, or one of JSON's own types.
 
-    Numbers are finite and fit into 64 bits. What `Annotated` holds besides the type is called with the value, and may
-    raise ValueError. A TypedDict may have more keys than are declared, a dataclass not. ValueError, naming the place,
-    if it is something else.
+    Numbers must be finite and fit into 64 bits. Further arguments of `Annotated` are called with the value and may
+    raise ValueError. A TypedDict may have undeclared keys, a dataclass may not. ValueError, naming the place, if the
+    value does not fit.
     """
     try:
         return _as(kind)(value)
@@ -29,8 +29,8 @@ def typed(value: Any, kind: Any) -> Any:
 
 @cache
 def _as(kind: Any) -> Make:
-    """What makes a `kind` of a value. Its errors' messages begin with a blank where they are of the value itself, and
-    with a point where they are of something in it."""
+    """The function that converts a value to `kind`. Its error messages begin with a blank if the value itself is wrong,
+    and with a point if something in it is."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
@@ -104,7 +104,7 @@ def _refuse(value: Any) -> NoReturn:
 
 def _entries(items: Iterable[tuple[Any, Any]], makes: dict[Any, Make], otherwise: Make = _refuse
              ) -> dict[Any, Any]:
-    """What the maker of each key, or else `otherwise`, makes of its value."""
+    """Convert each value by the function for its key, or else by `otherwise`."""
     found, key = {}, None
     try:
         for key, item in items:
@@ -116,20 +116,20 @@ def _entries(items: Iterable[tuple[Any, Any]], makes: dict[Any, Make], otherwise
 
 
 def is_inside(text: str) -> None:
-    """ValueError unless a path leads to something inside the folder that it is relative to."""
+    """ValueError unless a relative path stays inside its folder."""
     parts = os.fsencode(text).split(b"/")
     if not parts[0] or b".." in parts or "\0" in text or max(map(len, parts)) > 255 or len(text) > 4000:
         raise ValueError(f"{text[:100]!r} is no path inside the folder")
 
 
 def is_count(number: float) -> None:
-    """ValueError for a number below 0."""
+    """ValueError for a negative number."""
     if number < 0:
         raise ValueError(f"{number} is below 0")
 
 
 def like(kind: Any) -> Callable[[Any], Any]:
-    """For `Annotated`: that a value of JSON is of a kind (`typed`), which its type need not say."""
+    """For `Annotated`: checks that a JSON value is of a kind (`typed`), without changing its static type."""
     return lambda value: typed(value, kind)
 
 

@@ -1,9 +1,9 @@
-"""How a training checkpoint lies on disk, and the marker that makes it count.
+"""The layout of a training checkpoint on disk, and the marker that completes it.
 
     train/checkpoints/step-00000100/                  tensors and their index (pipeline/formats/sharded_tensors.py)
                       step-00000100/COMPLETE.json     written last: progress, files with sha256, how it was made
                       step-00000200.tmp/              being written, or left by a kill
-                      step-00000300.damaged/          set aside: its files are not what was written
+                      step-00000300.damaged/          quarantined: its files are not what was written
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ CHECKPOINTS = "checkpoints"
 """In the train stage's folder."""
 MARKER = "COMPLETE.json"
 FORMAT = 2
-"""Of the marker and what it stands for."""
+"""Version of the marker and of the checkpoint's files."""
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where training stands, apart from weights and moments.
+    """The progress of training, apart from weights and optimizer state.
 
-    step: optimizer steps done. samples: sequences used, which is the data order's whole state. plan_sha256: the
-    order they were drawn in. tokens, targets: what has been trained on. restarts: how often it was continued.
-    precision: of the arithmetic. updates: optimizer updates applied, which is `step` less the skipped ones. guards:
-    the history that they judge by. record: the metrics of the last step, should a kill have kept them from the log.
+    step: optimizer steps done. samples: sequences used; this is the whole state of the data order. plan_sha256: hash of
+    that order. tokens, targets: trained on so far. restarts: how often training was continued. precision: of the
+    arithmetic. updates: optimizer updates applied, i.e. `step` less the skipped ones. guards: the history on which they
+    decide. record: the metrics of the last step, in case a kill kept them from the log.
     """
 
     step: int = 0
@@ -45,7 +45,7 @@ class TrainingProgress:
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the folder of the checkpoint after `step` optimizer steps, and of its evaluation's."""
+    """Name of the folder of the checkpoint after `step` optimizer steps, and of the folder of its evaluation."""
     return f"step-{step:08d}"
 
 
@@ -55,12 +55,12 @@ def step_of(path: Path) -> int:
 
 
 def named_after_steps(folder: Path) -> list[Path]:
-    """What is named after a step in `folder`, in order; nothing that is being written or was set aside."""
+    """The entries of `folder` that are named after a step, in order; without unfinished and quarantined ones."""
     return sorted(folder.glob("step-" + 8 * "[0-9]"))
 
 
 def complete_checkpoints(train: Path) -> list[Path]:
-    """The checkpoints in the train stage's folder that have their marker, oldest first."""
+    """The checkpoints in the train stage's folder with a marker, oldest first."""
     return [path for path in named_after_steps(train / CHECKPOINTS) if (path / MARKER).is_file()]
 
 
@@ -93,10 +93,10 @@ def read_marker(path: Path) -> dict[str, Any]:
 
 
 def whole_marker(path: Path) -> dict[str, Any] | None:
-    """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version's form."""
+    """The marker of a checkpoint, None if it is missing or damaged; UserError if it is of another version."""
     try:
-        marker = read_record(path / MARKER, Marker, "Go on with the version that wrote it (COMPLETE.json names its "
-                             "code), or start again with --force, which sets it aside.", FORMAT)
+        marker = read_record(path / MARKER, Marker, "Continue with the version that wrote it (COMPLETE.json has the "
+                             "hashes of its code), or start again with --force, which renames it.", FORMAT)
         return None if marker is None else dict(marker)
     except OtherVersionError:
         raise

@@ -1,6 +1,5 @@
-"""How a model is meant to write, as its generation_config.json says: special ids, among them every id that ends a text,
-and how to draw tokens. A run that starts from such a model keeps them beside its checkpoints, for its export. Without
-torch."""
+"""A model's generation_config.json: special ids, among them every id that ends a text, and sampling settings. A run
+that starts from such a model keeps them next to its checkpoints, for its export. Without torch."""
 
 from __future__ import annotations
 
@@ -15,28 +14,28 @@ FILE = "generation_config.json"
 MEND = "Fetch or export the folder again."
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_THE_WRITER = ("_from_model_config", "transformers_version")
-"""What says by whom and of what a file was written, and is not true of another."""
+"""Keys that describe who wrote a file and from what; they do not hold for another file."""
 
 
 def settings_file(weights: Path) -> Path:
-    """Where the settings of the weights in a folder are, if there are any: beside them, or in the train folder of the
-    run that they are a checkpoint of."""
+    """The settings file of the weights in a folder, if there is one: next to them, or in the train folder of the run
+    whose checkpoint they are."""
     folder = weights.resolve()
     inside = folder.parent.name == CHECKPOINTS and len(folder.parents) > 2 and (folder.parents[2] / RUN).is_file()
     return (folder.parents[1] if inside else weights) / FILE
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """What a generation_config.json says, {} where there is none; UserError if it is no JSON object."""
+    """The content of a generation_config.json, {} if there is none; UserError if it is no JSON object."""
     return read_record(file, dict[str, Any], MEND) or {}
 
 
 def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: int) -> None:
-    """Put the settings of the weights that a training starts from into its folder; nothing where it starts from none.
+    """Copy the settings of the initial weights into the train folder; without initial weights, remove old ones.
 
     Args:
-        path: what `train.init_from` says. UserError as `read_settings`.
-        bos_id, eos_id: what training puts around documents. EOS is added to the ids that end a text if it is none.
+        path: `train.init_from`. Raises UserError like `read_settings`.
+        bos_id, eos_id: ids that training puts around documents. EOS is added to the ids that end a text.
     """
     if path is None:
         (train_folder / FILE).unlink(missing_ok=True)

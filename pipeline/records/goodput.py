@@ -1,11 +1,11 @@
-"""Goodput: which share of the time since a run's first start went into steps that counted, and where the rest went.
+"""Goodput: which share of the time since a run's first start was spent on productive steps, and what the rest was for.
 
-Computed from what training and the launcher wrote down: train/events.jsonl, train/metrics.jsonl, train/hangs, and, for
-a run that a launcher started, launch/attempts/. Without torch: the launcher shows it too.
+Computed from the records of training and the launcher: train/events.jsonl, train/metrics.jsonl, train/hangs, and
+launch/attempts/ if a launcher started the run. Without torch: the launcher shows it, too.
 
-The records of one start of training make a `Start`. Steps, checkpoint stalls and looks were measured by training itself
-and are summed; the time between the end of one start and the first step of the next belongs to what the launcher said
-it was doing (waiting in the queue, preflight, starting); what nobody accounts for is `other`.
+The records of one start of training make a `Start`. Training itself measures steps, checkpoint stalls, and validation
+and sampling; these are summed. The time between the end of one start and the first step of the next is attributed to
+the launcher's activity (queue, preflight, start). Time without any record is `other`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ CAUSES = {
     STOPPED: "nobody wanted it to run",
     OTHER: "the step in which a start was killed, noticing that it was, writing logs",
 }
-"""Where time is lost, and what that means."""
+"""Causes of lost time, and their meaning."""
 AFTER = {"restart": STARTUP, "stop": STOPPED}
-"""What begins when the launcher says that a start ended and what it does next; otherwise it waits in the queue."""
+"""The launcher's next action after a start, and the cause of the time that follows; other actions wait in the queue."""
 FINISHED = "finished"
 SKEW_S = 1.0
-"""Clocks of nodes may differ by so much without a word."""
+"""Clocks of nodes may differ by this many seconds without a note."""
 Record = dict[str, Any]
 _COUNTED = {"time", "step", "train_s"}
 _STARTED = {*_COUNTED, "startup_s"}
-"""What a record has that time is computed from."""
+"""Fields of a record from which time is computed."""
 
 
 @dataclass
@@ -54,11 +54,11 @@ class Start:
 
     Attributes:
         began, ready, end: of its process, its first step, its end; seconds since 1970.
-        first, last: steps done before it, and when it ended.
-        train_s: time of the steps that count, when it ended; done_s: time of the steps that it did.
+        first, last: steps done before it, and at its end.
+        train_s: time of productive steps at its end; done_s: time of all steps that it did.
         lost: seconds by cause, within it.
         why: how it ended, in words; empty while it may be running.
-        then: what the time after it counts as, until the launcher says otherwise.
+        then: the cause of the time after it, until the launcher records another.
     """
 
     began: float
@@ -81,13 +81,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went: `effective_s` and `lost` add up to `wall_s`.
+    """How the time of a run was spent: `effective_s` and `lost` add up to `wall_s`.
 
     Attributes:
         begun, until: seconds since 1970.
         lost: seconds by cause, in the order of CAUSES.
         starts: of training, in order.
-        notes: what is to be known of the figures.
+        notes: remarks on the figures.
     """
 
     begun: float
@@ -100,15 +100,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Effective time over wall time."""
+        """Effective time divided by wall time."""
         return self.effective_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
-def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
-    """The goodput of a run until it finished; until `now` (seconds since 1970) or its last sign of life if it has not.
-
-    None where training has not begun a step.
-    """
+def goodput(run_folder: Path) -> Goodput | None:
+    """The goodput of a run until its end or last sign of life; None if training has not started a step."""
     train = run_folder / "train"
     starts = _starts(list(read_lines(train / "events.jsonl", Event)), list(read_lines(train / "metrics.jsonl", Line)))
     if not starts:
@@ -118,35 +115,35 @@ def goodput(run_folder: Path, now: float | None = None) -> Goodput | None:
     for start, later in _with_next(starts):
         _end(start, launcher, hangs, later.began if later else inf)
     last = starts[-1]
-    until = last.end if now is None or last.why == FINISHED else max(now, last.end)
     lost = dict.fromkeys(CAUSES, 0.0)
     _between(lost, launcher, begun, starts[0].began, starts[0].ready, STARTUP)
     for start, later in _with_next(starts):
         for cause, seconds in start.lost.items():
             lost[cause] += seconds
-        _between(lost, launcher, start.end, *((later.began, later.ready) if later else (until, until)), start.then)
+        if later:
+            _between(lost, launcher, start.end, later.began, later.ready, start.then)
     lost[RECOMPUTED] += max(0.0, sum(start.done_s for start in starts) - last.train_s)
-    rest = until - begun - last.train_s - sum(lost.values())
+    rest = last.end - begun - last.train_s - sum(lost.values())
     lost[OTHER] += max(0.0, rest)
     notes = (f"The records add up to {-rest:.1f} s more than the clock: clocks of nodes differ.",)
-    return Goodput(begun, until, last.train_s + sum(lost.values()), last.train_s, lost, tuple(starts),
+    return Goodput(begun, last.end, last.train_s + sum(lost.values()), last.train_s, lost, tuple(starts),
                    notes if rest < -SKEW_S else ())
 
 
 def first_start(run_folder: Path) -> float | None:
-    """When training of this run first began, as `goodput` counts it; None if it has not. Seconds since 1970."""
+    """When training of this run first started, as `goodput` counts it; None if it has not. Seconds since 1970."""
     events = read_lines(run_folder / "train/events.jsonl", Event)
     began = next((_seconds(event["time"]) - event["startup_s"] for event in events if event.keys() >= _STARTED), None)
     return None if began is None else _begin(began, _launcher(run_folder, began))
 
 
 def _begin(began: float, launcher: Sequence[Record]) -> float:
-    """The beginning of the job in which training first began; without a launcher, of its process."""
+    """The start of the job in which training first started; without a launcher, of its process."""
     return min([began, *(record["at"] for record in launcher[:1])])
 
 
 def _starts(events: Sequence[Record], lines: Iterable[Record]) -> list[Start]:
-    """What training itself wrote of each start."""
+    """The records that training itself wrote, by start."""
     found: list[Start] = []
     for event in events:
         if event["event"] in ("start", "resume") and event.keys() >= _STARTED:
@@ -166,7 +163,7 @@ def _starts(events: Sequence[Record], lines: Iterable[Record]) -> list[Start]:
 
 
 def _account(start: Start, marks: Sequence[Record]) -> None:
-    """Sum up what one start wrote, in the order of time."""
+    """Sum up the records of one start, in the order of time."""
     start.end, start.last = start.ready, start.first
     begun, looked = 0.0, 0.0
     for record in marks:
@@ -188,7 +185,7 @@ def _account(start: Start, marks: Sequence[Record]) -> None:
 
 
 def _end(start: Start, launcher: Sequence[Record], hangs: Sequence[float], later: float) -> None:
-    """How a start ended, and what the time after it counts as until somebody says otherwise."""
+    """How a start ended, and the cause of the time after it."""
     closing = next((record for record in launcher if record["event"] == "ended"
                     and start.end - SKEW_S <= record["at"] <= later + SKEW_S), None)
     hung = next((at for at in hangs if start.end <= at <= later), None)
@@ -202,9 +199,7 @@ def _end(start: Start, launcher: Sequence[Record], hangs: Sequence[float], later
     elif closing:
         start.end, start.why = max(start.end, closing["at"]), str(closing.get("status", ""))
     elif later < inf:
-        start.why = "ended without a word"
-    else:
-        start.then = OTHER  # it may be running
+        start.why = "ended without a record"
     if closing and closing.get("reason"):
         start.why = f"{start.why}: {closing['reason']}"
 
@@ -234,7 +229,7 @@ def _launcher(run_folder: Path, began: float) -> list[Record]:
 
 
 def _hang_times(train_folder: Path) -> list[float]:
-    """When ranks wrote that they hang: the last of each start."""
+    """The last time at which ranks recorded a hang, for each start."""
     written = [max((record.at for record in read_hang(folder)), default=None)
                for folder in (train_folder / HANGS).glob("*")]
     return sorted(at for at in written if at is not None)

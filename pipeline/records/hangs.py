@@ -1,10 +1,10 @@
-"""What ranks that hang leave behind, and who of them is late. Read by the launcher, so without torch.
+"""The records of hung ranks, and which of them are late. Read by the launcher, so without torch.
 
     train/hangs/<job>.<restart>.<attempt>/node<N>.jsonl    where the main thread of each of its ranks was (`HungRank`)
                                          /rank<R>.stacks   all threads of a rank
-                                         /rank<R>.flight.* its last collectives, as torch's flight recorder has them
+                                         /rank<R>.flight.* its last collectives, from torch's flight recorder
 
-Of the last two only the first `IN_FULL` ranks write any.
+Only the first `IN_FULL` ranks write the last two.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, read_lines, read_record, write_sealed
 
 HUNG_STATUS = 14
-"""How a process that found itself hanging ends."""
+"""Exit status of a process that found itself hanging."""
 HANGS = "hangs"
 PLACES = "places.json"
-"""In the train folder: on which node each rank of the last start runs."""
+"""In the train folder: the node of each rank of the last start."""
 IN_FULL = 64
-"""So many ranks, the first ones, write more than their record."""
+"""Number of ranks, the first ones, that write more than their record."""
 FEW = 0.1
-"""The share of the ranks (but always one) that may be named for having left no record."""
+"""Share of the ranks (at least one) that may be named late because they left no record."""
 WAITING = ("torch/distributed/", "deepspeed/comm/", "pipeline/parallel/ranks.py")
-"""Parts of files in whose functions a rank waits for others."""
+"""Parts of files whose functions wait for other ranks."""
 ENTRY = "pipeline/contract/entry.py"
-"""Where a stage's work is begun: no place to hang in."""
+"""Where a stage's work starts; no rank hangs there."""
 
 
 @dataclass(frozen=True)
 class HungRank:
-    """What one rank wrote: the last step it finished, seconds without a sign of life, when it wrote (seconds since
-    1970), and the main thread's functions as `file:line function`, innermost last."""
+    """The record of one rank: its last finished step, seconds without a sign of life, the time of writing (seconds
+    since 1970), and the main thread's functions as `file:line function`, innermost last."""
 
     rank: int
     node: str
@@ -55,7 +55,7 @@ class HungRank:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, as far as Python's stack shows it."""
+        """Whether it waits for other ranks, as far as Python's stack shows."""
         return any(part in call for call in self.calls for part in WAITING)
 
 
@@ -69,25 +69,25 @@ class Places:
 
 @dataclass(frozen=True)
 class Hang:
-    """Who is late, as (rank, node; None where it is not known), and a sentence or two for people."""
+    """The late ranks, as (rank, node; None if unknown), and an explanation in a sentence or two."""
 
     late: tuple[tuple[int, str | None], ...]
     text: str
 
 
-def attempt_key(environment: Mapping[str, str] = os.environ) -> str:
-    """What this start is called: Slurm's job, its restart, the start within it; `local.0.0` outside of Slurm."""
-    return ".".join((environment.get("SLURM_JOB_ID") or "local", environment.get("SLURM_RESTART_COUNT") or "0",
-                     environment.get("DROVER_ATTEMPT") or "0"))
+def attempt_key() -> str:
+    """The name of this start: Slurm's job, its restart, the start within it; `local.0.0` outside of Slurm."""
+    return ".".join((os.environ.get("SLURM_JOB_ID") or "local", os.environ.get("SLURM_RESTART_COUNT") or "0",
+                     os.environ.get("DROVER_ATTEMPT") or "0"))
 
 
 def hang_folder(train_folder: Path, key: str | None = None) -> Path:
-    """Where the ranks of a start (by default this one) write when they hang."""
+    """The folder in which the ranks of a start (by default this one) record a hang."""
     return train_folder / HANGS / (key or attempt_key())
 
 
 def write_places(train_folder: Path, nodes: Sequence[str]) -> None:
-    """Note on which node each rank of this start runs: a rank that hangs altogether cannot say so itself."""
+    """Record the node of each rank of this start: a completely hung rank cannot do so itself."""
     write_sealed(train_folder / PLACES, asdict(Places(attempt_key(), tuple(nodes))))
 
 
@@ -97,7 +97,7 @@ def write_record(folder: Path, record: HungRank) -> None:
 
 
 def read_hang(folder: Path) -> list[HungRank]:
-    """What the ranks of one start wrote, in their order; a torn record counts as none."""
+    """The records of the ranks of one start, in their order; truncated ones are skipped."""
     found: list[HungRank] = []
     for path in folder.glob("node*.jsonl"):
         with suppress(OSError):
@@ -106,18 +106,18 @@ def read_hang(folder: Path) -> list[HungRank]:
 
 
 def judge_hang(folder: Path, ranks: int) -> Hang:
-    """Who of `ranks` ranks kept the others waiting.
+    """Find the ranks that kept the others waiting.
 
-    Late are those that are elsewhere than the largest group that stopped in one place (of groups of equal size, one
-    that waits for others counts as the larger; where that leaves two, it cannot be told), and ranks that wrote nothing
-    if they are few: many are rather ended before they could write than late. Ranks that wait for others themselves are
-    not named if there are late ones that do not, or ranks whose place is unknown.
+    The largest group of ranks that stopped in one place is the reference. Of groups of equal size, one that waits for
+    others counts as the larger; if two remain equal, no decision is made. Ranks in other places are late. Ranks without
+    a record are late if they are few: many were rather ended before they could write. Ranks that wait for others
+    themselves are not named if there are late ones that do not wait, or ranks whose place is unknown.
     """
     records = read_hang(folder)
     nodes = {**_places(folder), **{record.rank: record.node for record in records}}
     missing = sorted(set(range(ranks)) - {record.rank for record in records})
     if not records:
-        return Hang((), "no rank left a record of where it was")
+        return Hang((), "no rank left a record")
     groups, named = _groups(records), missing if _are_few(missing, records, ranks) else []
     undecided = len({_weight(group) for group in groups[:2]}) < len(groups[:2])
     apart = [] if undecided else [record for group in groups[1:] for record in group]
@@ -125,18 +125,18 @@ def judge_hang(folder: Path, ranks: int) -> Hang:
     late = sorted([*named, *idle]) or ([] if missing else sorted(record.rank for record in apart))
     told = [_told(group, ranks, nodes) for group in groups]
     if named:
-        told.append(f"{_named(named, nodes)} left no record: the process or its node does not run any more")
+        told.append(f"{_named(named, nodes)} left no record: the process or its node no longer runs")
     elif missing:
-        told.append(f"{len(missing)} of {ranks} ranks left no record: where they were is not known")
+        told.append(f"{len(missing)} of {ranks} ranks left no record: their place is unknown")
     if undecided or (missing and not late):
-        told.append("who of them keeps the others waiting cannot be told")
+        told.append("the records do not show which of them keeps the others waiting")
     elif not late:
         told.append("no rank is behind the others; the network or a device may be at fault")
     return Hang(tuple((rank, nodes.get(rank)) for rank in late), "; ".join(told))
 
 
 def _are_few(missing: Sequence[int], records: Sequence[HungRank], ranks: int) -> bool:
-    """Whether ranks without a record may be what the others wait for."""
+    """Whether the others may be waiting for the ranks without a record."""
     waiting = sum(record.waits for record in records)
     return len(missing) <= max(1, FEW * ranks) and (len(missing) < waiting or 0 < waiting == len(records))
 
@@ -145,14 +145,14 @@ def _groups(records: Sequence[HungRank]) -> list[list[HungRank]]:
     """Ranks that stopped at one step in one place, the largest group first."""
     found: dict[Any, list[HungRank]] = {}
     for record in records:
-        # Rank 0 comes to the stage's work by another way through the entry than those that it told of it.
+        # Rank 0 starts the stage's work by another path through the entry than the ranks to which it broadcasts.
         place = tuple(call for call in record.calls if ENTRY not in call)
         found.setdefault((record.step, place), []).append(record)
     return sorted(found.values(), key=lambda group: (*_weight(group), group[0].rank))
 
 
 def _weight(group: Sequence[HungRank]) -> tuple[int, bool]:
-    """What makes a group the one that the others are measured by: the smaller, the more."""
+    """The order of groups by which the reference is chosen: the smallest first."""
     return -len(group), not group[0].waits
 
 
@@ -173,7 +173,7 @@ def _named(ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
 
 
 def _places(folder: Path) -> dict[int, str]:
-    """Nodes of the ranks as that start noted them."""
+    """Nodes of the ranks as that start recorded them."""
     with suppress(UserError):
         record = read_record(folder.parent.parent / PLACES, Places)
         return dict(enumerate(record.nodes)) if record and record.attempt == folder.name else {}

@@ -1,4 +1,5 @@
-"""The record of training, a JSON object a line: train/metrics.jsonl, and beside it samples.jsonl and events.jsonl."""
+"""The records of training, one JSON object per line: train/metrics.jsonl, and next to it samples.jsonl and
+events.jsonl."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from drover.pipeline.contract.state import Time
 from drover.pipeline.core.files import Count, read_lines
 
 PLAN_CHANGED = "plan_changed"
-"""The event of a start that goes on along another plan. Its `number` counts such starts; each line of metrics.jsonl
-says as `plan_changes` how many there had been before it. Numbers rather than times tell which came first: the clocks of
-two nodes may differ, and what is taken up again from a copy may have lost lines."""
+"""The event of a start that continues under another plan. Its `number` counts such starts. Each line of metrics.jsonl
+has in `plan_changes` how many came before it. Numbers, not times, give the order: the clocks of two nodes may differ,
+and a run restored from a copy may lack lines."""
 
 
 def is_range(numbers: list[int]) -> None:
@@ -25,7 +26,7 @@ class _Line(TypedDict):
 
 
 class Line(_Line, total=False):
-    """What of a line of metrics.jsonl others compute with."""
+    """The fields of a line of metrics.jsonl that other programs compute with."""
 
     samples: Annotated[list[Count], is_range]
     plan_changes: Count
@@ -42,7 +43,7 @@ class _Event(TypedDict):
 
 
 class Event(_Event, total=False):
-    """What of a line of events.jsonl others compute with."""
+    """The fields of a line of events.jsonl that other programs compute with."""
 
     time: Time
     step: Count
@@ -56,19 +57,19 @@ class Event(_Event, total=False):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a run's train/metrics.jsonl, one per step, in order: what to plot or compute with.
+    """The records of a run's train/metrics.jsonl, one per step, in order: for plots and computations.
 
-    The file only grows. After a kill training goes on from its last checkpoint and does the steps since then again, and
-    a rollback does some again on other samples, so a step may have several lines: its last one counts, the others are
+    The file only grows. After a kill training continues from its last checkpoint and repeats the steps since then. A
+    rollback also repeats steps, on other samples. So a step may have several lines: the last one counts, the others are
     of updates that are in no checkpoint. Lines that a change of the plan undid never count: see `standing_lines`. A
-    last line that a kill left torn is passed over.
+    last line that a kill truncated is skipped.
 
     Args:
-        path: the file; one that does not exist holds no step. The events.jsonl beside it tells of changes of the plan.
+        path: the file; a missing one has no steps. The events.jsonl next to it lists changes of the plan.
 
     Returns:
         Dictionaries with `step` (from 1), `loss` (nats per target token), `lr`, `grad_norm`, `tokens_per_s`,
-        `samples` ([first, end) of the order), ...; a number that JSON cannot hold (NaN) stands as text.
+        `samples` ([first, end) of the order), ...; a number that JSON cannot hold (NaN) is text.
 
     Raises:
         UserError: a line within the file is no such record: it is damaged.
@@ -78,15 +79,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def standing_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl in the order of the file, repeated steps included, without those that a change of
-    the plan undid: such a start goes on from a checkpoint, and later steps that were logged before it were steps of the
-    former plan. They may have had another learning rate, batch or text, and the new plan may end before them."""
+    the plan undid. Such a start continues from a checkpoint; later steps in the log before it belong to the former
+    plan. They may have had another learning rate, batch or text, and the new plan may end before them."""
     changes = _plan_changes(path.parent)
     return [record for record in read_lines(path, Line)
             if not any(number > record.get("plan_changes", 0) and record["step"] > step for number, step in changes)]
 
 
 def plan_changes(folder: Path) -> int:
-    """How many starts of the train stage in `folder` have gone on along another plan."""
+    """How many starts of the train stage in `folder` continued under another plan."""
     return max((number for number, _ in _plan_changes(folder)), default=0)
 
 

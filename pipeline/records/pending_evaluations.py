@@ -1,4 +1,4 @@
-"""Checkpoints that are owed an evaluation beside training: they are kept until they have its result."""
+"""Checkpoints with a pending evaluation during training: they are kept until they have its result."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def evaluation_folder(run_folder: Path, step: int) -> Path:
 
 
 def evaluation_record(run_folder: Path, step: int) -> Path:
-    """What says that a checkpoint was evaluated."""
+    """The file that shows that a checkpoint was evaluated."""
     return evaluation_folder(run_folder, step) / "evaluate" / MANIFEST
 
 
 def is_owed(run_folder: Path, config: Config, step: int) -> bool:
-    """Whether `launch.evaluate.every_checkpoints` asks for a result of the checkpoint after `step`, and there is none.
-    That of the last step is evaluated by the chain itself."""
+    """Whether `launch.evaluate.every_checkpoints` asks for a result of the checkpoint after `step`, and there is none
+    yet. The chain itself evaluates the last step's."""
     every = (config.launch.evaluate.every_checkpoints or 0) * config.train.checkpoint.every_steps
     return bool(every and 0 < step < config.train.steps and step % every == 0
                 and not evaluation_record(run_folder, step).exists())
 
 
 def pending_evaluations(run_folder: Path, config: Config) -> Callable[[int], bool]:
-    """Tells of a step whether its checkpoint waits for a result. None does where nobody will evaluate them: outside of
-    Slurm's jobs."""
+    """A function that returns whether the checkpoint of a step waits for a result. It is always False outside of
+    Slurm's jobs, where nobody would evaluate them."""
     submitted = "DROVER_CHAIN" in os.environ and "DROVER_LAUNCHED" not in os.environ
     return partial(is_owed, run_folder, config) if submitted else lambda step: False

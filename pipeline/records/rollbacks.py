@@ -1,7 +1,7 @@
-"""The rollbacks of a run: which samples were left out for good, and why. Kept beside the checkpoints, not in them.
+"""The rollbacks of a run: which samples were left out for good, and why. Stored next to the checkpoints, not in them.
 
-A rollback goes to a checkpoint that knows nothing of it, so what it leaves out is written to `train/rollbacks.json`
-first. Whatever checkpoint a restart finds then, it leaves out the same samples and makes the same batches.
+A rollback returns to a checkpoint that has no record of it. So the samples that it leaves out are first written to
+`train/rollbacks.json`. A restart from any checkpoint then leaves out the same samples and makes the same batches.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ROLLBACKS = "rollbacks.json"
 class Rollback:
     """One rollback: from `step` (counted from 1) to the checkpoint after `back_to` steps.
 
-    samples: what that step would have trained on, left out from now on. plan_sha256: the order in which the numbers
-    mean something, of training in phases as far as the samples' own; under another plan they exclude nothing. why: the
-    spike, in a sentence.
+    samples: what that step would have trained on, left out from now on. plan_sha256: the order that gives the numbers
+    their meaning; for training in phases, up to the phase of the samples. Under another plan they exclude nothing. why:
+    the spike, in a sentence.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Rollbacks:
-    """What the file holds, the oldest first."""
+    """The content of the file, oldest first."""
 
     rollbacks: tuple[Rollback, ...]
 
@@ -47,23 +47,23 @@ def read_rollbacks(folder: Path) -> list[Rollback]:
 
 
 def add_rollback(folder: Path, rollback: Rollback) -> None:
-    """Make a rollback count, durably; to be called by one rank, before anything is loaded."""
+    """Record a rollback durably. To be called by one rank, before anything is loaded."""
     write_sealed(folder / ROLLBACKS, asdict(Rollbacks((*read_rollbacks(folder), rollback))))
 
 
 def excluded_by(rollbacks: Sequence[Rollback], links: Collection[str]) -> Excluded:
-    """The samples that these rollbacks leave out of the order whose hashes are `links`, one a phase."""
+    """The samples that these rollbacks leave out of an order. links: its hashes, one per phase."""
     return Excluded(part for rollback in rollbacks if rollback.plan_sha256 in links for part in rollback.samples)
 
 
 def no_longer_left_out(rollbacks: Sequence[Rollback], links: Collection[str]) -> list[str]:
-    """What to say of rollbacks that leave nothing out of the order whose hashes are `links`."""
-    return [f"samples {spelled(rollback.samples)}, left out by the rollback from step {rollback.step}, were of a phase "
-            f"that is otherwise now, in which these numbers are other text: they are left out no more"
+    """A message for each rollback that leaves nothing out of the order whose hashes are `links`."""
+    return [f"samples {spelled(rollback.samples)}, left out by the rollback from step {rollback.step}, were in a phase "
+            f"that has changed. These numbers are other text now, so they are no longer left out"
             for rollback in rollbacks if rollback.plan_sha256 not in links]
 
 
 def is_abandoned(record: dict[str, Any], rollbacks: Sequence[Rollback], links: Collection[str]) -> bool:
-    """Whether a line of metrics.jsonl is of a step that a later rollback undid and that will see other samples."""
+    """Whether a line of metrics.jsonl is of a step that a later rollback undid, and that will see other samples."""
     later = excluded_by(rollbacks[record.get("rollbacks", 0):], links).ranges
     return bool(later) and record["samples"][1] > later[0][0]

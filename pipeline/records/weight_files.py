@@ -1,5 +1,5 @@
-"""The files that hold the weights in a folder, by its form: what a run that starts from them is made of. Without torch;
-what reads them is pipeline/formats/weights.py."""
+"""The files that hold the weights in a folder, by its form: the inputs of a run that starts from them. Without torch;
+pipeline/formats/weights.py reads them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RUN = "config.yaml"
 HUGGING_FACE = "config.json"
 META = "params.json"
 INDEX = "index.json"
-"""Beside weights alone, without an optimizer's state."""
+"""Next to weights alone, without optimizer state."""
 
 
 def weights_folder(path: Path) -> Path:
-    """The folder itself, or of a run its newest complete checkpoint. UserError if there is none."""
+    """The folder itself, or a run's newest complete checkpoint. UserError if there is none."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder. Weights are read from a run, a training checkpoint, or a folder in "
                         f"Hugging Face's form (config.json).")
@@ -31,7 +31,7 @@ def weights_folder(path: Path) -> Path:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that decide the weights. Of a checkpoint it is the marker, which has the hashes of all others."""
+    """The files that decide the weights. For a checkpoint this is the marker, which has the hashes of all others."""
     folder = weights_folder(path)
     if (folder / MARKER).is_file():
         return [folder / MARKER]
@@ -46,7 +46,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:
-    """The files of `train.init_from`, for the contract: equal weights may lie elsewhere."""
+    """The files of `train.init_from`, for the contract: equal weights may be in another folder."""
     if config.train.init_from is None:
         return []
     try:

@@ -1,8 +1,8 @@
-"""Fetch an export or a checkpoint that was copied to an object store, each file compared with its hash.
+"""Fetch an export or a checkpoint from an object store and compare each file with its hash.
 
     python -m drover.pipeline.storage s3://bucket/models/mine models/mine
 
-Where it was killed it leaves a hidden folder `.mine-...` beside, which may be removed.
+If it is killed, it leaves a hidden folder `.mine-...` next to the target, which you may remove.
 """
 
 from __future__ import annotations

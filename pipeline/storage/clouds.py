@@ -1,7 +1,7 @@
-"""Clouds' object stores through obstore: clients from the environment, and errors as a person can act on them.
+"""Clouds' object stores through obstore: clients from the environment, and errors that the user can act on.
 
-A request that fails on the way, or is answered with 5xx or "slow down", is sent again by obstore, waiting longer each
-time; a body that breaks off is read on from where it broke off.
+obstore repeats a request that fails on the way, or is answered with 5xx or "slow down", and waits longer each time. A
+body that breaks off is continued from there.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from drover.pipeline.core.errors import UserError, require
 from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
 
 RETRIES = 8
-"""A request is sent so many times more, waiting FIRST_WAIT_S, about twice that ..., at most LONGEST_WAIT_S."""
+"""Retries of a request, after FIRST_WAIT_S, about twice that ..., at most LONGEST_WAIT_S."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 15.0
 RETRY_S = 180.0
-"""No request is sent again so long after the first."""
+"""No request is repeated this many seconds after the first attempt."""
 REQUEST_S = 120.0
-"""A request that takes longer, with its body, counts as failed. So nothing large is asked for in one."""
+"""A request that takes longer, with its body, counts as failed. So nothing large is requested at once."""
 LISTINGS = 3
-"""A listing whose answer breaks off is begun again, so often in all: obstore does not read it on."""
+"""Attempts at a listing whose answer breaks off: obstore does not continue it."""
 PART_BYTES = 8 << 20
-"""What is larger is uploaded in parts of that size, or of a MOST_PARTS-th of it."""
+"""Larger objects are uploaded in parts of this size, or of a MOST_PARTS-th of the object."""
 MOST_PARTS = 10_000
 PARTS_AT_ONCE = 4
 _FAMILIES = ("AWS_", "GOOGLE_", "AZURE_")
 _SECRETS = ("SECRET", "TOKEN", "PASSWORD", "_KEY", "SAS", "SIGNATURE", "CREDENTIAL")
 _PATHS = ("_FILE", "_APPLICATION_CREDENTIALS")
-"""How variables end that have a file's path, which a message has to name."""
+"""Endings of variables that hold a file's path, which messages have to show."""
 _AWS_FILES = (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials"))
-"""Variables that say where AWS's files are, and their names in ~/.aws otherwise."""
+"""Variables with the paths of AWS's files, and their default names in ~/.aws."""
 _ADVICE = {
     "s3": "the keys and the address in AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL",
     "gs": "the file of the account's key that GOOGLE_APPLICATION_CREDENTIALS names",
@@ -46,21 +46,21 @@ _ADVICE = {
           "AZURE_STORAGE_SAS_TOKEN)"}
 _ADDRESS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL",
             "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT"}
-"""What says where a store is, if it is not the cloud's own place."""
+"""The variables with a store's address, if it is not the cloud's default."""
 _NO_BUCKET = re.compile(r"NoSuchBucket|BucketNotFound|ContainerNotFound|container does not exist")
 _MACHINES_OWN = re.compile(r"//(169\.254\.169\.254|metadata\.google\.internal)/")
-"""Where a cloud's machines are asked for keys of their own, when the environment has none."""
+"""Where a cloud's machines get keys of their own if the environment has none."""
 
 
 class Cloud:
-    """A bucket (or container), as `drover.pipeline.storage.store.Store` uses a store: keys are full names."""
+    """A bucket (or container), as a backend of `drover.pipeline.storage.store.Store`: keys are full names."""
 
     def __init__(self, root: str) -> None:
         self._root, self._client = root, client(root)
         self._kind = _kind(root)
 
     def list(self, prefix: str) -> list[Entry]:
-        """All objects below a prefix that ends with a /, which need not be given."""
+        """All objects below a prefix that ends with a /; "" for all."""
         import obstore
         for left in reversed(range(LISTINGS)):
             try:
@@ -84,12 +84,12 @@ class Cloud:
             return None
 
     def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
-        """The bytes [start, stop) as far as they are there, and whose they are."""
-        try:  # a range in any case: only then does the answer say how large the object is, whatever comes of it
+        """The bytes [start, stop) as far as they exist, and the object's entry."""
+        try:  # always request a range: only then does the answer have the size of the whole object
             return self._range(key, start, (start, stop) if stop is not None else {"offset": start}, etag)
         except _BeyondError:
             if start == 0 and stop is None and (entry := self.head(key)) is not None and entry.size == 0:
-                return b"", entry  # there is no range in nothing
+                return b"", entry  # an empty object has no ranges
             raise
 
     def _range(self, key: str, start: int, asked: Any, etag: str) -> tuple[bytes, Entry]:
@@ -99,11 +99,11 @@ class Cloud:
             entry = self._entry(answer.meta)
             if answer.range[0] != start:
                 raise UserError(f"{self._root}/{key}: asked for the bytes from {start:,} on, the server sent those "
-                                f"from {answer.range[0]:,} on. It does not read ranges; use another server.")
+                                f"from {answer.range[0]:,} on. It does not support ranges; use another server.")
             return bytes(answer.bytes()), entry
 
     def put(self, key: str, data: bytes | Path, only_new: bool) -> str:
-        """Write an object; its ETag, if the answer has it."""
+        """Write an object; its ETag, if the answer has one."""
         import obstore
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         chunk = max(PART_BYTES, -(-size // MOST_PARTS))
@@ -113,7 +113,7 @@ class Cloud:
             return done["e_tag"] or ""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; what is not there is no error."""
+        """Remove objects; a missing one is no error."""
         import obstore
         try:
             with self._told(keys[0] if len(keys) == 1 else "", "delete"):
@@ -123,7 +123,7 @@ class Cloud:
                 self.delete([key])
 
     def _entry(self, about: Any) -> Entry:
-        """What obstore tells of an object. Azure lists ETags without the quotation marks that they have elsewhere."""
+        """An object's entry from obstore. Azure lists ETags without the quotation marks that they have elsewhere."""
         etag = about["e_tag"] or ""
         if self._kind == "az" and etag and not etag.endswith('"'):
             etag = f'"{etag}"'
@@ -131,7 +131,7 @@ class Cloud:
 
     @contextmanager
     def _told(self, key: str, operation: str) -> Iterator[None]:
-        """Errors as UserError, without what the environment keeps secret."""
+        """Turn errors into UserError, without the environment's secrets."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
         url = f"{self._root}/{key}"
         try:
@@ -143,7 +143,7 @@ class Cloud:
         except AlreadyExistsError:
             raise Exists(f"{url} is there already.") from None
         except PreconditionError:
-            raise Changed(f"{url} is not what it was: somebody else wrote it.") from None
+            raise Changed(f"{url} has changed: another process wrote it.") from None
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
             raise self._failed(url, operation, str(error)) from None
 
@@ -154,16 +154,16 @@ class Cloud:
         if _MACHINES_OWN.search(text):
             return UserError(f"{url}: {operation} was refused: the environment has no keys, and this machine gives "
                              f"none of its own ({reason}). Set {advice}.")
-        # A status, and no time such as 401.79ms.
+        # The status code, not a time such as 401.79ms.
         if re.search(r"(?<![\d.])(401|403)(?![\d.])", text) or "privileges" in text or "credential" in text.lower():
-            return UserError(f"{url}: {operation} was refused: {reason}. Correct {advice}, or have these "
-                             f"keys allowed to do that.")
+            return UserError(f"{url}: {operation} was refused: {reason}. Correct {advice}, or give these keys the "
+                             f"permission.")
         if "ConditionalRequestConflict" in text:
-            return Changed(f"{url} is being written by somebody else at this moment.")
+            return Changed(f"{url} is being written by another process.")
         kind = _BrokenOffError if "list response body" in text else \
             _BeyondError if re.search(r"(?<![\d.])416(?![\d.])|InvalidRange|Wanted range", text) else UserError
-        return kind(f"{url}: {operation} failed: {reason}. Look whether the store can be reached from this machine and "
-                    f"is well (its address is set by {_ADDRESS[self._kind]}), and run it again.")
+        return kind(f"{url}: {operation} failed: {reason}. Check that the store works and can be reached from this "
+                    f"machine (its address is set by {_ADDRESS[self._kind]}), and run it again.")
 
     def _no_bucket(self) -> UserError:
         bucket = "container" if self._kind == "az" else "bucket"
@@ -172,24 +172,24 @@ class Cloud:
 
 
 class _BrokenOffError(UserError):
-    """The answer to a listing did not come whole."""
+    """The answer to a listing was incomplete."""
 
 
 class _BeyondError(UserError):
-    """A range begins where the object has ended."""
+    """A range starts after the object's end."""
 
 
 def _kind(root: str) -> str:
-    """Whose store it is: s3, gs or az, which has more schemes than one."""
+    """The cloud of a URL: s3, gs or az, which has several schemes."""
     scheme = root.partition(":")[0]
     return "az" if scheme.startswith("abfs") else "s3" if scheme == "memory" else scheme
 
 
 def client(root: str) -> Any:
-    """obstore's client of a bucket, as the environment and AWS's files are now; one for all who ask in this process.
+    """obstore's client of a bucket, from the present environment and AWS's files; one for all callers in this process.
 
     Raises:
-        UserError: obstore is not installed, or what the environment says is no configuration.
+        UserError: obstore is not installed, or the environment's configuration is invalid.
     """
     settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_FAMILIES)))
     written = _written(dict(settings)) if root.startswith("s3:") else ()
@@ -225,20 +225,19 @@ def _aws_file(settings: dict[str, str], variable: str, usual: str) -> Path:
 
 
 def _written(settings: dict[str, str]) -> tuple[tuple[int, int], ...]:
-    """When AWS's files were written, and their sizes: keys in them are renewed while a run lasts."""
+    """Times and sizes of AWS's files: the keys in them may be renewed during a run."""
     found = []
     for variable, usual in _AWS_FILES:
         try:
             about = _aws_file(settings, variable, usual).stat()
             found.append((about.st_mtime_ns, about.st_size))
-        except (OSError, RuntimeError):  # not there, or nobody's home: no keys come from it
+        except (OSError, RuntimeError):  # there is no such file, or no home folder
             found.append((0, 0))
     return tuple(found)
 
 
 def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
-    """What gives the keys that AWS's own programs take from their files, where the environment has none: obstore reads
-    no files."""
+    """Keys from AWS's own files, if the environment has none: obstore reads no files."""
     given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
     if any(name in settings for name in given) or not any(_written(settings)):
@@ -254,8 +253,8 @@ def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
 
 
 def _azures_other_names(settings: dict[str, str], root: str) -> Any:
-    """Account, unless the URL has it, and key by the names that Azure's own program reads them from; obstore has
-    others."""
+    """Account (unless the URL has it) and key from the variables of Azure's own command line; obstore has other
+    names."""
     names = {"account_name": ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME"),
              "account_key": ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")}
     return {ours: settings[theirs] for ours, (theirs, usual) in names.items()
@@ -263,7 +262,7 @@ def _azures_other_names(settings: dict[str, str], root: str) -> Any:
 
 
 def plainly(text: str) -> str:
-    """What a library said as one short line, without anything that the environment keeps secret."""
+    """A library's message as one short line, without the environment's secrets."""
     for name, value in os.environ.items():
         if name.startswith(_FAMILIES) and any(part in name for part in _SECRETS) and len(value) >= 4 \
                 and not name.endswith(_PATHS):

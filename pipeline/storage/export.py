@@ -1,4 +1,4 @@
-"""The stage convert's folder in an object store, and back."""
+"""The export of the stage convert in an object store: upload and download."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ FOLDER = "hf/"
 
 
 def due(config: Any, folder: Path, manifest: Any) -> str:
-    """What is still to be done for the finished stage in `folder`, as a phrase; "" if it is copied as is asked for."""
+    """What the finished stage in `folder` still has to do, as a phrase; "" if the upload is done or not configured."""
     url = config.convert.copy_to
     done = url is None or ledger_of(folder, url).found({"": manifest.digest})
-    return "" if done else f"it is still to be copied to {url}"
+    return "" if done else f"the upload to {url} is pending"
 
 
 def copy_export(url: str, name: str, folder: Path, manifest: Any, say: Callable[[str], None]) -> None:
-    """Copy the outputs of the stage convert in `folder`; UserError as of `copy_files`. name: of the run."""
+    """Upload the outputs of the stage convert in `folder`; UserError like `copy_files`. name: of the run."""
     files = [{**record, "path": record["path"].removeprefix(FOLDER)} for record in manifest.outputs]
     say(f"{copy_files(url, name, manifest.digest, folder / FOLDER, files, ledger=ledger_of(folder, url))} in {url}")
 
 
 def fetch_copy(url: str, folder: Path) -> int:
-    """Fetch an export, or a checkpoint, into a new folder, each file compared with its hash; returns their bytes.
+    """Download an export or a checkpoint into a new folder and compare each file with its hash; returns the bytes.
 
     Raises:
-        UserError: there is no whole copy there, or the folder is there already and is not empty.
+        UserError: there is no complete copy, or the folder exists and is not empty.
     """
     mirror = Mirror(Store(url))
     try:
@@ -44,9 +44,9 @@ def fetch_copy(url: str, folder: Path) -> int:
         raise UserError(f"{url} holds no copy that Drover made: there is no {COPY}. Give the address of an export "
                         f"(convert.copy_to), or of a checkpoint (train.checkpoint.copy_to/step-...).") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already. Give a folder that is not.")
+        raise UserError(f"{folder} exists already. Give a new folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it, to be renamed, under a name that nobody else has: `<folder>.tmp` may be the user's.
+    # Download next to it under a unique name and rename: `<folder>.tmp` may be the user's.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         whole = Path(scratch) / folder.name
         whole.mkdir()

@@ -1,7 +1,7 @@
-"""`file://`: a folder as an object store, so that what runs on a cluster's object store runs on a disk.
+"""`file://`: a folder as an object store, so that what runs on a cluster's object store also runs on a disk.
 
-Objects appear whole, are there after a power cut, and are written on condition as in a cloud: a new one by a hard link,
-which fails where there is one, a replacement under a lock on the file that it replaces.
+Objects appear complete and survive a power cut. A conditional write creates a hard link, which fails if the object
+exists.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from drover.pipeline.core.files import atomic_file, sync
 from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
 
 _TEMPORARY = re.compile(r"\.[^/]*-[0-9]+\.tmp$")
-"""Names that `atomic_file` gives to what is not finished."""
+"""Names that `atomic_file` gives to unfinished files."""
 _COPY = 1 << 20
 Result = TypeVar("Result")
 
 
 class Folder:
-    """The disk, as `drover.pipeline.storage.store.Store` uses a store: keys are absolute paths without the first /."""
+    """The disk, as a backend of `drover.pipeline.storage.store.Store`: keys are absolute paths without the first /."""
 
     def list(self, prefix: str) -> list[Entry]:
         """All files below a folder."""
@@ -52,13 +52,12 @@ class Folder:
             raise _unusable(f"file:///{key}", "read", error) from None
 
     def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
-        """The bytes [start, stop) as far as they are there, and whose they are."""
+        """The bytes [start, stop) as far as they exist, and the file's entry."""
         def read() -> tuple[bytes, Entry]:
             with open(f"/{key}", "rb") as file:
                 entry = _entry(key, os.fstat(file.fileno()))
                 if etag and entry.etag != etag:
-                    raise Changed(f"file:///{key} is not what it was: it was written to. Let nobody write to it while "
-                                  f"it is read.")
+                    raise Changed(f"file:///{key} has changed. Let no process write to it while it is read.")
                 file.seek(start)
                 return file.read(-1 if stop is None else stop - start), entry
         return self._told(f"/{key}", "read", read)
@@ -84,7 +83,7 @@ class Folder:
         return self._told(f"/{key}", "write", write)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove files; what is not there is no error."""
+        """Remove files; a missing one is no error."""
         for key in keys:
             self._told(f"/{key}", "delete", lambda key=key: Path(f"/{key}").unlink(missing_ok=True))  # type: ignore[misc]
 
@@ -98,8 +97,8 @@ class Folder:
 
 
 def _unusable(url: str, operation: str, error: OSError) -> UserError:
-    return UserError(f"{url}: {operation} failed: {error.strerror or error}. Give a place where this user can do that, "
-                     f"and run it again.")
+    return UserError(f"{url}: {operation} failed: {error.strerror or error}. Give a place where this user has the "
+                     f"permission, and run it again.")
 
 
 def _entry(key: str, about: os.stat_result) -> Entry:

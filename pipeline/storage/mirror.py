@@ -1,12 +1,12 @@
-"""Files of a run at a place in an object store: whose they are first, the list of them last.
+"""A run's files in an object store: first their owner, last the list of them.
 
-    owner.json    whose place it is, and which process writes there now
+    owner.json    who owns the place, and which process writes there now
     ...           the files, by their paths
     copy.json     put last: every file with size and sha256. Without it there is no copy
 
-Whoever puts files again, or removes them, removes copy.json first: at each moment a copy is whole or none. The process
-that claimed the place last has it. An earlier one finds that out before each file that it puts, and before it changes
-what counts: at most the files that it is putting at that moment still arrive. Their hashes show it to who fetches them.
+To replace or remove files, a process first removes copy.json: so a copy is complete or absent at any moment. The
+process that claimed the place last owns it. An earlier one notices that before each file, and before each change of
+copy.json. At most the files that it is uploading at that moment still arrive; readers detect them by their hashes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ COPY = "copy.json"
 OWNER = "owner.json"
 FORMAT = 1
 SENT = "copies"
-"""In a stage's folder: ledgers of what was sent, one for each place."""
+"""In a stage's folder: ledgers of uploads, one for each place."""
 AT_ONCE = 8
-"""Files that a process sends or fetches at the same time; a large one is sent in several parts at once anyway."""
+"""Files that a process transfers at the same time; a large one is sent in several parts at once anyway."""
 Record = Mapping[str, Any]
 """Of a file: path, bytes, sha256."""
 
 
 class DamagedCopyError(UserError):
-    """What lies in the store is not what was put there."""
+    """The store does not hold what was put there."""
 
 
 class CopyRecord(TypedDict):
-    """What copy.json holds. of: what was copied: a run's name, the number of a step, the digest of token shards."""
+    """The content of copy.json. of: what was copied: a run's name, the number of a step, or the digest of token
+    shards."""
 
     format: Literal[1]
     of: str
@@ -58,9 +59,9 @@ class _Named(TypedDict):
 
 
 class OwnerRecord(_Named, total=False):
-    """What owner.json holds. name: of the owner; writer: of the process that claimed it last.
+    """The content of owner.json. name: of the owner; writer: of the process that claimed it last.
 
-    id, fingerprint, drift: of the training whose checkpoints lie there. files: paths of a copy that is not finished.
+    id, fingerprint, drift: of the training whose checkpoints are there. files: paths of an unfinished copy.
     """
 
     id: str
@@ -70,10 +71,10 @@ class OwnerRecord(_Named, total=False):
 
 
 class Owner:
-    """Whose a place is.
+    """The owner of a place.
 
     Attributes:
-        content: an `OwnerRecord`, as it was found or written; None where nobody owns the place.
+        content: an `OwnerRecord`, as found or written; None if nobody owns the place.
     """
 
     def __init__(self, store: Store) -> None:
@@ -86,18 +87,18 @@ class Owner:
         except Missing:
             return None
         except ValueError as error:
-            raise UserError(f"{self.store.url}/{OWNER} is not what Drover puts there ({error}). Give another address, "
-                            f"or move away what is there.") from None
+            raise UserError(f"{self.store.url}/{OWNER} was not written by Drover ({error}). Give another address, "
+                            f"or move the files there away.") from None
 
     def claim(self, **content: Any) -> None:
-        """Write the record; from now on only this process may write there. UserError if somebody else was quicker."""
+        """Write the record; from now on only this process may write there. UserError if another process was faster."""
         mine = {"format": FORMAT, **content, "writer": self._writer, "host": platform.node(), "process": os.getpid(),
                 "job": os.environ.get("SLURM_JOB_ID", ""), "at": datetime.now(UTC).isoformat(timespec="seconds")}
         data = (json.dumps(mine, indent=1) + "\n").encode()
         try:
             self.store.put(OWNER, data, only_new=self.content is None)
         except Exists:
-            self.refuse_lost()  # unless only the answer to our own write was lost
+            self.refuse_lost()  # passes if our own write succeeded and only its answer was lost
         self.content = mine
 
     def refuse_lost(self) -> None:
@@ -105,12 +106,12 @@ class Owner:
         found = self._read()
         if found is None or found["writer"] != self._writer:
             by = f"{describe(found)} took it over" if found else f"{OWNER} was removed"
-            raise UserError(f"{self.store.url} is not this process's any more: {by}. It writes nothing there now. Give "
+            raise UserError(f"This process no longer owns {self.store.url}: {by}. It writes nothing there now. Give "
                             f"each run an address of its own.")
 
 
 def describe(owner: Mapping[str, Any]) -> str:
-    """Which process claimed a place, in words."""
+    """The process that claimed a place, in words."""
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
     return f"process {owner.get('process', '?')} on {owner.get('host', '?')}{job} (at {owner.get('at', '?')})"
 
@@ -126,7 +127,7 @@ class Mirror:
 
         Raises:
             Missing: there is none.
-            DamagedCopyError: copy.json is not one that was put there.
+            DamagedCopyError: copy.json is invalid.
         """
         try:
             return dict(typed(parsed_json(self.store.read(COPY)), CopyRecord))
@@ -134,25 +135,25 @@ class Mirror:
             raise DamagedCopyError(f"{self.store.url}/{COPY} is damaged ({error})") from None
 
     def reopen(self) -> None:
-        """Make the copy count no more, if there is one: files may be put again, or removed."""
+        """Invalidate the copy, if there is one, so that files may be replaced or removed."""
         self.store.delete([COPY])
 
     def finish(self, of: str, files: Sequence[Record]) -> None:
-        """Make the copy count: all that `files` tells of has been put."""
+        """Complete the copy: all of `files` have been put."""
         listed = [{name: record[name] for name in ("path", "bytes", "sha256")} for record in files]
         self.store.put(COPY, (json.dumps({"format": FORMAT, "of": of, "files": listed}, indent=1) + "\n").encode())
 
     def send(self, folder: Path, records: Sequence[Record], check: Callable[[], None] = lambda: None,
              sent: Callable[[Record, Entry], None] = lambda record, entry: None) -> int:
-        """Put files of `folder`, several at a time; returns their bytes.
+        """Upload files of `folder`, several at a time; returns their bytes.
 
-        check: called before each, raises where nothing is to be put any more. sent: called after each, in order.
+        check: called before each file; raises if nothing may be uploaded any more. sent: called after each, in order.
 
         Raises:
-            UserError: a file is not what its record says (then nothing of it is put), or the store does not take it.
+            UserError: a file differs from its record (then it is not uploaded), or the store does not take it.
         """
         def put(record: Record) -> Entry:
-            # What flipped on the disk since it was written must not become the copy that is to replace it one day.
+            # A file that was corrupted on the disk must not become the copy that may have to replace it.
             if problem := problem_of(folder / record["path"], record):
                 raise UserError(f"{problem}, so it is not copied to {self.store.url}. Check the disk; delete the file "
                                 f"and run its stage again.")
@@ -163,10 +164,10 @@ class Mirror:
         return sum(int(record["bytes"]) for record in records)
 
     def fetch(self, folder: Path, records: Sequence[Record]) -> int:
-        """Fetch files into `folder`, each whole or not at all; returns their bytes.
+        """Download files into `folder`, each complete or not at all; returns their bytes.
 
         Raises:
-            DamagedCopyError: one is missing, or is not what its record says.
+            DamagedCopyError: one is missing, or differs from its record.
             UserError, OSError: the store cannot be read, or the disk not be written.
         """
         def get(record: Record) -> int:
@@ -180,7 +181,7 @@ class Mirror:
         return sum(ordered_map(get, records, AT_ONCE, name="copy"))
 
     def compare(self, records: Sequence[Record], advance: Callable[[], None]) -> None:
-        """Read every file back; UserError names those whose content is not what their records say."""
+        """Read every file back; UserError names those whose content differs from their records."""
         def digest(record: Record) -> str:
             with self.store.stream(record["path"]) as stream:
                 return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -201,7 +202,7 @@ class Mirror:
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy did: files and bytes that were sent, and files that were there already."""
+    """The result of an upload: files and bytes that were sent, and files that were there already."""
 
     sent: int
     sent_bytes: int
@@ -212,36 +213,36 @@ class Copied:
 
 
 def ledger_of(stage_folder: Path, url: str) -> Ledger:
-    """Of what was sent from a stage's folder to a place: by path and sha256, the ETag that the store gave it; and under
-    the name "" that a copy was finished."""
+    """The ledger of uploads from a stage's folder to a place: the store's ETag by path and sha256; and under the name
+    "" that a copy was finished."""
     return Ledger(stage_folder / SENT / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
 
 
 def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Record], *, ledger: Ledger,
                advance: Callable[[], None] = lambda: None) -> Copied:
-    """Copy files to a place, and then their list. What an earlier copy sent is not sent again.
+    """Upload files to a place, and then their list. What an earlier upload sent is not sent again.
 
     Args:
-        name: whose the place is to be. of: what is copied.
+        name: of the place's owner. of: what is uploaded.
         advance: called after each file.
 
     Raises:
-        UserError: the place is another owner's, the store does not keep what it is sent, or a file is not what its
-            record says.
+        UserError: the place has another owner, the store does not keep what it is sent, or a file differs from its
+            record.
     """
     store, owner = Store(url), Owner(Store(url))
     mirror = Mirror(store)
     preflight(store)
     there = {entry.path: entry for entry in store.list() if not entry.path.startswith(CHECKED)}
     if owner.content is None and there:
-        raise UserError(f"{url} holds {min(there)} and perhaps more, but no {OWNER}: it is not the place of a copy. "
+        raise UserError(f"{url} holds {min(there)} and perhaps more, but no {OWNER}: it is not a place of Drover's. "
                         f"Nothing is written there; give another place.")
     if owner.content is not None and (owner.content["name"] != name or "id" in owner.content):
         theirs = owner.content["name"]
         holds = f"checkpoints of {theirs}, and no files" if "id" in owner.content else \
             f"what was copied of {theirs}, not"
         raise UserError(f"{url} holds {holds} of {name}. Nothing there is overwritten; give another place, or delete "
-                        f"what is there.")
+                        f"the files there.")
     sent = ledger.found({record["path"]: record["sha256"] for record in files})
 
     old, finished = (owner.content or {}).get("files", []), False
@@ -260,7 +261,7 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
         ledger.add(record["path"], record["sha256"], entry.etag)
         advance()
     if todo or not finished:
-        # Only what our own lists name is ours to remove, and it is named until it is gone.
+        # Only files in our own lists may be removed; they stay listed until they are gone.
         kept = {record["path"] for record in files}
         owner.claim(name=name, files=sorted({*old, *kept}))
         mirror.reopen()
@@ -273,7 +274,7 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
 
 
 def listed_files(store: Store, records: Iterable[Record]) -> tuple[list[str], list[str]]:
-    """Which files are missing or cut, as sentences, and the ETag of each: by one listing."""
+    """Missing and truncated files, as sentences, and the ETag of each file: from one listing."""
     entries = {entry.path: entry for entry in store.list()}
     problems, etags = list[str](), list[str]()
     for record in records:

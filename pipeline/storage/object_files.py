@@ -1,4 +1,4 @@
-"""Objects where files are read: found by URLs with wildcards, told apart by what the store calls their content."""
+"""Objects as input files: found by URLs with wildcards, identified by the store's ETags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drover.pipeline.storage.store import Entry, Missing, Store, is_url
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """What `os.stat` says of a file, of an object."""
+    """The fields of `os.stat` that an object has."""
 
     st_size: int
     st_mtime_ns: int
@@ -25,8 +25,8 @@ class ObjectStat:
 
 @dataclass(frozen=True, order=True)
 class ObjectFile:
-    """An object, as it was listed, in place of the path of a file. Where its ETag is another by now, what it holds is
-    not read: `Changed`; `Missing` where it is gone."""
+    """An object from a listing, in place of a file's path. It is read only while its ETag is the same: otherwise
+    `Changed` is raised, or `Missing` if it is gone."""
 
     url: str
     size: int
@@ -72,7 +72,7 @@ class ObjectFile:
 
     @cached_property
     def beginning(self) -> bytes:
-        """The first bytes; all of a small object. Fetched once."""
+        """The first bytes; all of a small object. Downloaded once."""
         return self.read(0, min(self.size, BEGINNING_BYTES))
 
     def read(self, start: int, stop: int) -> bytes:
@@ -80,25 +80,25 @@ class ObjectFile:
         return self._store.read(self._path, start, stop, etag=self.etag)
 
     def open(self, position: int = 0, until: int | None = None) -> BufferedReader:
-        """The bytes from `position` on, of which those before `until` are fetched ahead."""
+        """The bytes from `position` on; those before `until` are prefetched."""
         entry = Entry(self._path, self.size, self.etag, self.modified)
         first = self.beginning if position < min(self.size, BEGINNING_BYTES) else b""
         return self._store.stream(self._path, position, entry=entry, until=until, known=first[position:])
 
     def head(self) -> Entry:
-        """What the store says of it now."""
+        """The store's present entry of the object."""
         if (entry := self._store.head(self._path)) is None:
             raise Missing(f"{self.url} is not there any more.")
         return entry
 
 
 InputFile = Path | ObjectFile
-"""What stages read from outside: a file of this machine, or an object."""
+"""An input of a stage: a local file or an object."""
 
 
 def content_number(etag: str, modified: float) -> int:
-    """A number that is another where an object's ETag is: it stands where records of files have the time of the last
-    change, in nanoseconds. Of a store without ETags, that time."""
+    """A number that changes with an object's ETag. It takes the place of a file's modification time in nanoseconds. For
+    a store without ETags it is that time."""
     if not etag:
         return int(modified * 1e9)
     return int.from_bytes(hashlib.sha256(etag.encode()).digest()[:6], "big")
@@ -108,7 +108,7 @@ BEGINNING_BYTES = 1 << 20
 
 
 def open_input(path: str) -> BufferedReader:
-    """A file or an object by its path or URL, read in order."""
+    """A file or an object by its path or URL, to be read in order."""
     if is_url(path):
         folder, _, name = path.rpartition("/")
         return Store(folder).stream(name)
@@ -116,8 +116,8 @@ def open_input(path: str) -> BufferedReader:
 
 
 def find(pattern: str) -> list[ObjectFile]:
-    """The objects that a URL names: one object, all under a prefix, or those that match wildcards, as for files: * and
-    ? stay within a folder, ** crosses folders, and hidden names match only what begins with a dot.
+    """The objects that a URL names: one object, all under a prefix, or those that match wildcards. As for files, * and
+    ? stay within a folder, ** crosses folders, and hidden names need a pattern that begins with a dot.
 
     Raises:
         UserError: there are none, or the store cannot be read.
@@ -139,7 +139,7 @@ def find(pattern: str) -> list[ObjectFile]:
 
 
 def matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether an object's path, in parts, matches a pattern in parts, as `glob.glob(recursive=True)` has it."""
+    """Whether an object's path, in parts, matches a pattern in parts, like `glob.glob(recursive=True)`."""
     if not pattern:
         return not path
     if not path:

@@ -1,4 +1,4 @@
-"""What may become of an operation on an object: what is known of it, and the errors that a caller may act on."""
+"""Results of operations on objects: entries, and errors that callers can handle."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Missing(UserError):  # noqa: N818 - the names say what is so
 
 
 class Exists(UserError):  # noqa: N818
-    """It was to be written only if new, and is there already."""
+    """It was to be written only if new, but exists."""
 
 
 class Changed(UserError):  # noqa: N818
-    """It is not what it was: the object that is being read has another ETag."""
+    """The object has changed: its ETag is another."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Entry:
     Attributes:
         path: relative to the store's prefix.
         size: in bytes.
-        etag: what the store calls this content; empty where it gives none.
+        etag: the store's identifier of this content; empty if it gives none.
         modified: seconds since 1970.
     """
 

@@ -1,8 +1,8 @@
 """A place with objects, by its URL: `s3://bucket/prefix`, `gs://`, `az://`, `file://`.
 
-Keys and addresses come from the environment, as each cloud's own tools have it, never from a configuration. A store can
-be sent to other processes: it is its URL, and every process opens its own connections. They do not survive a fork:
-fork before one is opened, as `drover.pipeline.contract.workers` does, or spawn.
+Keys and addresses come from the environment, as for each cloud's own tools, never from a configuration. A store can be
+sent to other processes: it is only a URL, and every process opens its own connections. They do not survive a fork: fork
+before one is opened, as `drover.pipeline.contract.workers` does, or spawn.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["CHECKED", "Changed", "Entry", "Exists", "Missing", "Store", "is_url"
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file")
 FOR_TESTS = "memory"
-"""One more, which lasts as long as the process."""
+"""One more scheme, whose objects last as long as the process."""
 BLOCK_BYTES = 8 << 20
-"""What is read or fetched in order is asked for in ranges of that size, AHEAD of them at a time."""
+"""Objects are read in ranges of this size, with AHEAD of them prefetched."""
 AHEAD = 3
 LITTLE_BYTES = 1 << 20
 CHECKED = ".drover-check-"
-"""How the names of the objects begin that `preflight` writes; one that is killed leaves its own behind."""
+"""Prefix of the objects that `preflight` writes; a killed one leaves its object behind."""
 DELETED_AT_ONCE = 1000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -50,11 +50,11 @@ def is_url(text: str) -> bool:
 class Store:
     """The objects under a URL. Nothing is contacted before an operation.
 
-    Every operation raises UserError that names the URL, what was tried and what to do, where it cannot be done: no such
-    bucket, keys that are refused, a server that does not answer well after all retries.
+    An operation that fails raises UserError, with the URL, the operation and what to do: no such bucket, keys that are
+    refused, a server that fails after all retries.
 
     Raises:
-        UserError: it is no URL of a kind that can be read here.
+        UserError: the URL is of an unknown kind.
     """
 
     def __init__(self, url: str) -> None:
@@ -91,7 +91,8 @@ class Store:
         return f"{self._root}/{quote(key) if self._root == 'file://' else key}"
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """All objects whose path begins with `prefix` and a slash, sorted by path. What stands for a folder is none."""
+        """All objects whose path begins with `prefix` and a slash, sorted by path. Empty objects that represent folders
+        are left out."""
         cut = len(self._prefix) + 1 if self._prefix else 0
         entries = sorted(self._backend().list(self._key(prefix)), key=lambda entry: entry.path)
         empty = {entry.path for entry in entries if not entry.size}
@@ -102,19 +103,19 @@ class Store:
                 yield replace(entry, path=entry.path[cut:])
 
     def head(self, path: str) -> Entry | None:
-        """An object; None if it is not there."""
+        """An object's entry; None if it is not there."""
         entry = self._backend().head(self._key(path))
         return None if entry is None else replace(entry, path=path)
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str = "") -> bytes:
         """The bytes [start, stop) of an object, or those from `start` to its end.
 
-        etag: the object's, as it has to be.
+        etag: the object must have this ETag.
 
         Raises:
             Missing: it is not there.
             Changed: its ETag is another.
-            UserError: also where it has fewer bytes than that.
+            UserError: it has fewer bytes, among other reasons.
         """
         if stop is not None and stop - start > 2 * BLOCK_BYTES:
             return b"".join(self._blocks(path, start, stop, etag))
@@ -134,13 +135,13 @@ class Store:
         """The bytes of an object from `start` on, read in order with a few blocks in memory.
 
         Args:
-            entry: what is known of the object, as `list` gave it; another one there is refused.
-            until: blocks are asked for ahead up to there; beyond, small ones, when they are wanted.
-            known: what stands at `start`, as far as it was read already.
+            entry: the object's entry from `list`; another object in its place is refused.
+            until: blocks up to here are prefetched; later ones are small and read when needed.
+            known: bytes at `start` that were read already.
 
         Raises:
             Missing: it is not there.
-            Changed: while it is read, it is replaced.
+            Changed: it is replaced during reading.
         """
         if entry is None and (entry := self.head(path)) is None:
             raise self._missing(path)
@@ -148,7 +149,7 @@ class Store:
         return io.BufferedReader(_Blocks(self._in_order(path, start, entry, until, known)), LITTLE_BYTES)
 
     def put(self, path: str, data: bytes | Path, *, only_new: bool = False) -> Entry:
-        """Write an object, whole or not at all; a large file in parts, unless on a condition.
+        """Write an object, complete or not at all; a large file in parts, unless the write is conditional.
 
         Args:
             data: bytes, or the file that has them.
@@ -156,27 +157,27 @@ class Store:
 
         Raises:
             Exists: with `only_new`, it is there.
-            UserError: also where the store has another size than was sent. What became of a conditional write whose
-                answer was lost is not known: look at what is there.
+            UserError: the stored size differs, among other reasons. If the answer to a conditional write is lost, its
+                outcome is unknown: look at what is there.
         """
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         etag = self._backend().put(self._key(path), data, only_new)
         entry = self.head(path)
         if entry is None or (entry.size != size and etag in ("", entry.etag)):
             there = "nothing is there" if entry is None else f"{entry.size:,} are there"
-            raise UserError(f"{self.url_of(path)}: {size:,} bytes were written, and {there}. The server does not keep "
-                            f"what it is sent; use another one.")
+            raise UserError(f"{self.url_of(path)}: {size:,} bytes were written, and {there}. The server does not store "
+                            f"what it receives; use another one.")
         return replace(entry, etag=etag or entry.etag, size=size)
 
     def fetch(self, path: str, to: Path) -> str:
-        """Download an object to a file, which appears whole or not at all.
+        """Download an object to a file, which appears complete or not at all.
 
         Returns:
             sha256 of what was written.
 
         Raises:
             Missing: it is not there.
-            Changed: while it was read, it was replaced.
+            Changed: it was replaced during reading.
         """
         if (entry := self.head(path)) is None:
             raise self._missing(path)
@@ -186,11 +187,11 @@ class Store:
                 digest.update(block)
                 file.write(block)
             if file.tell() != entry.size:
-                raise UserError(f"{self.url_of(path)} has {entry.size:,} bytes, of which {file.tell():,} came.")
+                raise UserError(f"{self.url_of(path)} has {entry.size:,} bytes, but only {file.tell():,} arrived.")
         return digest.hexdigest()
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete objects; what is not there is no error."""
+        """Delete objects; a missing one is no error."""
         keys = map(self._key, paths)
         while some := list(islice(keys, DELETED_AT_ONCE)):
             self._backend().delete(some)
@@ -204,7 +205,7 @@ class Store:
             yield self.read(path, place, min(place + LITTLE_BYTES, entry.size), etag=entry.etag)
 
     def _blocks(self, path: str, start: int, stop: int, etag: str) -> Iterator[bytes]:
-        """The bytes [start, stop) in blocks, a few of which are asked for ahead."""
+        """The bytes [start, stop) in blocks, a few of which are prefetched."""
         yield from ordered_map(lambda at: self.read(path, at, min(at + BLOCK_BYTES, stop), etag=etag),
                                range(start, stop, BLOCK_BYTES), AHEAD)
 
@@ -241,29 +242,29 @@ class _Blocks(io.RawIOBase):
 
 
 def preflight(store: Store) -> None:
-    """Write a small object, compare it, have a second one of its name refused, and delete it. Some servers keep the
-    framing of an upload as if it were content, or write in spite of a condition.
+    """Test a store: write a small object, compare it, check that a second write is refused, and delete it. Some servers
+    store the framing of an upload as content, or ignore the condition of a write.
 
     Raises:
-        UserError: what the store does not do.
+        UserError: what the store does wrong.
     """
     path = f"{CHECKED}{platform.node()}-{os.getpid()}-{os.urandom(6).hex()}"
     data = os.urandom(70_001)
     entry = store.put(path, data)
     try:
         if hashlib.sha256(store.read(path)).digest() != hashlib.sha256(data).digest():
-            raise _unfit(store, "a small object that was written is not what is read")
+            raise _unfit(store, "a small object was read back with other content")
         if store.read(path, 10, 20) != data[10:20]:
-            raise _unfit(store, "a range of an object is not what was asked for")
+            raise _unfit(store, "the server returned another range of an object than requested")
         with suppress(Exists):
             store.put(path, b"other", only_new=True)
-            raise _unfit(store, "an object that is there was written over, although it was to be written only if new")
+            raise _unfit(store, "an object was overwritten by a write that should succeed only if new")
         if store.read(path, etag=entry.etag) != data:
             raise _unfit(store, "a refused write has changed the object")
     finally:
         store.delete([path])
     if store.head(path) is not None:
-        raise _unfit(store, "an object that was deleted is there still")
+        raise _unfit(store, "a deleted object still exists")
 
 
 def _unfit(store: Store, what: str) -> UserError:

@@ -1,4 +1,4 @@
-"""What every tokenizer can do, and the special tokens that all of Drover's own share."""
+"""The interface of all tokenizers, and the special tokens that Drover's own ones share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 SIZE_MULTIPLE = 128
 WORD_MARK = "\u2581"
-"""sentencepiece's sign for a space inside a piece; a document's own U+2581 is therefore read back as a space."""
+"""sentencepiece's sign for a space inside a token. A document's own U+2581 is therefore decoded as a space."""
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
@@ -34,7 +34,7 @@ Flat = tuple[NDArray[np.uint32], NDArray[np.int64]]
 
 
 def joined(arrays: Sequence[NDArray[Any]]) -> Flat:
-    """The ids of several texts as one array and where each begins."""
+    """The ids of several texts as one array, with the offset of each text."""
     offsets = np.zeros(len(arrays) + 1, np.int64)
     np.cumsum([len(ids) for ids in arrays], out=offsets[1:])
     ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
@@ -42,21 +42,21 @@ def joined(arrays: Sequence[NDArray[Any]]) -> Flat:
 
 
 def byte_piece(value: int) -> str:
-    """The name of a byte among sentencepiece's pieces: `<0x0A>`."""
+    """sentencepiece's name of a byte token: `<0x0A>`."""
     return f"<0x{value:02X}>"
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. Special ids are never made from text: `<|end_of_text|>` in a document stays text.
+    """Text to ids and back. Text never becomes special ids: `<|end_of_text|>` in a document stays text.
 
     Attributes:
         kind: `sentencepiece`, `tiktoken`, `huggingface`, `byte` or `char`.
-        used: ids 0..used-1 mean something; the rest up to `size` are padding that no text produces.
+        used: ids 0..used-1 have a meaning; the rest up to `size` are padding that no text produces.
         bos_id, eos_id: put before and after every document by the encode stage, never by `encode`.
-        unk_id: the id of what cannot be expressed, where there is one.
-        special_tokens: name -> id of the ids that stand for no text.
-        added: spellings, by id, of tokens that are found in a text before anything else is.
-        byte_fallback_ids: ids that spell one byte of a character without a piece of its own.
+        unk_id: the id of unknown text, if there is one.
+        special_tokens: name -> id of ids without text.
+        added: texts, by id, of added tokens, which are matched before all others.
+        byte_fallback_ids: ids that spell one byte of a character without a token of its own.
         sha256: hash of the file that defines the vocabulary.
     """
 
@@ -83,7 +83,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids that stand for no text."""
+        """The ids without text."""
         return frozenset(self.special_tokens.values())
 
     @property
@@ -97,11 +97,11 @@ class Tokenizer(ABC):
         """The ids of `text`, without BOS and EOS."""
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
-        """What `encode` gives for each text, without a Python object for each id where the library allows that."""
+        """The result of `encode` for each text, without a Python object for each id if the library allows that."""
         return joined([np.array(self.encode(text), np.uint32) for text in texts])
 
     def parts(self, text: str) -> list[str]:
-        """The pieces of a very long text that are encoded independently of each other; nearly always one."""
+        """The parts of a very long text that are encoded independently of each other; nearly always one."""
         return [text]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
@@ -109,7 +109,7 @@ class Tokenizer(ABC):
         return self.joined_bytes(self.all_checked(ids).tolist()).decode("utf-8", errors="replace")
 
     def joined_bytes(self, ids: Iterable[int]) -> bytes:
-        """What `token_bytes` gives for each of the ids, joined; they must be of this vocabulary."""
+        """The `token_bytes` of the ids, joined; they must be of this vocabulary."""
         return b"".join(map(self._bytes_of_ids.__getitem__, ids))
 
     @cached_property
@@ -118,24 +118,23 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes that an id stands for; b"" for special and padding ids.
+        """The UTF-8 bytes of an id; b"" for special and padding ids.
 
-        Joined over a document's ids they are the document's bytes, but for the two marks of sentencepiece that
-        `reads_back` knows.
+        Joined over a document's ids they are the document's bytes, except for sentencepiece's mark (`reads_back`).
         """
 
     @abstractmethod
     def hugging_face(self) -> Any:
-        """A `tokenizers.Tokenizer` with the same ids, still without special tokens and BOS (see `export`)."""
+        """A `tokenizers.Tokenizer` with the same ids, without special tokens and BOS (see `export`)."""
 
     def checked(self, token: int) -> int:
-        """`token`, if it is an id of this vocabulary; ValueError otherwise."""
+        """`token` if it is an id of this vocabulary; ValueError otherwise."""
         if not 0 <= token < self.size:
             raise ValueError(f"{token} is not an id of this {self.kind} vocabulary of {self.size}")
         return token
 
     def all_checked(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """The ids, if all are of this vocabulary; ValueError otherwise."""
+        """The ids if all are of this vocabulary; ValueError otherwise."""
         array = np.asarray(ids, np.int64)
         for token in (array.min(), array.max()) if len(array) else ():
             self.checked(int(token))
@@ -143,10 +142,10 @@ class Tokenizer(ABC):
 
 
 def loses_marks(tokenizer: Tokenizer) -> bool:
-    """Whether a literal U+2581 comes back as a space."""
+    """Whether a literal U+2581 is decoded as a space."""
     return tokenizer.decode(tokenizer.encode(f"a{WORD_MARK}b")) == "a b"
 
 
 def reads_back(text: str, decoded: str) -> bool:
-    """Whether `decoded` is `text`, but for literal U+2581 (sentencepiece's own mark), which comes back as a space."""
+    """Whether `decoded` is `text`. A literal U+2581 (sentencepiece's own mark) may be decoded as a space."""
     return decoded == text or (WORD_MARK in text and decoded == text.replace(WORD_MARK, " "))

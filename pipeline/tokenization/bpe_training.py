@@ -1,7 +1,7 @@
-"""Training a byte-level BPE vocabulary with Llama 3's split, written in the form of Llama 3's own tokenizer file.
+"""Training a byte-level BPE vocabulary with Llama 3's pre-tokenization, in the format of Llama 3's own tokenizer file.
 
-The `tokenizers` library counts and merges: the pair that occurs most often first, of equals the one with the smaller
-ids. So the same chunks give the same file, whatever the number of threads.
+The `tokenizers` library counts and merges the most frequent pair first; ties go to the smaller ids. So the same chunks
+give the same file with any number of threads.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
 
 MOST_COUNTED = 2**31 - 1
-"""The library counts pairs in 32 bits with a sign; beyond that it goes on with wrong counts, and says nothing."""
+"""The library counts pairs in signed 32-bit integers; larger counts silently overflow."""
 COUNTED_BYTES = 1 << 20
 
 
 class PairCounts:
-    """How often each two bytes stand beside each other in the chunks that go by: never less than how often any pair of
-    tokens does, since one's last byte is beside the other's first."""
+    """Counts of neighbouring bytes in the chunks that pass. No pair of tokens is more frequent, since the last byte of
+    one and the first of the other are neighbours."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(65536, np.int64)
@@ -59,7 +59,7 @@ class PairCounts:
 
 def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> None:
     """Train on `chunks` and write `base64 rank` lines to `path`: 256 bytes, then merged tokens in the order of merging,
-    `settings.vocab_size` less the special ids in all.
+    in all `settings.vocab_size` less the special ids.
 
     Raises:
         UserError: the text does not support so large a vocabulary, or is too large for the trainer's counts.

@@ -1,4 +1,4 @@
-"""What byte-level and merging tokenizers of the Hugging Face library are made of."""
+"""Parts of byte-level and merging tokenizers of the Hugging Face library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def byte_of_character() -> dict[str, int]:
-    """Byte-level BPE writes every byte as one printable character (GPT-2's table): which byte each stands for."""
+    """The byte of each printable character in byte-level BPE (GPT-2's table)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(value): value for value in shown}
     hidden = [value for value in range(256) if value not in set(shown)]
@@ -15,7 +15,7 @@ def byte_of_character() -> dict[str, int]:
 
 
 def byte_level_tokenizer(model: Any, pattern: str | None = None) -> Any:
-    """A `tokenizers.Tokenizer` around `model` that sees text as bytes, split by `pattern` first."""
+    """A `tokenizers.Tokenizer` around `model` that works on bytes, after a split by `pattern`."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     tokenizer = Tokenizer(model)
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -26,7 +26,7 @@ def byte_level_tokenizer(model: Any, pattern: str | None = None) -> Any:
 
 
 def merges(ids: Mapping[str, int], rank: Callable[[str], float]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, lowest rank of the third first, then by the ids of the two."""
+    """All pairs of tokens that join to a third, ordered by the rank of the third, then by the ids of the two."""
     found = []
     for token in ids:
         order = rank(token)

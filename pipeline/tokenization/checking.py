@@ -1,4 +1,4 @@
-"""What a tokenizer does to held-out text: proofs document by document, and the numbers of the report."""
+"""Checks of a tokenizer on validation text, document by document, and the numbers of the report."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from drover.pipeline.tokenization.kinds import load_tokenizer, placed
 BEGINNING = 1000
 """Characters of a document that show whether the exported tokenizer puts BOS before it."""
 EXAMPLES = 5
-"""Failures that are named one by one; the others are counted."""
+"""Failures that are listed; the others are only counted."""
 
 
 FIELDS = ("documents", "text_bytes", "characters", "words", "tokens", "fallback_tokens", "unknown_tokens",
           "round_trip_failures", "hugging_face_failures", "literal_marks", "nul_documents", "cut_documents", "prefixed")
-"""What is counted: `literal_marks` are documents with U+2581 that read back with a space in its place; `cut_documents`
-those so long that the tokenizer encodes them in parts; `prefixed` those whose token bytes begin with a space of the
-tokenizer's own."""
+"""The counts. `literal_marks`: documents with U+2581 that are decoded with a space in its place. `cut_documents`:
+documents so long that the tokenizer encodes them in parts. `prefixed`: documents whose token bytes begin with a space
+that the tokenizer added."""
 
 
 def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -43,7 +43,7 @@ def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass
 class Check:
-    """A tokenizer at work on documents: its tally, the ids that occurred, the first failures, the time spent."""
+    """A check of a tokenizer on documents: counts, ids that occurred, the first failures, the time."""
 
     tally: Counter[str] = field(default_factory=Counter)
     seen: set[int] = field(default_factory=set)
@@ -73,12 +73,12 @@ class Check:
         self.tally["prefixed"] += prefixed
         if not reads_back(text, decoded) or not (prefixed or joined in accepted):
             self.tally["round_trip_failures"] += 1
-            self._fail(document, f"is not read back from its tokens: {_first_difference(text, decoded)}")
+            self._fail(document, f"is decoded to other text: {_first_difference(text, decoded)}")
 
     def _export(self, document: Document, tokenizer: Tokenizer, exported: Any, ids: list[int], decoded: str) -> None:
         parts = tokenizer.parts(document.text)
         self.tally["cut_documents"] += len(parts) > 1
-        # Names of special tokens in a text are text here; somebody else's settings may want them matched.
+        # Names of special tokens in a text are text here; the settings of a ready tokenizer may match them.
         plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         theirs = [token for part in parts for token in exported(part, **plain)["input_ids"]]
         begins = tokenizer.kind == "huggingface" or \
@@ -96,13 +96,13 @@ class Check:
 
 
 def check_shard(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
-    """Unit of work: documents of a text shard against the finished tokenizer in `folder` and its export.
+    """Unit of work: check documents of a text shard with the finished tokenizer in `folder` and its export.
 
-    All of them, or with `limit` in the payload those that begin in the shard's first so many bytes of text.
+    All documents, or with `limit` in the payload those that begin in the shard's first `limit` bytes of text.
     """
     tokenizer, exported = _loaded(folder, payload["sha256"])
     check, shards = Check(), placed(folder, payload["shards"])
-    if payload["limit"] is None:  # of the others only texts are read, and each is compared with its own hash
+    if payload["limit"] is None:  # otherwise only texts are read, each of which is compared with its own hash
         refuse_changed_shard(shards, payload["record"])
     for document in documents_of(shards, payload["record"], payload["limit"]):
         check.document(document, tokenizer, exported)
@@ -121,7 +121,7 @@ def _loaded(folder: Path, sha256: str) -> tuple[Tokenizer, Any]:
 
 
 def bitmap(ids: Iterable[int], size: int) -> str:
-    """A set of ids as hexadecimal text, one bit an id."""
+    """A set of ids as hexadecimal text, one bit per id."""
     bits = np.zeros(size, dtype=np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits).tobytes().hex()
@@ -133,12 +133,12 @@ def from_bitmap(text: str) -> set[int]:
 
 
 def refuse_failures(tally: Mapping[str, int], failures: list[str]) -> None:
-    """UnusableInputError if a document was not read back, or the exported tokenizer gave other ids."""
+    """UnusableInputError if a document was decoded to another text, or the exported tokenizer gave other ids."""
     named = "; ".join(failures[:EXAMPLES])
     if failed := tally["round_trip_failures"]:
         raise UnusableInputError(
-            f"The tokenizer loses text: {failed} of {tally['documents']} documents are not read back "
-            f"as they were ({named}). A model could never write what is lost. Take a tokenizer without normalisation "
+            f"The tokenizer loses text: {failed} of {tally['documents']} documents are decoded to other text "
+            f"({named}). A model could never write the lost text. Take a tokenizer without normalisation "
             f"and with byte fallback, or let Drover train one (tokenizer.kind=sentencepiece without tokenizer.path).")
     if failed := tally["hugging_face_failures"]:
         raise UnusableInputError(
@@ -154,6 +154,6 @@ def _first_difference(text: str, decoded: str) -> str:
 
 
 def _difference(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The first place at which two sequences differ."""
+    """The first position at which two sequences differ."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (own, theirs) in pairs if own != theirs), min(len(one), len(other)))

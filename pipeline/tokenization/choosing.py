@@ -1,4 +1,4 @@
-"""Which shards the tokenizer stage reads: enough of them, chosen by their hashes; never the whole of a large corpus."""
+"""Which shards the tokenizer stage reads: a sufficient number, chosen by hash, never all of a large corpus."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from drover.pipeline.data.text_shards import read_shard
 
 Record = dict[str, Any]
 COVER = 4
-"""Training text is sampled from shards with so many times as much, so that the sample still spreads over documents."""
+"""Training text is sampled from shards with this many times as much text, so that the sample spreads over documents."""
 MOST_LOOKED_AT = 256
-"""Shards of a source whose beginnings are looked at, where that is not all of them."""
+"""Most shards of a source of which the beginnings are read, if not all are read."""
 
 
 def by_hash(records: Iterable[Record], seed: int = 0) -> list[Record]:
-    """The shards in an order that only their contents and the seed decide."""
+    """The shards in an order that depends only on their contents and the seed."""
     return sorted(records, key=lambda record: (
         hashlib.sha256(f"{seed}/{record['sha256']}".encode()).digest(), record["path"]))
 
 
 def training_shards(records: Sequence[Record], train_bytes: float, seed: int) -> tuple[list[Record], dict[str, float]]:
-    """The shards to sample `train_bytes` of training text from, in the order of `records`, and by source the share of
-    their text to take.
+    """The shards from which `train_bytes` of training text are sampled, in the order of `records`, and by source the
+    share of their text to take.
 
-    All of them where the corpus is at most COVER times as large. Else of each source as many as hold COVER times what
-    its share of the corpus makes it contribute, one at least; so what is read does not grow with the corpus.
+    All shards if the corpus is at most COVER times as large. Otherwise each source gets at least one shard, and as many
+    as hold COVER times its proportion of the sample. So the amount that is read does not grow with the corpus.
     """
     total = max(1, _size(records))
     chosen, shares = set[str](), {}
@@ -47,9 +47,9 @@ def training_shards(records: Sequence[Record], train_bytes: float, seed: int) ->
 
 
 def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
-    """Shards to check, and of how many bytes of text from the beginning on: None is all of it.
+    """Shards to check, each with the bytes of text to read from its beginning; None for all.
 
-    All of them where they have at most `most_bytes` of text; else so much, from shards chosen by hash.
+    All shards if they have at most `most_bytes` of text; otherwise that much, from shards chosen by hash.
     """
     if _size(records) <= most_bytes:
         return [(record, None) for record in records]
@@ -58,12 +58,12 @@ def beginnings(records: Sequence[Record], most_bytes: float) -> list[tuple[Recor
 
 
 def beginnings_by_source(records: Sequence[Record], most_bytes: float) -> list[tuple[Record, int | None]]:
-    """The `beginnings` of each source, with so much text of each."""
+    """The `beginnings` of each source, with `most_bytes` for each."""
     return [found for own in by_source(records).values() for found in beginnings(own, most_bytes)]
 
 
 def documents_of(folder: Path, record: Record, limit: int | None) -> Iterator[Document]:
-    """The documents of a text shard; with `limit` those that begin in its first so many bytes of text."""
+    """The documents of a text shard; with `limit` those that begin in its first `limit` bytes of text."""
     size = 0
     for document in read_shard(folder, record):
         yield document

@@ -13,15 +13,15 @@ from drover.pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
 
 SETTINGS = "tokenizer_config.json"
 CODE = "auto_map"
-"""What a config of transformers names Python files by that it would fetch and run."""
+"""The key of a transformers config that names Python files to download and run."""
 
 
 def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
     """Write `tokenizer.json` and `tokenizer_config.json` for `transformers.AutoTokenizer`; returns their paths.
 
-    As with Llama 3, BOS is put before a text by default (`add_special_tokens=True`) and EOS is not put after it.
-    Special tokens are not matched inside a text (`split_special_tokens`), as everywhere in Drover; who builds chat
-    prompts by text switches that off.
+    As with Llama 3, BOS is put before a text by default (`add_special_tokens=True`) and no EOS after it. As everywhere
+    in Drover, special tokens are not matched inside a text (`split_special_tokens`); switch that off to build chat
+    prompts as text.
     """
     exported = hugging_face_tokenizer(tokenizer)
     bos, eos = tokenizer.bounds
@@ -36,9 +36,8 @@ def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
 
 
 def copy_hugging_face(path: Path, beside: Sequence[Path], folder: Path) -> list[Path]:
-    """Export a ready Hugging Face tokenizer as it is: its own files, to the byte, so that `AutoTokenizer` and chat
-    templates do what they do with the original, special tokens in a text and the BOS rule included. Names of code
-    (CODE) alone are left out."""
+    """Export a ready Hugging Face tokenizer unchanged, byte for byte. So `AutoTokenizer`, chat templates, special
+    tokens and the BOS rule work as in the original. Only names of code (CODE) are left out."""
     copies = {folder / "tokenizer.json": path, **{folder / file.name: file for file in beside}}
     for target, source in copies.items():
         if names_code(source):
@@ -49,15 +48,15 @@ def copy_hugging_face(path: Path, beside: Sequence[Path], folder: Path) -> list[
 
 
 def names_code(path: Path) -> bool:
-    """Whether a file beside a tokenizer is a tokenizer_config.json that names Python files for transformers to run."""
+    """Whether a file is a tokenizer_config.json that names Python files for transformers to run."""
     if path.name != SETTINGS:
         return False
     return CODE in (read_record(path, dict[str, Any], TAKE_AGAIN) or {})
 
 
 def settings_text(path: Path, context_length: int | None = None) -> str:
-    """The text of a tokenizer_config.json without CODE. context_length: `model_max_length`, where it is said, becomes
-    this, in tokens: a ready tokenizer says that of the model that it came with, and callers cut texts there."""
+    """The text of a tokenizer_config.json without CODE. context_length: replaces `model_max_length` if that is set, in
+    tokens. A ready tokenizer has the value of the model that it came with, and callers truncate texts there."""
     said = read_record(path, dict[str, Any], TAKE_AGAIN) or {}
     settings = {name: value for name, value in said.items() if name != CODE}
     if context_length is not None and settings.get("model_max_length") is not None:

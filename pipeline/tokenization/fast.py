@@ -1,6 +1,6 @@
 """A faster encoder of the same ids: fastokens (optional extra `fast`) over a finished tokenizer's files.
 
-It never decides what the ids are. It is taken where a gate found it to give the ids of the reference
+It never decides what the ids are. It is used only after an equivalence test with the reference
 (`drover.pipeline.tokenization.gate`), and every shard is compared with the reference again (`drover.pipeline.encode`).
 """
 
@@ -20,18 +20,18 @@ from drover.pipeline.tokenization.base import Flat, Tokenizer
 
 NAME = "fastokens"
 KINDS = ("sentencepiece", "tiktoken", "huggingface")
-"""Kinds of vocabulary that it can know."""
+"""Kinds of vocabulary that it supports."""
 NOT_TAKEN = ("post_processor", "truncation", "padding")
-"""Parts of a tokenizer.json that add to a text's ids or take from them: Drover puts BOS and EOS around documents
-itself, and cuts nothing."""
+"""Parts of a tokenizer.json that add or remove ids. Drover puts BOS and EOS around documents itself, and truncates
+nothing."""
 
 
 class EncoderError(Exception):
-    """The fast encoder cannot open the vocabulary, or failed at a text; the message says why."""
+    """The fast encoder cannot open the vocabulary, or failed on a text; the message says why."""
 
 
 def installed_version(package: str) -> str | None:
-    """Version of a package; None where it is not installed."""
+    """Version of a package; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -41,14 +41,14 @@ def installed_version(package: str) -> str | None:
 
 
 def one_thread() -> None:
-    """Have the libraries written in Rust use one thread in this process: there is a process for every core. Called
-    before they are first used."""
+    """Limit the libraries written in Rust to one thread in this process: there is a process per core. Call it before
+    their first use."""
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def defining_file(folder: Path, kind: str) -> Path:
-    """What the encoder reads of a finished tokenizer stage's folder: the ranks, or the exported tokenizer.json."""
+    """The file of a finished tokenizer stage that the encoder reads: the ranks, or the exported tokenizer.json."""
     return folder / ("tokenizer.model" if kind == "tiktoken" else "hf/tokenizer.json")
 
 
@@ -58,7 +58,7 @@ class FastEncoder:
     def __init__(self, reference: Tokenizer, folder: Path) -> None:
         """Open the vocabulary of a finished tokenizer stage; EncoderError if the library refuses it or is absent."""
         if reference.kind not in KINDS:
-            raise EncoderError(f"it knows no vocabularies of tokenizer.kind {reference.kind}")
+            raise EncoderError(f"it does not support tokenizer.kind {reference.kind}")
         if installed_version(NAME) is None:
             raise EncoderError(f"it is several times faster, but not installed ({install(NAME)} installs it)")
         one_thread()
@@ -95,8 +95,8 @@ def _opened(path: Path, kind: str) -> Any:
 
 
 def _without_specials(description: dict[str, Any]) -> str:
-    """A tokenizer.json that knows no special token: their names in a text are text. What somebody added besides is
-    still found in texts, as by the reference."""
+    """A tokenizer.json without its special tokens: their names in a text are text. Other added tokens are still matched
+    in texts, as by the reference."""
     kept = [token for token in description.get("added_tokens") or [] if not token.get("special")]
     return json.dumps({**description, "added_tokens": kept, **dict.fromkeys(NOT_TAKEN)})
 

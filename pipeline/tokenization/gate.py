@@ -1,7 +1,7 @@
-"""Which encoder works in the stage encode: the reference, or a faster one that gives the same ids.
+"""Which encoder the stage encode uses: the reference, or a faster one that gives the same ids.
 
-That ids decode to the text proves little: other ids do so too. So the ids themselves are compared: on held-out
-documents, on odd strings and on fuzz once the tokenizer is made, and on some documents of every shard
+Decoding to the same text proves little, since other ids can do that, too. So the ids themselves are compared: on
+validation documents, odd strings and random ones once the tokenizer is made, and on some documents of every shard
 (`drover.pipeline.encode`).
 """
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.stage_work import Work
 
 COUNT = "fast_encoder"
-"""Where the counts of the tokenizer stage have its verdict."""
+"""The key of the result in the counts of the tokenizer stage."""
 FUZZ_STRINGS = 6000
 RUN_CHARACTERS = 30_000
-"""Length of the runs of one kind of character; beyond it Llama 3's tokenizer cuts."""
+"""Length of the runs of one kind of character; above it Llama 3's tokenizer cuts."""
 HELDOUT_BYTES = 4_000_000
-"""Held-out text that is compared."""
+"""Bytes of validation text that are compared."""
 ODD = (
     "", " ", "a", "  two  spaces  ", "tabs\tand\r\nline ends\r\rhere\n\n\n    indented", "nul \0 inside\0",
     "the\u2028line\u2029ends\x0bof\x0cothers\x85", "\ufeffbom", "\u2581 the mark\u2581itself \u2581 \u2581\u2581",
@@ -46,14 +46,14 @@ BLANKS = " \n\t\r\u2581'0"
 
 def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, heldout: Sequence[dict[str, Any]],
              ) -> str | None:
-    """The version of the fast encoder, if it is to encode; None where the reference does. What it is, is said.
+    """The version of the fast encoder if it is used; None if the reference is. The choice is printed.
 
     Args:
         tokenizer: folder of the tokenizer stage, `counts` those of its manifest.
-        heldout: records of held-out text shards in `shards`, for a verdict where that stage has none of this version.
+        heldout: records of validation text shards in `shards`, for a test if that stage has none of this version.
 
     Raises:
-        UserError: encode.encoder asks for the fast one, and it is not there or gives other ids.
+        UserError: encode.encoder asks for the fast one, and it is missing or gives other ids.
     """
     wanted, kind, found = work.config.encode.encoder, counts["kind"], counts.get(COUNT, {})
     if wanted == "reference":
@@ -73,8 +73,8 @@ def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, 
 
 
 def verdict(tokenizer: Path, shards: Path, heldout: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the fast encoder with the finished tokenizer in a folder: `versions` of both, how many `texts` have equal
-    ids, and the `problem` where one has not or there is no such encoder."""
+    """Compare the fast encoder with the finished tokenizer in a folder. Returns `versions` of both, the number of
+    `texts` with equal ids, and the `problem` if a text has other ids or there is no such encoder."""
     reference, texts, problem = load_tokenizer(tokenizer), 0, ""
     documents = (document for record, limit in beginnings(heldout, HELDOUT_BYTES)
                  for document in documents_of(shards, record, limit))
@@ -91,7 +91,8 @@ def _versions(kind: str) -> list[str | None]:
 
 
 def compared(encoder: FastEncoder, reference: Tokenizer, texts: Iterable[str]) -> int:
-    """How many texts the fast encoder gives the reference's ids for. EncoderError naming the first with others."""
+    """The number of texts, if the fast encoder gives the reference's ids for all. EncoderError naming the first with
+    others."""
     count = 0
     for count, text in enumerate(texts, 1):  # noqa: B007 - how many there were
         ids, own = encoder.encode_flat([text])[0].tolist(), reference.encode(text)
@@ -101,9 +102,9 @@ def compared(encoder: FastEncoder, reference: Tokenizer, texts: Iterable[str]) -
 
 
 def odd_strings(reference: Tokenizer) -> Iterator[str]:
-    """What encoders get wrong: odd characters, long runs, the names of special tokens; and fuzz, each string of ASCII,
-    blanks and one block of Unicode, whose places are as often below as above any power of two. The same ones
-    everywhere."""
+    """Strings that encoders get wrong: odd characters, long runs, the names of special tokens; and random strings of
+    ASCII, blanks and one block of Unicode, whose code points are spread evenly over the powers of two. Always the same
+    ones."""
     yield from ODD
     for piece in RUNS:
         yield (piece * RUN_CHARACTERS)[:RUN_CHARACTERS] + "x"

@@ -21,7 +21,7 @@ EOS_NAMES = (EOS, "</s>", "<eos>", "[EOS]", "<|eos|>", "<|endoftext|>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """The file's own tokens and special tokens; truncation and padding that it may ask for are switched off."""
+    """The file's own tokens and special tokens; its truncation and padding are switched off."""
 
     kind = "huggingface"
 
@@ -30,7 +30,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         Args:
             path: `tokenizer.json`.
-            bounds: names of the BOS and EOS tokens; None: from `tokenizer_config.json` beside it, or by known names.
+            bounds: names of the BOS and EOS tokens; None: from the tokenizer_config.json next to it, or by known names.
 
         Raises:
             UserError: not such a file, or BOS or EOS cannot be found.
@@ -94,8 +94,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _refuse_wrong_prefixes(content: dict[str, Any]) -> None:
-    """ValueError for merges without the prefix that they should have: of them the library cuts bytes out of characters,
-    which ends the process."""
+    """ValueError for merges that lack the required prefix: the library would cut bytes out of characters, which ends
+    the process."""
     prefix = content["model"].get("continuing_subword_prefix") or ""
     for merge in content["model"].get("merges") or [] if prefix else []:
         _, second = merge.split(" ") if isinstance(merge, str) else merge
@@ -104,21 +104,22 @@ def _refuse_wrong_prefixes(content: dict[str, Any]) -> None:
 
 
 def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
-    """Names of BOS and EOS: as `tokenizer_config.json` beside the file says, else the first known ones it has."""
+    """Names of BOS and EOS: from the `tokenizer_config.json` next to the file, else the first known names that it
+    has."""
     said = read_record(config_beside(path), dict[str, Any], TAKE_AGAIN) or {}
     bos = _said(said.get("bos_token"), names) or next((name for name in BOS_NAMES if name in names), None)
     eos = _said(said.get("eos_token"), names) or next((name for name in EOS_NAMES if name in names), None)
     if bos is None or eos is None:
         lacking = " and ".join(word for word, found in (("BOS", bos), ("EOS", eos)) if found is None)
         raise UserError(f"{path} has no token that is known as {lacking}, which Drover puts around every document. "
-                        f"Put a tokenizer_config.json beside it that says which token to take, for example "
+                        f"Name the tokens in a tokenizer_config.json next to it, for example "
                         f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}, and add that token to the file '
                         f"(tokenizer.add_special_tokens) if it has none.")
     return bos, eos
 
 
 def config_beside(path: Path) -> Path:
-    """Where the Hugging Face settings that belong to a `tokenizer.json` would be."""
+    """The path of the tokenizer_config.json that belongs to a `tokenizer.json`."""
     return path.with_name("tokenizer_config.json")
 
 

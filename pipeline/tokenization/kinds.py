@@ -20,16 +20,15 @@ RECORD = "vocabulary.json"
 FORMAT = 1
 FILES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "huggingface": "tokenizer.json",
          "bpe": "tokenizer.model", "char": "characters.json", "byte": None}
-"""The file that defines a tokenizer of each kind, in the tokenizer stage's folder. What `bpe` trains is a tiktoken
-file, and everything after the training calls it that."""
+"""The file that defines a tokenizer of each kind, in the tokenizer stage's folder. `bpe` trains a tiktoken file, which
+has the kind tiktoken from then on."""
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""What belongs to a `tokenizer.json` that somebody else has made: roles of special tokens, the BOS rule, the chat
-template."""
+"""Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
 UINT16_IDS = 65536
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:
-    """The ready tokenizer that `tokenizer.path` names, and what belongs to one of Hugging Face's."""
+    """The ready tokenizer that `tokenizer.path` names, and the files that belong to a Hugging Face tokenizer."""
     if config.tokenizer.path is None:
         return []
     path = ready_file(config.tokenizer)
@@ -38,10 +37,10 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
 
 
 def ready_file(settings: TokenizerConfig) -> Path:
-    """The file of a ready tokenizer: `tokenizer.path` itself, or in the folder or on the Hub what it names.
+    """The file of a ready tokenizer: `tokenizer.path` itself, or in the folder or on the Hub that it names.
 
     Raises:
-        UserError: it is a name on the Hub, and cannot be fetched.
+        UserError: it is a name on the Hub, and cannot be downloaded.
     """
     assert settings.path is not None
     path, name = Path(settings.path), FILES[settings.kind]
@@ -51,19 +50,18 @@ def ready_file(settings: TokenizerConfig) -> Path:
 
 
 def files_beside(path: Path) -> list[Path]:
-    """The files of BESIDE that lie beside a `tokenizer.json`; none where the first is not there, which transformers
-    needs."""
+    """The files of BESIDE next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
     found = [file for name in BESIDE if (file := path.with_name(name)).is_file()]
     return found if found and found[0].name == BESIDE[0] else []
 
 
 def token_dtype(vocab_size: int) -> str:
-    """`uint16` where it holds every id, else `uint32`. Everything that stores tokens asks here."""
+    """`uint16` if it can hold every id, else `uint32`. All code that stores tokens uses this."""
     return "uint16" if vocab_size <= UINT16_IDS else "uint32"
 
 
 def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None = None) -> Tokenizer:
-    """The tokenizer that a file defines (`byte` has none); `bounds` as for `HuggingFaceTokenizer`."""
+    """The tokenizer in a file (`byte` has none); `bounds` as for `HuggingFaceTokenizer`."""
     from drover.pipeline.tokenization import huggingface_tokenizer, sentencepiece_tokenizer, simple, tiktoken_tokenizer
     if kind == "byte":
         return simple.ByteTokenizer()
@@ -87,7 +85,7 @@ def write_record(folder: Path, tokenizer: Tokenizer) -> Path:
 
 
 class Vocabulary(TypedDict):
-    """What `vocabulary.json` says of a tokenizer."""
+    """The content of `vocabulary.json`."""
 
     format: int
     kind: Literal["sentencepiece", "tiktoken", "huggingface", "char", "byte"]
@@ -102,7 +100,7 @@ class Vocabulary(TypedDict):
 
 
 def vocabulary_record(folder: Path) -> dict[str, Any]:
-    """What `vocabulary.json` in a finished tokenizer stage's folder says. UserError where it cannot be read."""
+    """The `vocabulary.json` of a finished tokenizer stage. UserError if it cannot be read."""
     record = read_record(folder / RECORD, Vocabulary, "Run --stage tokenizer with --force.", FORMAT)
     if record is None:
         raise UserError(f"{folder / RECORD} is missing. Run --stage tokenizer to make it again.")
@@ -127,10 +125,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def place(folder: Path, seen_from: Path) -> str:
-    """Another stage's folder as a unit of work names it: relative, so that the unit stays done where a run is moved."""
+    """Another stage's folder in a unit of work: a relative path, so that the unit stays done if the run is moved."""
     return os.path.relpath(folder, seen_from)
 
 
 def placed(seen_from: Path, place: str) -> Path:
-    """The folder that a `place` names."""
+    """The folder of a `place`."""
     return Path(os.path.normpath(seen_from / place))

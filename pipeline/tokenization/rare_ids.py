@@ -1,7 +1,7 @@
-"""Ids that stand for what a vocabulary cannot express: the unknown one, and those that spell single bytes.
+"""Ids for text that a vocabulary cannot express: the unknown id, and those that spell single bytes.
 
-Where a shard has many more of them than the tokenizer's report has on held-out text, its text is of another kind, or
-broken."""
+If a shard has many more of them than the tokenizer's report on validation text, its text is of another kind, or broken.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from drover.pipeline.tokenization.base import Tokenizer
 
 KINDS = {"unknown": "unknown ids", "fallback": "byte-fallback ids"}
 TIMES = 3.0
-"""An outlier has more than so many times the share that the report has ..."""
+"""An outlier has more than this many times the share in the report ..."""
 BEYOND = 0.01
-"""... and so much more of all ids: rare ids are few, and their share leaps in small shards."""
+"""... and exceeds it by more than this share of all ids. Rare ids are few, so their share varies in small shards."""
 SAID = 5
-"""Outliers that are named on the console."""
+"""Outliers that are listed on the console."""
 
 
 def rare_counts(ids: NDArray[Any], tokenizer: Tokenizer) -> dict[str, int]:
-    """How many of a shard's ids are unknown, and how many spell a byte: fields of its output record.
+    """The numbers of unknown ids and of ids that spell a byte in a shard: fields of its output record.
 
-    Where the unknown id is BOS or EOS too, it stands around documents only: a shard with more of it is refused.
+    If the unknown id is also BOS or EOS, it occurs only around documents: a shard with more of it is refused.
     """
     unknown = [] if tokenizer.unk_id in (None, tokenizer.bos_id, tokenizer.eos_id) else [tokenizer.unk_id]
     counts = np.bincount(ids, minlength=tokenizer.size)
@@ -42,7 +42,7 @@ def rare_ids(records: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) ->
 
     Returns:
         unknown_tokens and fallback_tokens of all shards, and `outliers`: path, kind, share of the shard's ids without
-        BOS and EOS, and the share in the report, that of the shard's source if it has one.
+        BOS and EOS, and the share in the report, of the shard's source if possible.
     """
     outliers = []
     for record in records:
@@ -57,8 +57,8 @@ def rare_ids(records: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) ->
 
 
 def warnings(outliers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is said of outliers, a line for each of the first."""
+    """Warnings about outliers, one line for each of the first."""
     told = [f"warning: {one['path']}: {one['share']:.2%} {KINDS[one['kind']]}, {one['reported']:.2%} in the "
-            f"tokenizer's report: other text than the vocabulary was made for, or broken" for one in outliers[:SAID]]
+            f"tokenizer's report: text of another kind than the training text, or broken" for one in outliers[:SAID]]
     more = len(outliers) - SAID
     return [*told, f"warning: {more:,} more shards like these are named in encode's manifest"] if more > 0 else told

@@ -1,4 +1,4 @@
-"""The tokenizer's report: what its tokens are like on held-out text of each source."""
+"""The tokenizer's report: statistics of its tokens on validation text of each source."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def described(tokenizer: Tokenizer, tallies: Mapping[str, Mapping[str, int]], sa
     """The report as JSON; the same text and vocabulary give the same report.
 
     Args:
-        tallies: sums of the held-out documents by source.
-        sample: sums of the training documents that were checked too.
+        tallies: sums of the validation documents by source.
+        sample: sums of the training documents that were checked, too.
         seen: ids that occurred in any of them.
-        marks: documents of all text whose U+2581 comes back as a space.
-        heldout: documents that are held out; said where not all of them were checked.
+        marks: documents of all text whose U+2581 is decoded as a space.
+        heldout: number of validation documents; reported if not all of them were checked.
     """
     total = summed(tallies.values())
     pieces = [token for token in range(tokenizer.used) if token not in tokenizer.special_ids

@@ -15,7 +15,7 @@ from drover.pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, joined
 from drover.pipeline.tokenization.byte_level import merges
 
 NEVER = -1e6
-"""A score that keeps a piece out of every best path: in a unigram model of `tokenizers` any piece can match."""
+"""A score that keeps a token out of every best path: in a unigram model of `tokenizers` any token can match."""
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -43,8 +43,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = self._schema.ModelProto.FromString(processor.serialized_model_proto())
         if not all(isinstance(piece.piece, str) for piece in self._model.pieces) or \
                 (self.unk_id is None and not self._is_bpe()):
-            raise UserError(f"The sentencepiece model {path} is damaged: a piece is no UTF-8, or none stands for what "
-                            f"is unknown. Take it from its source again.")
+            raise UserError(f"The sentencepiece model {path} is damaged: a piece is not UTF-8, or there is no unknown "
+                            f"token. Take it from its source again.")
         self.special_tokens = {processor.id_to_piece(token): token for token in range(self.used)
                                if processor.is_control(token)}
         self._unigram = None if self._is_bpe() else self.hugging_face()

@@ -15,7 +15,7 @@ from drover.pipeline.core.files import read_record, sha256_file, write_json
 from drover.pipeline.tokenization.base import Flat, Tokenizer, byte_piece, joined
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 
-MEND = "Run --stage tokenizer with --force."
+AGAIN = "Run --stage tokenizer with --force."
 
 
 class ByteTokenizer(Tokenizer):
@@ -51,17 +51,17 @@ class Characters:
 class CharTokenizer(Tokenizer):
     """The characters of the training split by code point, then 256 bytes, then the special ids.
 
-    A character that training never showed is spelled in bytes: nothing is lost, and the held-out loss stays honest
-    (one id for everything unknown would let the model predict several bytes at once).
+    Other characters are spelled in bytes, so nothing is lost and the validation loss stays honest. With one id for all
+    unknown characters, the model could predict several bytes at once.
     """
 
     kind = "char"
 
     def __init__(self, path: Path) -> None:
-        record = read_record(path, Characters, MEND)
+        record = read_record(path, Characters, AGAIN)
         self.characters = record.characters if record else ""
         if len(set(self.characters)) != max(1, len(self.characters)):
-            raise UserError(f"{path} is no list of different characters. {MEND}")
+            raise UserError(f"{path} is not a list of different characters. {AGAIN}")
         self._ids = {character: index for index, character in enumerate(self.characters)}
         self._first_byte = len(self.characters)
         self.byte_fallback_ids = frozenset(range(self._first_byte, self._first_byte + 256))

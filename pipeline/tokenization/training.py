@@ -1,4 +1,5 @@
-"""Training a sentencepiece vocabulary on a sample of the training text, with its traps made into errors."""
+"""Training a sentencepiece vocabulary on a sample of the training text; silent failures of sentencepiece become
+errors."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ THREADS = 16
 
 @dataclass
 class Sample:
-    """Counts of the text that a vocabulary was trained on; and of the shards that were read for it, of how many."""
+    """Counts of the text that a vocabulary was trained on, and of the shards that were read for it, out of how many."""
 
     chunks: int = 0
     text_bytes: int = 0
@@ -38,9 +39,9 @@ class Sample:
 
 
 def chunked(text: str) -> Iterator[str]:
-    """Cut a document into chunks of about 4 KB, at line ends where there are any, newlines kept.
+    """Cut a document into chunks of about 4 KB, at line ends if possible. Newlines are kept.
 
-    sentencepiece drops longer "sentences" than it was told to expect, and its own file reader would take newlines away.
+    sentencepiece drops "sentences" above its configured length, and its own file reader would remove newlines.
     """
     start = 0
     while len(text) - start > CHUNK_CHARACTERS:
@@ -53,11 +54,11 @@ def chunked(text: str) -> Iterator[str]:
 
 def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, counts: Sample,
             most_characters: int | None = None) -> Iterator[str]:
-    """Chunks of (key, text) documents, each kept with probability `share`, decided by a hash of seed, key and place.
+    """Chunks of (key, text) documents, each kept with probability `share`, decided by a hash of seed, key and position.
 
-    So the sample is spread evenly over everything, whatever the order of shards and whatever else is among them.
-    NUL characters, at which sentencepiece would drop the whole chunk, are left out and counted. Of each document only
-    the first `most_characters` are looked at.
+    So the sample is spread evenly, whatever the order of shards and the other documents. NUL characters, at which
+    sentencepiece would drop the whole chunk, are removed and counted. Only the first `most_characters` of each document
+    are used.
     """
     limit = int(min(share, 1.0) * 2**64)
     for key, text in documents:
@@ -76,7 +77,7 @@ def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, count
 
 
 def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: Path, log: Path) -> None:
-    """Train a model on `chunks` and write it to `path`; the trainer's own messages go to `log`.
+    """Train a model on `chunks` and write it to `path`; the trainer's own messages are written to `log`.
 
     The same chunks give the same bytes, whatever the number of cores.
 
@@ -97,7 +98,7 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
                 max_sentence_length=MAX_SENTENCE_BYTES, num_threads=THREADS,
                 unk_id=0, bos_id=1, eos_id=2, pad_id=-1, bos_piece=BOS, eos_piece=EOS,
                 control_symbols=list(SPECIAL_TOKENS[2:]),
-                minloglevel=0)  # of the whole process: somebody else's call may have silenced what is read here
+                minloglevel=0)  # it holds for the whole process, and another call may have silenced the log
         except RuntimeError as error:
             raise explained(error, settings, log) from None
     refuse_skipped(log)
@@ -106,11 +107,11 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
 
 
 def refuse_skipped(log: Path) -> None:
-    """UserError if the trainer's log says that it left text out, or is not whole: nobody would know."""
+    """UserError if the trainer's log shows that it left text out, or is incomplete."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    if "Done! preprocessed" not in text:  # said after every sentence was looked at
-        raise UserError(f"The trainer's messages did not all reach {log}, as happens when the disk is full, so it "
-                        f"cannot be known whether it left text out. Free some space and run the stage again.")
+    if "Done! preprocessed" not in text:  # logged after the last sentence
+        raise UserError(f"{log} lacks some of the trainer's messages, for example because the disk is full. So the "
+                        f"trainer may have left text out. Free some space and run the stage again.")
     too_long = sum(map(int, re.findall(r"Skipped (\d+) too long sentences", text)))
     with_nul = text.count("Found null character")
     if too_long or with_nul:
@@ -121,7 +122,7 @@ def refuse_skipped(log: Path) -> None:
 
 @contextmanager
 def _standard_error_in(path: Path) -> Iterator[None]:
-    """Send what this process, C++ included, writes to standard error into a file.
+    """Redirect this process's standard error, C++ included, to a file.
 
     sentencepiece's own `logstream` redirects `sys.stderr`'s descriptor, which need not be the one that C++ writes to.
     """
@@ -136,7 +137,7 @@ def _standard_error_in(path: Path) -> Iterator[None]:
 
 
 def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:
-    """What the trainer's error means for the user; the error itself where it is not the user's to mend."""
+    """The trainer's error as a UserError; the error itself if the user cannot fix it."""
     message = str(error)
     if found := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
         largest = int(found[1]) // 128 * 128

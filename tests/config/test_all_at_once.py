@@ -83,18 +83,13 @@ def test_a_sentence_names_all_that_it_follows_from(whole):
             assert set(problems(config, [f"{section}.{name}"])) <= before, (section, name)
 
 
-@pytest.mark.parametrize(("value", "steps"), [("1e6", 1_000_000), ("2.0", 2), ("1_000", 1000), ("2.5e1", 25)])
+@pytest.mark.parametrize(("value", "steps"), [("1e6", 1_000_000), ("2.0", 2), ("1_000", 1000), ("2.5E1", 25)])
 def test_whole_numbers_may_be_written_with_an_exponent(tmp_path, value, steps):
     path = write(tmp_path / "a.yaml", f"train: {{steps: {value}}}\nlaunch: {{processes: 2e0}}\n")
     for overrides in (["name=1e3"], [f"train.steps={value}", "name=1e3"]):
         config = load_config(path, overrides, check=False)
         assert config.train.steps == steps and type(config.train.steps) is int
         assert config.launch.processes == 2 and config.name == "1e3"
-
-
-def test_infinity_in_a_file_is_no_setting(tmp_path):
-    said = refusal(write(tmp_path / "a.yaml", "train: {lr: 1e999, steps: 1e-3}\n"), check=False)
-    assert "finite" in said and "'train.steps' is 0.001" in said
 
 
 def test_explain_understands_other_names_too():
@@ -113,7 +108,7 @@ def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
 
 
 def test_explain_says_of_places_that_their_content_decides():
-    assert "what is in them does" in explain(Config(), "train.init_from")
-    assert "what is in them does" in explain(Config(), "tokenizer.path")
+    assert "the content does" in explain(Config(), "train.init_from")
+    assert "the content does" in explain(Config(), "tokenizer.path")
     assert "never makes a finished stage stale" in explain(Config(), "train.micro_batch")
     assert "llama3_8b" in explain(Config(), "model.preset"), "although a loaded configuration spells the shape"

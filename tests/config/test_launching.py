@@ -5,7 +5,7 @@ import yaml
 
 from drover.launch.plan import asked_of
 from drover.pipeline.config.launching import minutes
-from drover.pipeline.config.loading import load_config, save_config
+from drover.pipeline.config.loading import load_config
 from tests.config.files import refusal, write
 from tests.conftest import REPOSITORY
 
@@ -41,14 +41,6 @@ def test_a_profile_is_laid_under_the_runs_own_settings(tmp_path):
     assert launch.environment == {"NCCL_DEBUG": "WARN", "A": "run"}
     assert (launch.train.nodes, launch.train.partition) == (4, "big")
     assert launch.cluster is None
-
-
-def test_a_saved_configuration_does_not_ask_for_the_profile_again(tmp_path):
-    profile = write(tmp_path / "clusters/ours.yaml", PROFILE)
-    config = load_config(write(tmp_path / "a.yaml", {}), ["launch.cluster=ours"])
-    save_config(config, tmp_path / "saved.yaml")
-    profile.unlink()
-    assert load_config(tmp_path / "saved.yaml") == config and config.launch.partition == "gpu"
 
 
 @pytest.mark.parametrize(("profile", "name", "said"), [

@@ -3,8 +3,6 @@
 import re
 from types import SimpleNamespace
 
-import pytest
-
 from drover.launch.describe import training_facts
 from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
@@ -27,8 +25,3 @@ def test_the_plan_says_what_each_rank_holds_and_gathers():
     assert facts(ranks=8)["memory"] == facts("parallel.cp=1", ranks=8)["memory"], "weights are shared either way"
     assert facts(ranks=8)["memory"].startswith("32.1 GB a rank for weights, gradients and optimizer state")
     assert facts("parallel.reshard=always", ranks=8)["memory"].startswith("16.1 GB a rank")
-
-
-def test_what_cannot_be_split_evenly_is_refused_with_the_numbers():
-    with pytest.raises(Exception, match=r"131072 is not divisible by 24 \(parallel.cp 24 x parallel.tp 1\)"):
-        load_config(CONFIG, ["parallel.cp=24"])

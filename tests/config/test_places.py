@@ -25,7 +25,7 @@ def config(tmp_path):
 
 
 CANNOT_BE = [("file", "/file is a file, not a folder"), ("file/deeper/still", "/file is a file, not a folder"),
-             ("link", "/link is a link to something that is not there"), ("x" * 300, "File name too long")]
+             ("link", "/link is a broken link"), ("x" * 300, "File name too long")]
 
 
 @pytest.mark.parametrize(("runs_dir", "said"), CANNOT_BE)

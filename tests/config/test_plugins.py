@@ -66,7 +66,7 @@ def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, 
     ("[absent.py]", r"the command line \(plugins=\[absent.py\]\): there is no plugin absent.py \(looked in .*"),
     ("[no_such_module]", "plugin no_such_module cannot be imported: ModuleNotFoundError: No module named"),
     ("[here/broken.py]", "broken.py cannot be imported: ZeroDivisionError: division by zero"),
-    ("[here/json.py]", "json.py is called like another module, .*json/__init__.py. Rename it"),
+    ("[here/json.py]", "json.py has the name of another module, .*json/__init__.py. Rename it"),
     ("here/plugged_in.py", "`plugins` is a list of modules and files, not 'here/plugged_in.py'")])
 def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
     (place / "here/broken.py").write_text("1 / 0\n")

@@ -146,6 +146,6 @@ def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
                      *settings).stdout
     assert "plan changed: samples [544, 576), left out by the rollback from step 18, were of a phase" in said
     [change], counts = events(phased, "plan_changed"), read_manifest(train_folder(phased)).counts
-    assert "left out no more" in change["changes"][-1]
+    assert "no longer left out" in change["changes"][-1]
     assert counts["samples"] == 640 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [0, 0]
     assert {record["step"]: record["samples"] for record in curve(phased)}[18] == [544, 576] and proven(phased)

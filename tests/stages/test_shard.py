@@ -277,7 +277,7 @@ def test_without_them_equal_documents_are_named_where_dropped_ones_are_kept(corp
 
 def test_what_cannot_work_is_refused_before_anything_is_read(corpus, capsys, monkeypatch):
     assert run(corpus, "shard.drop_duplicates=false") == 2
-    assert "shard.near_duplicates drops documents that are nearly equal, but" in capsys.readouterr().err
+    assert "shard.near_duplicates drops near-duplicates, but" in capsys.readouterr().err
     monkeypatch.setattr("drover.pipeline.core.errors.find_spec", lambda name: None)
     assert run(corpus) == 2
     assert "shard.near_duplicates needs the package rensa, which is not installed" in capsys.readouterr().err

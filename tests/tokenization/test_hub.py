@@ -39,7 +39,7 @@ def test_the_hub_is_asked_where_the_cache_has_nothing(cache, monkeypatch):
 
 
 def test_where_there_is_no_network_it_says_what_to_do(cache):
-    refused(UserError, r"^tokenizer\.path: nothing lies at someone/some-model.*"
+    refused(UserError, r"^tokenizer\.path: there is no someone/some-model here.*"
             "hf download someone/some-model tokenizer.json tokenizer_config.json --local-dir",
             fetched, "someone/some-model", FILES)
 
