@@ -46,7 +46,7 @@ def process_end(status: int) -> StepEnd:
 
 
 def meeting(spec: JobSpec, address: str, port: int) -> dict[str, str]:
-    """Variables that tell ranks where they meet. They sign what they leave in their store with the secret."""
+    """Variables that say where ranks meet. They sign what they leave in their store with the secret."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "DROVER_RANKS": str(spec.ranks),
             "DROVER_GPUS": str(spec.gpus_per_node), SECRET: token_hex(32)}
 

@@ -1,6 +1,6 @@
 """Several hosts without Slurm, over ssh: which of them answer, and the ranks of a stage there.
 
-The runner is the one of Slurm's jobs and of one box (`drover.launch.slurm.job.runner`). On each host
+The runner is the one of Slurm's jobs and of one machine (`drover.launch.slurm.job.runner`). On each host
 `drover.launch.on_host` starts the ranks, and ends them when its ssh ends. Where Slurm would queue a job again, the
 runner waits here until enough hosts answer.
 """
@@ -128,7 +128,7 @@ def run_on_hosts(config: Config, jobs: list[Job], options: Options) -> int:
         raise UserError(
             f"{len(found.problems)} of {len(launch.hosts)} hosts cannot be used. {found}. Every host must let you in "
             f"without a question (`{launch.ssh[0]} -o BatchMode=yes HOST true`), and must have {run.folder.absolute()},"
-            f" {Path.cwd()} and {sys.executable} in the same places, in a shared folder. Mend them, leave them out of "
+            f" {Path.cwd()} and {sys.executable} in the same places, in a shared folder. Fix them, remove them from "
             f"launch.hosts, or set launch.min_hosts.")
     try:
         return run_jobs(config, jobs, options, hosts_place)
@@ -138,7 +138,7 @@ def run_on_hosts(config: Config, jobs: list[Job], options: Options) -> int:
 
 
 def least(launch: LaunchConfig, wanted: int) -> int:
-    """With how many hosts a stage that wants so many goes on."""
+    """The fewest hosts with which a stage that wants so many runs."""
     return min(wanted, launch.min_hosts or wanted)
 
 
@@ -178,7 +178,7 @@ class SshHost(LocalHost):
             there = [host for host in self._candidates() if host in found.there]
             if count := self._usable(len(there)):
                 self.nodes, self._meeting = tuple(there[:count]), found.there[there[0]]
-                fewer = f"goes on with {count} of {planned.nodes} hosts ({found})" if count < planned.nodes else ""
+                fewer = f"continues with {count} of {planned.nodes} hosts ({found})" if count < planned.nodes else ""
                 self._say_once(fewer)
                 return replace(planned, nodes=count, ranks=planned.ranks and count * planned.tasks_per_node)
             self._say_once(f"waits for more hosts: {len(there)} of {planned.nodes} can be used ({found})")
@@ -208,7 +208,7 @@ class SshHost(LocalHost):
             group, ends = Group(links, spec.stage, self.asked), list[tuple[int, int]]()
             grows = self._growth(opened.enter_context(ThreadPoolExecutor(1))) if spec.stage in SAVES else iter(())
 
-            def goes_on() -> bool:
+            def proceeds() -> bool:
                 if time.monotonic() >= self._next:
                     for link in links:
                         link.say(b"\n")
@@ -221,8 +221,8 @@ class SshHost(LocalHost):
                     group.end_within(SHUTDOWN_S)
                 return self._attend(each)
 
-            group.run(goes_on)
-            goes_on()  # the last words
+            group.run(proceeds)
+            proceeds()  # what the hosts answered last
         return self._end_of(spec, group, ends, logs)
 
     def _work(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path, number: int) -> Work:
@@ -292,7 +292,7 @@ class SshHost(LocalHost):
             self._next = time.monotonic() + BEAT_S
             with suppress(FileNotFoundError):
                 (Path(self.planned.run) / CANCEL).unlink()
-                self.say("told to end by `drover cancel`")
+                self.say("asked to end by `drover cancel`")
                 self.asked.append(SIGTERM)
         return each()
 

@@ -29,7 +29,7 @@ MARK = "drover-host "
 """How a line of an answer begins."""
 SILENT_S = 30.0
 """After so long without a word the launcher counts as gone. ssh gives a host up later than that (`hosts.SSH`), so no
-rank of a lost host runs beside those that are started in its place."""
+rank of a lost host still runs when others start in its place."""
 SEEN_S = 10.0
 """How long a new file of the run folder may take to be seen from another machine."""
 
@@ -47,7 +47,7 @@ class Work:
 
 
 def try_folder(token: Path, number: int) -> dict[str, Any]:
-    """Look for the launcher's file `token`, and leave one beside it that names this host by its number.
+    """Look for the launcher's file `token`, and leave one next to it that names this host by its number.
 
     Returns:
         Whether the file was seen, free ports for two starts, and the address at which the launcher reached this host.

@@ -24,7 +24,7 @@ Kind = Literal["job", "array", "finalise", "link", "evaluation"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What this box has: cores this process may use, GPUs it can see; bytes of memory of one GPU, or where there is
+    """What this machine has: cores this process may use, GPUs it can see; bytes of memory of one GPU, or where there is
     none, those that are free for all ranks together (0: not known)."""
 
     cores: int
@@ -119,7 +119,7 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
-    """Ranks of train and evaluate on this box: one per GPU, or `launch.processes` of them where there is none; one on
+    """Ranks of train and evaluate on this machine: one per GPU, or `launch.processes` of them where there is none; one on
     Apple's GPU."""
     wanted = 1 if config.launch.device == "mps" else config.launch.processes
     return min(wanted or machine.gpus, machine.gpus) if machine.gpus else wanted or 1

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file next to this one
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
@@ -96,7 +96,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """Plan, show the plan, refuse what cannot work, and hand the rest to this box or to Slurm."""
+    """Plan, show the plan, refuse what cannot work, and hand the rest to this machine, hosts or Slurm."""
     if options.stage is None:
         raise UserError("No stage is given. Add --stage all, or the stages you want (--help names them).")
     config = _config(options)

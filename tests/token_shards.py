@@ -106,7 +106,7 @@ def assert_batch(batch: Any, own: Sequence[Any], packed: bool, again: bool) -> N
 def assert_readings(data: Any, below: int) -> None:
     """Batches are made of the pieces of their samples, and a document's readings are the pieces that name it."""
     from drover.pipeline.data.provenance import pieces, readings
-    from drover.pipeline.data.sampling.order import ANEW, lengths_of
+    from drover.pipeline.data.sampling.order import PHASE_EPOCHS, lengths_of
     seen, packed, located = dict[Any, list[Any]](), bool(data.packings), data.order.locate(np.arange(below))
     for sample, group in groupby(pieces(data, np.arange(below)), key=lambda piece: piece.sample):
         own, again = list(group), located.space[sample] >= len(lengths_of(data.order.plan))
@@ -118,6 +118,6 @@ def assert_readings(data: Any, below: int) -> None:
         for index, shard in enumerate(shards):
             for document in range(shard.documents):
                 found = readings(data, pool, index, document, below)
-                assert [(one.sample, one.epoch + one.anew * ANEW, one.start, one.stop) for one in found] == \
-                    seen.pop((shard.path, document), [])
+                assert [(one.sample, one.epoch + one.own_phase * PHASE_EPOCHS, one.start, one.stop)
+                        for one in found] == seen.pop((shard.path, document), [])
     assert not seen

@@ -232,7 +232,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
     sequences of several lengths or packings."""
     import numpy as np
 
-    from drover.pipeline.data.sampling.order import ANEW
+    from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 
     seen: dict[tuple[int, int], dict[int, np.ndarray]] = {}
     for part in [(start, min(start + chunk, end)) for first, end in used_ranges for start in range(first, end, chunk)]:
@@ -243,7 +243,7 @@ def _sequences(data: TrainingData, used_ranges: Sequence[Range], found: Audit, c
             here = (located.pool == pool) & (located.epoch == epoch) & (located.space == space)
             np.add.at(used, located.sequence[here], 1)
     for (pool, number), spaces in sorted(seen.items()):
-        epoch = f"{number % ANEW}" + (f" of phase {number // ANEW}" if number >= ANEW else "")
+        epoch = f"{number % PHASE_EPOCHS}" + (f" of phase {number // PHASE_EPOCHS}" if number >= PHASE_EPOCHS else "")
         for space, used in spaces.items():
             name, length = data.order.pools[pool].name, data.spaces[space][pool].length
             found.faults += [f"sequence {sequence} of {name}, of {length} tokens, came {used[sequence]} times in epoch "

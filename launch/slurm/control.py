@@ -33,7 +33,7 @@ def cancel(run_folder: Path, scheduler: Scheduler | None = None) -> int:
     if _launcher_works(run_folder):
         write_text(run_folder / CANCEL, "drover cancel\n")
         print("asked the launcher of the hosts to end: the stage saves what it can, and nothing after it starts\n"
-              f"to go on: {go_on(files)}")
+              f"to continue: {go_on(files)}")
         return 0
     if files.chain is None:
         print(f"{run_folder} was never submitted to Slurm and does not run on hosts, so there is nothing to cancel")

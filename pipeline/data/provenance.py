@@ -15,7 +15,7 @@ import numpy as np
 
 from drover.pipeline.data.exclusion import sample_numbers
 from drover.pipeline.data.sampling.loader import TrainingData
-from drover.pipeline.data.sampling.order import ANEW
+from drover.pipeline.data.sampling.order import PHASE_EPOCHS
 from drover.pipeline.data.token_shards import TokenShard
 
 
@@ -74,14 +74,14 @@ class Reading:
     """One reading of a part of a document: its tokens [start, stop) in this sample, in the `epoch`-th pass over the
     pool (from 0).
 
-    anew: the phase, from 1, that began to read the pool by itself, with its own epochs; 0 if none did.
+    own_phase: the phase, from 1, that began to read the pool by itself, with its own epochs; 0 if none did.
     """
 
     sample: int
     epoch: int
     start: int
     stop: int
-    anew: int = 0
+    own_phase: int = 0
 
 
 def readings(data: TrainingData, pool: int, index: int, document: int, below: int) -> list[Reading]:
@@ -92,7 +92,7 @@ def readings(data: TrainingData, pool: int, index: int, document: int, below: in
     """
     begin, end = data.shards[pool][index].document_span(document)
     found = data.readings_of(pool, index, begin, end, below)
-    return [Reading(sample, epoch % ANEW, start - begin, stop - begin, epoch // ANEW) for sample, epoch, start, stop in
+    return [Reading(sample, epoch % PHASE_EPOCHS, start - begin, stop - begin, epoch // PHASE_EPOCHS) for sample, epoch, start, stop in
             found.tolist()]
 
 

@@ -25,7 +25,7 @@ from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.pipeline_parallel import Stage
 from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel
 
-EXCHANGE_BESIDE_PRODUCTS = {"reorder_for_compute_comm_overlap": True,
+EXCHANGE_DURING_PRODUCTS = {"reorder_for_compute_comm_overlap": True,
                             "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"]}
 """Options of torch.compile for blocks that exchange activations: inductor starts collectives as early, and waits for
 them as late, as the graph allows. In the backward pass it computes gradients of weights meanwhile. Without these
@@ -61,7 +61,7 @@ def parallelize(config: ModelConfig, initial: InitialValues | None, grid: Grid, 
     if parallel.async_tp:
         options = overlapping(grid.mesh["tensor"].get_group(), grid.ranks.device)
     elif grid.tensor * grid.context > 1:
-        options = EXCHANGE_BESIDE_PRODUCTS
+        options = EXCHANGE_DURING_PRODUCTS
     if compiled:
         compile_blocks(model, train, options or None)
     if needs_fsdp2(grid, precision):

@@ -22,7 +22,7 @@ FILES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "hug
          "bpe": "tokenizer.model", "char": "characters.json", "byte": None}
 """The file that defines a tokenizer of each kind, in the tokenizer stage's folder. `bpe` trains a tiktoken file, which
 has the kind tiktoken from then on."""
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
 UINT16_IDS = 65536
 
@@ -45,14 +45,14 @@ def ready_file(settings: TokenizerConfig) -> Path:
     assert settings.path is not None
     path, name = Path(settings.path), FILES[settings.kind]
     if settings.kind == "huggingface" and names_the_hub(settings.path):
-        path = fetched(settings.path, ["tokenizer.json", *BESIDE])
+        path = fetched(settings.path, ["tokenizer.json", *COMPANIONS])
     return path / name if name is not None and path.is_dir() else path
 
 
 def files_beside(path: Path) -> list[Path]:
-    """The files of BESIDE next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
-    found = [file for name in BESIDE if (file := path.with_name(name)).is_file()]
-    return found if found and found[0].name == BESIDE[0] else []
+    """The files of COMPANIONS next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
+    found = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]
+    return found if found and found[0].name == COMPANIONS[0] else []
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -156,7 +156,7 @@ def test_three_hosts_lose_one_and_take_it_back(hosts, tmp_path, encoded):
         [*ADDRESSES], ["127.0.0.1", "127.0.0.3"], [*ADDRESSES]], told.read_text()
     reason = next(event["reason"] for event in events if event["event"] == "ended")
     assert "lost 127.0.0.2 (Connection to 127.0.0.2 closed" in reason
-    assert "goes on with 2 of 3 hosts (127.0.0.2: ssh: connect to host 127.0.0.2 port" in told.read_text()
+    assert "continues with 2 of 3 hosts (127.0.0.2: ssh: connect to host 127.0.0.2 port" in told.read_text()
     whole = {record["step"]: record for record in curve(config, "whole")}
     assert proven(config) and difference(curve(config), whole) < 1e-9
 
@@ -232,7 +232,7 @@ def test_fewer_hosts_where_that_is_allowed(ready, ssh):
     ssh.with_name("ssh.127.0.0.1").write_text("ssh: connect to host port 22: No route to host\n")
     assert "1 of 2 hosts cannot be used. 127.0.0.1: ssh: connect" in go(ready, ssh, "--stage", "train", expect=2)
     said = go(ready, ssh, "--stage", "train", "launch.min_hosts=1")
-    assert "goes on with 1 of 2 hosts (127.0.0.1: ssh: connect" in said and "train rank 0 of 1" in said
+    assert "continues with 1 of 2 hosts (127.0.0.1: ssh: connect" in said and "train rank 0 of 1" in said
 
 
 def test_a_host_that_is_lost_is_waited_for(ready, ssh):

@@ -75,8 +75,8 @@ def test_documents_to_steps_is_steps_to_documents_turned_round(capsys, recorded,
         step = one["step"]
         assert one["what"] == ("left out" if one["rank"] is None else "skipped" if step == 8 else
                                "to come" if step > 30 else "trained")
-        assert one.get("anew_in_phase", 0) == (2 if reads_anew and 10 <= step <= 18 else 0)
-    assert any("anew_in_phase" in one for one in found) == reads_anew
+        assert one.get("own_phase", 0) == (2 if reads_anew and 10 <= step <= 18 else 0)
+    assert any("own_phase" in one for one in found) == reads_anew
     assert {one["what"] for one in found} == {"left out", "skipped", "to come", "trained"}
 
 

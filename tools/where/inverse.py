@@ -114,7 +114,7 @@ class Tracer:
                 for one in readings(self.data, pool, index, document, self.steps.end):
                     passage = self.steps.passage(one.sample)
                     yield {"step": passage.step, "what": passage.what, "rank": passage.rank, "sample": one.sample,
-                           "epoch": one.epoch, **({"anew_in_phase": one.anew} if one.anew else {}),
+                           "epoch": one.epoch, **({"own_phase": one.own_phase} if one.own_phase else {}),
                            "tokens": [one.start, one.stop],
                            **({"why": passage.why} if passage.why else {})}
 

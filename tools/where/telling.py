@@ -65,4 +65,4 @@ def _summary(record: dict[str, Any], done: int, planned: int) -> str:
 
 def _epoch(one: dict[str, Any]) -> str:
     """The epoch of a reading. A phase whose sequences do not divide a chunk counts its own epochs."""
-    return str(one["epoch"]) + (f" of phase {one['anew_in_phase']}" if "anew_in_phase" in one else "")
+    return str(one["epoch"]) + (f" of phase {one['own_phase']}" if "own_phase" in one else "")

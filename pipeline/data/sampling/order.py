@@ -12,7 +12,7 @@ nothing before them changes. A phase of another sequence length continues the ep
 - Running text is cut into chunks, here called grains, of as many tokens as the longest sequence of any phase has, and
   grains are shuffled. A phase of shorter sequences takes a window of many grains at a time, and shuffles the sequences
   within it. When the length changes, the next epoch has the rest of the current window (`Cursor.passed_over`). A phase
-  whose length does not divide the grain reads its sources by itself, from their beginning (`ANEW`).
+  whose length does not divide the grain reads its sources by itself, from their beginning (`PHASE_EPOCHS`).
 - Packed documents: the sequences that the epoch has left are packed again to the new length, and come first. So every
   token comes exactly once an epoch, whatever the lengths.
 """
@@ -45,7 +45,7 @@ WINDOW = 1024
 """The most grains in which the sequences of a shorter phase are shuffled."""
 PART = 16
 """A window has at most 1 / PART of a source."""
-ANEW = 1 << 32
+PHASE_EPOCHS = 1 << 32
 """First epoch of sources that a phase reads by itself, times the phase's number from 1."""
 TOGETHER = "all sources"
 """Name of the one pool of a training with neither phases nor a mixture."""
@@ -184,7 +184,7 @@ class Cursor:
     Attributes:
         key: seed and pool, of the shuffles.
         length: of the sequences. whole: an epoch.
-        first: pieces of whole epochs that were taken before. anew: added to the numbers of its epochs.
+        first: pieces of whole epochs that were taken before. first_epoch: added to the numbers of its epochs.
         rest: what the epoch before `first` had left; it comes first. left: tokens of that; for running text, tokens of
             the rest of a window, which the next epoch has. phase: the phase that the cursor began in.
         draws: sequences taken since it began.
@@ -194,7 +194,7 @@ class Cursor:
     length: int
     whole: Segment
     first: int = 0
-    anew: int = 0
+    first_epoch: int = 0
     rest: Segment | None = None
     left: int = 0
     phase: int = 0
@@ -223,7 +223,7 @@ class Cursor:
     def epoch_of(self, pieces: np.ndarray | int) -> np.ndarray:
         """The epochs of pieces, by their number since the cursor began."""
         later = pieces - (self.rest.pieces if self.rest else 0)
-        epochs: np.ndarray = self.anew + np.where(
+        epochs: np.ndarray = self.first_epoch + np.where(
             later < 0, self.first // self.whole.pieces - 1, (self.first + later) // self.whole.pieces)
         return epochs
 
@@ -232,7 +232,7 @@ class Cursor:
         shuffle."""
         if self.rest is not None and epoch == self.first // self.whole.pieces - 1:
             return self.rest, 0, (*self.key, epoch, self.length, self.phase)
-        before = (epoch - self.anew) * self.whole.pieces - self.first + (self.rest.pieces if self.rest else 0)
+        before = (epoch - self.first_epoch) * self.whole.pieces - self.first + (self.rest.pieces if self.rest else 0)
         return self.whole, before, (*self.key, epoch)
 
     def places(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -364,8 +364,8 @@ class Order:
             end = excluded.take(first, phase.steps * phase.sequences).end
             cursors = []
             for number, (whole, count) in enumerate(zip(self.space.whole(length), mix.draws(end - first), strict=True)):
-                cursor = Cursor((self.seed, number), length, whole, anew=whole.alone and (phase.number + 1) * ANEW,
-                                phase=phase.number)
+                cursor = Cursor((self.seed, number), length, whole, phase=phase.number,
+                                first_epoch=whole.alone and (phase.number + 1) * PHASE_EPOCHS)
                 if shares[number] > 0:
                     if (before := states[number].get(whole.alone)) is not None:
                         cursor = before if before.length == length else self.space.continued(cursor, before)
