@@ -92,8 +92,8 @@ def readings(data: TrainingData, pool: int, index: int, document: int, below: in
     """
     begin, end = data.shards[pool][index].document_span(document)
     found = data.readings_of(pool, index, begin, end, below)
-    return [Reading(sample, epoch % PHASE_EPOCHS, start - begin, stop - begin, epoch // PHASE_EPOCHS) for sample, epoch, start, stop in
-            found.tolist()]
+    return [Reading(sample, epoch % PHASE_EPOCHS, start - begin, stop - begin, epoch // PHASE_EPOCHS)
+            for sample, epoch, start, stop in found.tolist()]
 
 
 def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[SeenDocument]:
