@@ -106,6 +106,8 @@ def hosts(tmp_path):
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if sshd is None or shutil.which("ssh") is None:
         pytest.skip("there is no sshd: the Debian package openssh-server has one")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # which Debian's service makes when it starts
     folder = tmp_path / "machines"
     folder.mkdir()
     hosts = Hosts(folder, sshd)
