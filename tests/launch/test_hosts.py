@@ -186,7 +186,7 @@ def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, tmp_pat
 @pytest.fixture
 def ssh(ready):
     """A stand-in for ssh."""
-    path = ready.root / "ssh"
+    path = ready.fakes / "ssh"
     path.write_text(SSH)
     path.chmod(0o755)
     return path
