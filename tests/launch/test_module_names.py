@@ -24,7 +24,7 @@ def test_no_module_has_the_name_of_a_library():
 
 
 START = """
-if __package__ in (None, ""):  # run as a script: find the packages, and shadow no library with a file beside this one
+if __package__ in (None, ""):  # run as a script: find the packages, and let no file of this folder shadow a library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 """
 

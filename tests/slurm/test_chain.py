@@ -55,8 +55,9 @@ class Submitted:
         return manifest
 
     def type(self, command, **variables):
-        """What a user types, in the home; what was printed."""
-        answer = self.cluster.run("bash", "-c", command, check=False, cwd=self.home, variables={
+        """What a user types, in the home, whose code it runs; what was printed."""
+        typed = command.replace("drover ", "python -m drover ", 1)
+        answer = self.cluster.run("bash", "-c", typed, check=False, cwd=self.home, variables={
             "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             **variables})
         assert answer.returncode == 0, f"{command}\n{answer.stdout}{answer.stderr}\n{self.story()}"
@@ -159,17 +160,17 @@ def test_no_file_holds_the_shells_secrets(done):
 
 
 def test_the_rest_of_the_page_does_what_it_says(done):
-    assert "--stage all --nodes 4" in COMMANDS[0]
+    assert "drover run --nodes 4" in COMMANDS[0]
     said = {command: done.type(command, HF_TOKEN=TOKEN, COLUMNS="150") for command in COMMANDS[1:]}
 
     def of(part):
         return next(text for command, text in said.items() if part in command)
 
-    rows = {line.split()[0]: line.split()[1] for line in reversed(of("status.py --run runs/demo --watch").splitlines())
+    rows = {line.split()[0]: line.split()[1] for line in reversed(of("status demo --watch").splitlines())
             if len(line.split()) > 1}  # of a stage the first line: others are its figures
     assert {stage: rows.get(stage) for stage in STAGES} == dict.fromkeys(STAGES, "done")
-    assert "step 12/12" in of("--logs runs/demo train") and of("--logs runs/demo train --rank 1")
-    assert "nothing to stop" in of("--stop") and "no job of runs/demo is in the queue" in of("--cancel")
+    assert "step 12/12" in of("logs demo train") and of("logs demo train --rank 1")
+    assert "nothing to stop" in of("drover stop") and "no job of runs/demo is in the queue" in of("drover cancel")
     assert "--nodes 2" in COMMANDS[-1]
     assert "nothing to submit: all requested stages are done" in said[COMMANDS[-1]]
     assert len(read_chains(done.run)) == 1

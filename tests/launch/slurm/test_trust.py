@@ -386,7 +386,7 @@ def test_a_private_folder(tmp_path, monkeypatch):
 
 
 def test_compilers_keep_what_they_run_again_in_private():
-    node = {"SLURM_LOCALID": "3", "SLURMD_NODENAME": "n7"}
+    node = {"LOCAL_RANK": "3", "SLURMD_NODENAME": "n7"}
     assert defaults({**node, "TRITON_CACHE_DIR": "/scratch/a", "TORCHINDUCTOR_CACHE_DIR": "/scratch/b"})
     assert not node_folder().exists(), "the user's own are the user's own affair"
     found = defaults(node)
