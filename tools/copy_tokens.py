@@ -1,4 +1,4 @@
-"""`python -m drover.tools.copy_tokens --run RUN --to URL`: a finished run's token shards into an object store.
+"""`drover copy-tokens RUN --to URL`: a finished run's token shards into an object store.
 
 Training reads them from there with `train.tokens_from=URL`. What is there already is not sent again. With `--compare`
 every shard is read back and its hash compared, which costs as much traffic as sending it.

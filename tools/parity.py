@@ -1,6 +1,6 @@
 """Compare the losses of two runs, such as fp8 with bf16, before a long run is started.
 
-    python -m drover.tools.parity --reference runs/bf16 --run runs/fp8 --band 0.01
+    drover parity --reference runs/bf16 --run runs/fp8 --band 0.01
 
 Both runs must have trained on the same samples, step by step. Mean losses are compared in ten windows of steps, and so
 are bits per byte of the validation text at the last step that both measured. Exit status: 1 if a window after the first

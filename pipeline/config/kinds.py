@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -177,7 +178,7 @@ def imported(text: str, at: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
-        advice = f"The module {module} has no {name}." if isinstance(error, AttributeError) else \
+        advice = f"The module {module} has no {name}." if module in sys.modules else \
             f"Name the file of {module} in `plugins`, put its folder on PYTHONPATH, or install it."
         raise UserError(f"{at} names {text}, which cannot be imported ({type(error).__name__}: {error}). {advice}"
                         ) from error

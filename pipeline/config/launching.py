@@ -87,8 +87,8 @@ class EvaluateResources(GpuResources):
     """What the jobs of evaluate request from Slurm."""
 
     nodes: PositiveInt = 1
-    """Number of nodes. Every rank evaluates its share of the text and tasks, and holds all weights unless
-    `evaluate.dp_shard` shards them."""
+    """Number of nodes. Every rank evaluates its share of the text and tasks, and holds all weights, unless
+    they are sharded (`evaluate.dp_shard`)."""
     every_checkpoints: PositiveInt | None = None
     """Convert and evaluate every n-th checkpoint (of `train.checkpoint.every_steps`) during training, in separate jobs.
     A checkpoint whose evaluation is pending is kept until it has a result. null: only the last one."""

@@ -243,7 +243,7 @@ class TrainConfig(Section):
     sites that stop a job without a warning signal."""
     tokens_from: str | None = execution(None)
     """URL in an object store (s3://bucket/prefix, gs://, az://, file://) from which token shards are read.
-    `encode.copy_to` or drover.tools.copy_tokens uploads them. The encode stage's folder is then not needed. Keys and
+    `encode.copy_to` or `drover copy-tokens` uploads them. The encode stage's folder is then not needed. Keys and
     addresses come from the environment. null: read that folder."""
     cache: TokenCacheConfig = execution({}, validate_default=True)
     """For `tokens_from`: the cache on each node."""

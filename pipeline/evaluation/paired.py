@@ -17,8 +17,8 @@ Each item changes S, to first order (Cochran, Sampling Techniques, 1977, 2.11, f
 
 with S'(R) = 1, of perplexities exp(R). For weights of 1 that is the sample standard deviation over sqrt(n). For two
 models on the same items, D = S of the second less S of the first, and its standard error has the same formula with the
-u_i of the second less those of the first. It is smaller than the root of the two squared errors if the models find the
-same items hard (Miller, Adding Error Bars to Evals, 2024, section 4).
+u_i of the second less those of the first. It is smaller than the root of the sum of the two squared errors if the
+models find the same items hard (Miller, Adding Error Bars to Evals, 2024, section 4).
 
 Two tests:
 

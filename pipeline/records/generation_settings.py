@@ -11,7 +11,7 @@ from drover.pipeline.records.checkpoints import CHECKPOINTS
 from drover.pipeline.records.weight_files import HUGGING_FACE, RUN, weights_folder
 
 FILE = "generation_config.json"
-MEND = "Fetch or export the folder again."
+FIX = "Fetch or export the folder again."
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_THE_WRITER = ("_from_model_config", "transformers_version")
 """Keys that describe who wrote a file and from what; they do not hold for another file."""
@@ -27,7 +27,7 @@ def settings_file(weights: Path) -> Path:
 
 def read_settings(file: Path) -> dict[str, Any]:
     """The content of a generation_config.json, {} if there is none; UserError if it is no JSON object."""
-    return read_record(file, dict[str, Any], MEND) or {}
+    return read_record(file, dict[str, Any], FIX) or {}
 
 
 def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: int) -> None:
@@ -41,7 +41,7 @@ def keep_settings(path: Path | None, train_folder: Path, bos_id: int, eos_id: in
         (train_folder / FILE).unlink(missing_ok=True)
         return
     folder = weights_folder(path)
-    ids = read_record(folder / HUGGING_FACE, dict[str, Any], MEND) or {}
+    ids = read_record(folder / HUGGING_FACE, dict[str, Any], FIX) or {}
     found = {name: ids[name] for name in IDS if ids.get(name) is not None} | read_settings(settings_file(folder))
     said = found.get("eos_token_id")
     ends = said if isinstance(said, list) else [] if said is None else [said]

@@ -240,7 +240,7 @@ def copy_files(url: str, name: str, of: str, folder: Path, files: Sequence[Recor
     if owner.content is not None and (owner.content["name"] != name or "id" in owner.content):
         theirs = owner.content["name"]
         holds = f"checkpoints of {theirs}, and no files" if "id" in owner.content else \
-            f"what was copied of {theirs}, not"
+            f"files of {theirs}, not"
         raise UserError(f"{url} holds {holds} of {name}. Nothing there is overwritten; give another place, or delete "
                         f"the files there.")
     sent = ledger.found({record["path"]: record["sha256"] for record in files})

@@ -120,7 +120,8 @@ class Tokenizer(ABC):
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes of an id; b"" for special and padding ids.
 
-        Joined over a document's ids they are the document's bytes, except for sentencepiece's mark (`reads_back`).
+        Joined over a document's ids they are the document's bytes, except for sentencepiece's mark (`reads_back`)
+        and a space that the tokenizer may add in front (`checking.py`).
         """
 
     @abstractmethod

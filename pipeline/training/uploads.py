@@ -369,7 +369,8 @@ class Uploads(Hook):
         self.event("checkpoint_copied", step=step, bytes=self._bytes, seconds=seconds,
                    behind_s=round(time.monotonic() - saved_at, 3), **({"left_out": left_out} if left_out else {}))
         if left_out:
-            self.say(f"{name} is copied to {url}; skipped: {', '.join(map(checkpoint_name, left_out))}")
+            skipped = ", ".join(map(checkpoint_name, left_out))
+            self.say(f"{name} is copied to {url}; skipped, since a newer one came: {skipped}")
         self.uploaded = step
 
     def _attempt(self, step: int) -> Exception | None:

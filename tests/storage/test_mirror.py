@@ -122,7 +122,7 @@ def test_a_place_of_somebody_else_is_left_as_it_is(store, copy):
     store.delete(["precious"])
     copy(4)
     before = objects(store)
-    with pytest.raises(UserError, match="holds what was copied of mini, not of other"):
+    with pytest.raises(UserError, match="holds files of mini, not of other"):
         copy(name="other")
     store.put(OWNER, b'{"format": 1, "name": "mini", "writer": "a", "id": "b"}')
     with pytest.raises(UserError, match="holds checkpoints of mini, and no files of mini"):
@@ -259,10 +259,10 @@ def made(tmp_path):
 
 def test_a_place_that_does_not_have_these_shards_is_refused(made):
     records, table, url = made.records, ShardTable.of(made.records), made.store.url
-    with pytest.raises(UserError, match=r"copy\.json is not there.*tools\.copy_tokens"):
+    with pytest.raises(UserError, match=r"copy\.json is not there.*drover copy-tokens"):
         survey(url, table)
     copy_shards(made.folder, records, url)
-    with pytest.raises(UserError, match="holds what was copied of the token shards"):
+    with pytest.raises(UserError, match="holds files of the token shards"):
         copy_shards(made.folder, records[:4], url)
     assert len(survey(url, table)) == 6
     other = [*records[:5], {**records[5], "sha256": "0" * 64}]

@@ -1,1 +1,1 @@
-"""Export token shards to formats of other programs: see `python -m drover.tools.export_tokens --help`."""
+"""Export token shards to formats of other programs: see `drover export-tokens --help`."""

@@ -1,7 +1,7 @@
 """Export token shards to a format of other programs: Megatron's .bin and .idx, or a `datasets` folder.
 
-    python -m drover.tools.export_tokens --run runs/demo --format megatron --out exported/demo
-    python -m drover.tools.export_tokens --run runs/demo --format hf --out exported/demo-hf --split heldout
+    drover export-tokens demo --format megatron --out exported/demo
+    drover export-tokens demo --format hf --out exported/demo-hf --split heldout
 
 Documents are exported as they are trained on, BOS ... EOS, in the order of the shards. The folder appears under its
 name when it is complete and was read back. An interrupted export continues with the same command.

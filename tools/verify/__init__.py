@@ -1,1 +1,1 @@
-"""Is every byte of a run still what it was when it was made? `python -m drover.tools.verify --run RUN`."""
+"""Is every byte of a run still what it was when it was made? `drover verify RUN`."""

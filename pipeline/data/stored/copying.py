@@ -44,7 +44,7 @@ def survey(url: str, table: ShardTable) -> list[str]:
     Raises:
         UserError: there is no finished copy, it is of other shards, or some are missing or cut.
     """
-    store, command = Store(url), "python -m drover.tools.copy_tokens --run RUN --to"
+    store, command = Store(url), "drover copy-tokens RUN --to"
     try:
         found = Mirror(store).read()
     except Missing:

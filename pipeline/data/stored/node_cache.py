@@ -148,7 +148,7 @@ class NodeCache:
             else:
                 raise UserError(f"{name} is not what the stage encode committed: sha256 {sha256[:12]} -> {found[:12]}. "
                                 f"It was changed in the store, or copied from another run. Copy this run's shards "
-                                f"there again (python -m drover.tools.copy_tokens), or give the place that has them as "
+                                f"there again (drover copy-tokens), or give the place that has them as "
                                 f"train.tokens_from.")
             sync(temporary)  # before the lock is held
             os.utime(writing, ns=(time.time_ns(), _stamp(sha256)))

@@ -33,7 +33,7 @@ from drover.pipeline.storage.store import Store
 
 MEMORY_BYTES = 1 << 28
 """For parts of shards that were read ahead."""
-FIX = "Copy the run's shards there again (python -m drover.tools.copy_tokens), or give another train.tokens_from."
+FIX = "Copy the run's shards there again (drover copy-tokens), or give another train.tokens_from."
 TRIES = 3
 """Requests for a part of a shard; the store repeats each request itself, too."""
 PAUSE_S = 1.0

@@ -16,7 +16,7 @@ def test_of_what_comes_while_a_copy_is_made_the_newest_is_copied_and_the_rest_to
     assert [(details["step"], details.get("left_out")) for name, details in run.log
             if name == "checkpoint_copied"] == [(1, None), (4, [2, 3])]
     assert run.copies.found().whole == [4] and not run.uploads.needs(4)
-    assert any("skipped: step-00000002, step-00000003" in text for text in run.said)
+    assert any("came: step-00000002, step-00000003" in text for text in run.said)
 
 
 def test_what_failed_is_tried_again_while_training_goes_on_and_given_up_at_the_end(gated):
