@@ -137,7 +137,7 @@ def _compare_tokens(work: Work, folder: Path, texts: list[str]) -> dict[str, Any
         raise UserError(f"The exported tokenizer in {folder} gives other ids than training used on {len(wrong)} of "
                         f"{len(texts)} validation documents, first: {wrong[0][:80]!r}. Nothing was committed. Please "
                         f"report it.")
-    work.say(f"token ids are equal on {len(texts)} held-out documents")
+    work.say(f"token ids are equal on {len(texts)} validation documents")
     return {"documents_compared": len(texts)}
 
 

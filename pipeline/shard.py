@@ -230,7 +230,7 @@ def _tell(work: Work, counts: dict[str, Any], outputs: list[dict[str, Any]]) -> 
     cut = f" + {counts['cut_in_two']:,} by cutting in two" if counts["cut_in_two"] else ""
     shards = " + ".join(str(sum(record["split"] == split for record in outputs)) for split in SPLITS)
     work.say(f"{counts['documents_in']:,} documents in{cut} = {counts['train']:,} train + {counts['heldout']:,} "
-             f"held out + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
+             f"validation + {sum(counts['dropped'].values()):,} dropped ({_counted(counts['dropped'])}) + "
              f"{counts['rejected']:,} rejected; {sum(counts['text_bytes'].values()) / 1e6:,.1f} MB in {shards} shards")
     for name, tasks in counts.get("contamination", {}).items():
         for task, own in tasks.items():

@@ -176,9 +176,9 @@ def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict
     notable = (("literal_marks", "but for U+2581, which came back as a space"), ("nul_documents", "with NUL"),
                ("cut_documents", "encoded in parts"))
     some = f" of {report['heldout_documents']:,}" if "heldout_documents" in report else ""
-    work.say(f"{total['documents']:,}{some} held-out and {report['training_sample']['documents']:,} training "
+    work.say(f"{total['documents']:,}{some} validation and {report['training_sample']['documents']:,} training "
              f"documents: all read back, all with equal ids in hf/tokenizer.json"
-             + "".join(f"; {total[name]:,} held-out {words}" for name, words in notable if total[name]))
+             + "".join(f"; {total[name]:,} validation documents {words}" for name, words in notable if total[name]))
     return {"kind": tokenizer.kind, "vocab_size": tokenizer.size, "used": tokenizer.used,
             "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "sha256": tokenizer.sha256,
             "trained_on": sample, "heldout": total, "documents_with_u2581_as_space": report["marks_as_spaces"],

@@ -24,16 +24,17 @@ from drover.pipeline.records.hangs import HANGS, read_hang
 from drover.pipeline.records.metrics import Event, Line
 
 QUEUE, PREFLIGHT, STARTUP, STALL = "queue", "preflight", "start-up", "checkpoint stall"
-RECOMPUTED, HANG, LOOKING, STOPPED, OTHER = "recomputed steps", "hang", "looking", "stopped", "other"
+RECOMPUTED, HANG, VALIDATION = "recomputed steps", "hang", "validation and sampling"
+STOPPED, OTHER = "stopped", "other"
 CAUSES = {
     QUEUE: "waiting for Slurm between two allocations",
-    PREFLIGHT: "trying the nodes before training",
+    PREFLIGHT: "testing the nodes before training",
     STARTUP: "from the start of a job or of its ranks to the first step",
     STALL: "the loop waited for a checkpoint",
     RECOMPUTED: "steps that were done, and undone by a restart or rollback",
     HANG: "from the last step to the end of a start that hung",
-    LOOKING: "held-out text and sample texts",
-    STOPPED: "nobody wanted it to run",
+    VALIDATION: "measuring validation text, and sample texts",
+    STOPPED: "between a stop on request and the next start",
     OTHER: "the step in which a start was killed, noticing that it was, writing logs",
 }
 """Causes of lost time, and their meaning."""
@@ -181,7 +182,7 @@ def _account(start: Start, marks: Sequence[Record]) -> None:
         elif kind in ("stop", "finish"):
             start.why = FINISHED if kind == "finish" else f"asked to stop ({record.get('reason', '')})"
     start.done_s += start.train_s - begun
-    start.lose(LOOKING, looked)
+    start.lose(VALIDATION, looked)
 
 
 def _end(start: Start, launcher: Sequence[Record], hangs: Sequence[float], later: float) -> None:

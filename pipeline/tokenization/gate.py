@@ -63,7 +63,7 @@ def admitted(work: Work, tokenizer: Path, counts: dict[str, Any], shards: Path, 
         found = verdict(tokenizer, shards, heldout)
     version: str = found["versions"][0]
     if not found["problem"]:
-        work.say(f"{NAME} {version} encodes: equal ids to {kind} on {found['texts']:,} held-out documents and odd "
+        work.say(f"{NAME} {version} encodes: equal ids to {kind} on {found['texts']:,} validation documents and odd "
                  f"strings, and compared again in every shard")
         return version
     if wanted == NAME:

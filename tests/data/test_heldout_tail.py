@@ -18,7 +18,7 @@ def test_one_text_is_cut_where_nanogpt_cuts_it(tmp_path, capsys):
     assert run(config, "shard.heldout_rule=tail", f"shard.sources.0.paths=[{tmp_path}/one.txt]", "name=b") == 2
     assert "all of the 1 documents are in the validation split" in capsys.readouterr().err
     assert run(config, "shard.heldout_rule=tail") == 0
-    assert "1 documents in + 1 by cutting in two = 1 train + 1 held out" in capsys.readouterr().out
+    assert "1 documents in + 1 by cutting in two = 1 train + 1 validation" in capsys.readouterr().out
     [train], [heldout] = documents(config, "train"), documents(config, "heldout")
     assert (train.text, heldout.text) == (text[:int(len(text) * 0.9)], text[int(len(text) * 0.9):])
     assert (train.id, heldout.id) == ("f.txt[:11112]", "f.txt[11112:]")

@@ -43,7 +43,7 @@ KILLED = "start 20; steps 8 {0}; save 0; steps 4 {0}; wait 503; start 30 step=8;
 
 @pytest.mark.parametrize(("script", "effective_s", "lost", "ends"), [
     ("start 20; steps 5; save 2; look 7; steps 5; look 3; end finish stall_s=1", 100,
-     {"start-up": 20, "checkpoint stall": 3, "looking": 10}, ["finished"]),
+     {"start-up": 20, "checkpoint stall": 3, "validation and sampling": 10}, ["finished"]),
     # Killed within a step; locally, until somebody starts it again, nobody wanted it to run.
     *((KILLED.format(every), 200, {"start-up": 50, "recomputed steps": 40, "stopped": 503},
        ["ended without a record", "finished"]) for every in ("", "log_every=4")),
@@ -89,7 +89,7 @@ def test_a_real_run_that_was_killed(fresh):
     before = curve(fresh)[-1]["step"]
     run_stage("train", fresh, *settings)
     found, metrics = goodput(train_folder(fresh).parent), read_metrics(train_folder(fresh) / "metrics.jsonl")
-    assert parts(found).keys() >= {"recomputed steps", "start-up", "looking"}
+    assert parts(found).keys() >= {"recomputed steps", "start-up", "validation and sampling"}
     assert [(start.last, start.why) for start in found.starts] == [(before, "ended without a record"), (40, "finished")]
     assert found.starts[1].first == before // 10 * 10 and metrics[-1]["train_s"] == found.effective_s
     assert found.effective_s == pytest.approx(sum(record["step_s"] for record in metrics), abs=1e-3)

@@ -114,7 +114,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
     assert before == hashes(folder_of(once))
     one, other = read_manifest(folder_of(config)), read_manifest(folder_of(once))
     assert (one.outputs, one.counts, one.fingerprint) == (other.outputs, other.counts, other.fingerprint)
-    assert f"1,800 documents in = {one.counts['train']:,} train + {one.counts['heldout']} held out" in output
+    assert f"1,800 documents in = {one.counts['train']:,} train + {one.counts['heldout']} validation" in output
     assert max(record["text_bytes"] for record in shard_records(one, "train", "web")) < 2 * 0.04e6
 
     stamps = {path: path.stat().st_mtime_ns for path in folder_of(config).rglob("*.tar")}

@@ -124,7 +124,7 @@ def test_of_a_large_corpus_only_some_shards_and_the_beginnings_of_documents_are_
     report, count = read_json(stage_folder(many) / "report.json"), shard.counts["heldout"]
     assert report["heldout_documents"] == count > report["total"]["documents"] > 0
     assert report["total"]["text_bytes"] > 2 * 10_000 and set(report["sources"]) == {"code", "more"}
-    assert f"{report['total']['documents']} of {count} held-out" in said
+    assert f"{report['total']['documents']} of {count} validation" in said
     run_stage("tokenizer", many, "--force", *settings)
     assert read_manifest(stage_folder(many)).digest == made.digest
 

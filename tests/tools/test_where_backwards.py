@@ -120,7 +120,7 @@ def test_heldout_dropped_and_rejected_documents_are_told_as_such(capsys, whole, 
     held = next(document for path in sorted((traced.parent / "runs/mini/shard/heldout").iterdir())
                 for document in read_documents(path))
     said, found = told("--document", held.key)
-    assert "held out: no step trains on it" in said
+    assert "validation text: no step trains on it" in said
     assert (found["split"], found["readings"], found["id"]) == ("heldout", [], held.id)
     said, gone = told("--find", "too short\u00e9")
     assert "was dropped by the filter length" in said and gone.pop("found")

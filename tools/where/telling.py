@@ -51,7 +51,7 @@ def _gone(record: dict[str, Any]) -> str:
 
 def _summary(record: dict[str, Any], done: int, planned: int) -> str:
     if record["split"] == "heldout":
-        return "held out: no step trains on it"
+        return "validation text: no step trains on it"
     if not record["readings"]:
         return f"read in none of the {max(done, planned)} steps that are done or planned"
     of = {what: sorted({one["step"] for one in record["readings"] if one["what"] == what})

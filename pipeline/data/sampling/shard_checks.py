@@ -179,7 +179,7 @@ class ShardChecks:
     def _readers(self, row: int, step: int | None) -> str:
         """A sentence that names the steps since `step` that read from the shard."""
         if step is None:
-            return " No step reads from it: it is held-out text, or not used so far."
+            return " No step reads from it: it is validation text, or not used so far."
         alone, together = list[_Use](), list[_Use]()
         with self._news:
             coming = list(self._uses)

@@ -11,7 +11,6 @@ from drover.pipeline.reporting.document import ALL, Bars, Block, Table
 from drover.pipeline.reporting.facts import Facts
 
 PRODUCTIVE = "productive steps"
-LABELS = {"looking": "validation and sampling"}
 MEANINGS = {**CAUSES, PRODUCTIVE: "steps of the finished model, each counted once",
             ALL: "from the first start of training to its end"}
 SHOWN_STARTS = 50
@@ -26,11 +25,10 @@ def goodput(facts: Facts) -> Iterator[Block]:
            f"time went into productive steps.")
     yield from found.notes
     parts = {PRODUCTIVE: found.effective_s, **{cause: seconds for cause, seconds in found.lost.items() if seconds}}
-    yield Bars("Time by use", "seconds", {LABELS.get(name, name): seconds for name, seconds in parts.items()},
-               PRODUCTIVE, "s")
+    yield Bars("Time by use", "seconds", parts, PRODUCTIVE, "s")
     yield Table("Time since the first start", {
         "use": "{use}", "seconds": "{seconds:,.1f}", "share": "{seconds / all:.1%}", "meaning": "{meaning}"},
-        [{"use": LABELS.get(name, name), "seconds": seconds, "all": found.wall_s, "meaning": MEANINGS[name]}
+        [{"use": name, "seconds": seconds, "all": found.wall_s, "meaning": MEANINGS[name]}
          for name, seconds in {**parts, ALL: found.wall_s}.items()])
     more = len(found.starts) - SHOWN_STARTS
     yield Table("Starts of training", {
