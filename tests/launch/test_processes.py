@@ -75,11 +75,13 @@ def test_requests_are_noted(number, given):
 def test_lines_keep_the_last_drawing_of_a_live_line_and_a_closed_output_ends_nothing():
     log, (read, write), (reader, closed) = io.BytesIO(), os.pipe(), os.pipe()
     os.close(reader)
-    with suppress(BrokenPipeError), open(closed, "w") as shown:
-        for chunk in (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest"):
-            os.write(write, chunk)
-        pass_on(read, write, shown, log)
-        tell(shown, "nobody reads this")
+    shown = os.fdopen(closed, "w")
+    for chunk in (b"\r\x1b[K1/3", b"\r\x1b[K2/3\r", b"\x1b[Kdone", b" 3/3\nnext\r\n", b"rest"):
+        os.write(write, chunk)
+    pass_on(read, write, shown, log)
+    tell(shown, "nobody reads this")
+    with suppress(BrokenPipeError):
+        shown.close()
     assert log.getvalue() == b"done 3/3\nnext\nrest\n"
 
 

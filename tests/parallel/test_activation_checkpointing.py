@@ -79,6 +79,10 @@ def test_what_is_named_is_kept_and_the_rest_is_computed_again(backend, kept, gai
         computed.backward()
     # w2's result is no one's input: it depends on who multiplies whether it is computed again beside its input.
     assert {*seen.names} - {"w2"} == {*PRODUCTS, "attention", *(["gate"] * gained)} - {*kept, "w2"}
+    plain = built(backend, None, gained, qkv_bias=bias)
+    loss(plain).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -152,11 +152,14 @@ def test_bits_are_equal_over_layouts(recipe):
             assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_selective_checkpointing_is_bit_equal_and_parameters_are_what_they_were():
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("train", [{"activation_checkpointing": "full"}, {
+    "activation_checkpointing": "selective", "kept_activations": ["wo", "w3"]}], ids=["full", "selective"])
+def test_checkpointing_is_bit_equal_and_parameters_are_what_they_were(recipe, train):
     """Names, order, shapes, type and gradients: what a checkpoint holds does not change."""
-    plain, model, bf16 = converted("rowwise"), converted("rowwise"), Llama(TINY).bfloat16()
+    plain, model, bf16 = converted(recipe), converted(recipe), Llama(TINY).bfloat16()
     initialise(bf16, TINY, seed=0)
-    checkpoint_activations(model, settings(activation_checkpointing="selective", kept_activations=["wo", "w3"]))
+    checkpoint_activations(model, settings(**train))
     assert torch.equal(step(model), step(plain)) and list(model.state_dict()) == list(bf16.state_dict())
     for (name, ours), theirs, before in zip(model.named_parameters(), plain.parameters(), bf16.parameters(),
                                             strict=True):

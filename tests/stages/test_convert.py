@@ -190,7 +190,7 @@ def test_a_copy_that_was_cut_short_is_no_copy_and_is_finished(converted, moto_se
     url, fetched = moto_server.url_of("models/mini"), str(tmp_path / "fetched")
     with monkeypatch.context() as patch:
         patch.setattr(Store, "delete", lambda store, paths: None)
-        with pytest.raises(UserError, match="is there still"):
+        with pytest.raises(UserError, match="still exists"):
             preflight(Store(url))
     moto_server.fail("refuse", 1000, method="PUT", path=r"config\.json")
     assert copying(converted, url) == 2 and "AccessDenied" not in capsys.readouterr().out

@@ -203,7 +203,7 @@ def test_one_token_may_be_bos_and_eos(run, copy, tmp_path):
     vocabulary, file = read_json(folder / "tokenizer/vocabulary.json"), folder / "encode" / record["path"]
     assert vocabulary["bos_id"] == vocabulary["eos_id"] == len(letters) and record["unknown_tokens"] == 0
     tokens = np.memmap(file, record["dtype"], "r+", record["data_offset"], record["tokens"])
-    for place, value, problem in ((5, len(letters), "stands inside of a document"), (0, 7, "is missing")):
+    for place, value, problem in ((5, len(letters), "is inside of a document"), (0, 7, "is missing")):
         tokens[place] = value
         assert token_problems(file, record, vocabulary, mapped=False)[0].startswith(
             f"BOS, which is EOS too, {problem} at its token {place} (document 0, ")

@@ -144,7 +144,7 @@ def test_what_was_left_out_of_a_phase_that_changes_is_left_out_no_more(phased):
     assert [record["samples"] for record in lines(phased) if record["step"] == 18] == [[544, 608]]
     said = run_train(with_phases(phased, [phases[0], {**phases[1], "mixture": {"code": 1, "more": 0}}]),
                      *settings).stdout
-    assert "plan changed: samples [544, 576), left out by the rollback from step 18, were of a phase" in said
+    assert "plan changed: samples [544, 576), left out by the rollback from step 18, were in a phase" in said
     [change], counts = events(phased, "plan_changed"), read_manifest(train_folder(phased)).counts
     assert "no longer left out" in change["changes"][-1]
     assert counts["samples"] == 640 and [sum(phase["left_out"].values()) for phase in counts["phases"]] == [0, 0]

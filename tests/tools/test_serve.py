@@ -220,6 +220,7 @@ def test_places_that_are_not_there_are_errors_too(run_port, path, body, status):
     ({"Host": "LOCALHOST"}, 200), ({"Host": "127.0.0.1:1", "Origin": "http://127.0.0.1:1"}, 200),
     ({"Host": "127.0.0.1:1", "Origin": "https://our.example"}, 200),  # behind a proxy
     ({"Origin": "https://elsewhere.example"}, 403), ({"Origin": "http://[bad"}, 403),
+    ({"Origin": "null"}, 403),  # a page in a frame without rights
     ({"Host": "127.0.0.1:1", "Origin": "http://localhost:9"}, 403)])
 def test_only_pages_of_the_server_itself_may_ask_it(run_port, headers, status):
     response, content = send(run_port, "GET", "/v1/models", **headers)
@@ -325,7 +326,7 @@ def test_chats_go_through_the_template(model, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--batch", "0"], "--batch must be at least 1"), (["--host", "203.0.113.7"], "cannot be listened on"),
-    ([], "is no folder")])
+    (["--batch", "0"], "--batch must be at least 1"), (["--port", "70000"], "cannot be listened on"),
+    (["--host", "203.0.113.7"], "cannot be listened on"), ([], "is no folder")])
 def test_what_cannot_be_served_is_said_in_a_sentence(arguments, said, capsys, tmp_path):
     assert said in printed(capsys, serve.main, "--model", tmp_path / "none", "--port", "0", *arguments, expect=2)

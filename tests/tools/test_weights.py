@@ -141,8 +141,10 @@ def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, t
         assert all(torch.equal(weights.read(name), each.bfloat16()) for name, each in model.named_parameters())
     assert complete_checkpoints(tmp_path / "run/train") == []
     refused(UserError, "is not a complete checkpoint", read_marker, made)
-    (made / "weights.json").write_text("{")
-    refused(UserError, r"weights\.json is damaged", open_weights, made)
+    for name, change, said in (("index.json", ("weights-00000", "../weights-00000"), "no path inside"),
+                               ("weights.json", ('"', ""), r"weights\.json is damaged")):
+        (made / name).write_text((made / name).read_text().replace(*change))
+        refused(UserError, said, open_weights, made)
 
 
 class Killed(BaseException):

@@ -65,6 +65,7 @@ def test_values_that_are_no_numbers_are_refused_by_the_tensors_name(exported, tm
     ({"dim": 64}, "dim is 64 here, 32 there"),
     ({"ffn_dim": 80}, "ffn_dim is 80 here, 48 there"),
     ({"layers": 3, "kv_heads": 4}, "layers is 3 here, 2 there\n  - kv_heads is 4 here, 2 there"),
+    ({"tied_embeddings": True}, "tied_embeddings is True here, False there"),
     ({"vocab_size": 69}, "vocab_size is 69 here, 70 there: it may only grow"),
 ])
 def test_another_model_is_refused_with_all_that_differs(exported, change, said):

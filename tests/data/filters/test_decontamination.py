@@ -178,6 +178,10 @@ def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
     assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
     assert not any("spider" in document.text for split in ("train", "heldout") for document in documents(corpus, split))
+    assert run(corpus, "name=b", "launch.processes=2", "--part", "1/2") == 0
+    assert run(corpus, "name=b", "--part", "0/2") == 0 and run(corpus, "name=b") == 0
+    again = read_manifest(folder_of(corpus, "b"))
+    assert (again.fingerprint, again.outputs) == (manifest.fingerprint, manifest.outputs)
 
 
 def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys):

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.rollbacks import Rollback, add_rollback, read_rollbacks
+from drover.pipeline.training import uploads as module
 from drover.pipeline.training.uploads import take_records, train_records
 
 
@@ -44,3 +46,17 @@ def test_a_step_that_is_saved_again_is_no_copy_until_it_is_copied_again(gated):
     assert run.copies.found().whole == [] and run.uploads.uploaded == -1
     gate.open.set()
     assert run.waited(1) == "" and run.copies.found().whole == [1]
+
+
+def test_a_marker_that_cannot_be_read_costs_no_save_and_is_tried_again(gated, monkeypatch):
+    run, _ = gated
+    read, broken = module.read_marker, [UserError("Input/output error")]
+
+    def read_later(path):
+        if broken:
+            raise broken.pop()
+        return read(path)
+    monkeypatch.setattr(module, "read_marker", read_later)
+    run.save_copied(1)
+    assert sorted(run.log.names()) == ["checkpoint", "checkpoint_copied", "checkpoint_copy_failed"]
+    assert run.copies.found().whole == [1]

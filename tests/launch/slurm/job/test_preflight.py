@@ -76,6 +76,7 @@ def two(*, apart=0.0, link=0.0):
     (1, having("gpu", "n1")[:1], {"n1": "gpu n1"}),
     # What ends the job without a strike: more of four nodes than one, or what they share
     (4, having("gpu", "n1", "n2"), "launch.exclude"), (4, having("shm", *NODES), "launch.exclude"),
+    (4, [*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], "launch.exclude"),
     (4, having("space", "n2"), "space n2 (1 of 4"), (1, having("space", "n1")[:1], "space n1 (1 of 1 node;"),
     (4, having("folder", "n1", "n2", "n4"), "folder n1 (3 of 4")])
 def test_the_table(count, reports, bad):

@@ -113,7 +113,7 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     shown = launcher.accepted(
         "--stage", "all", "--nodes", "2", "--dry-run", "launch.train.links=3", "launch.requeue=false",
         "launch.shard.array=1", "launch.encode.array=5", "launch.encode.at_once=2", "train.micro_batch=1",
-        "launch.extra={comment: night}")
+        "launch.extra={comment: night}", "launch.qos=high", "launch.constraint=h100")
     found = scripts(shown)
     assert list(found) == ["shard", "tokenizer", "encode-parts", "encode", "train-1", "train-2", "train", "convert",
                            "evaluate", "report"]
@@ -124,6 +124,7 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert option(found["encode-parts"], "array") == "0-4%2"
     assert all(option(text, "no-requeue") == "" and option(text, "requeue") is None and "code=$?" not in text
                and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", option(text, "comment"))
+               and [option(text, name) for name in ("qos", "constraint")] == ["high", "h100"]
                for text in found.values())
     assert "link 2 of 3" in shown
 
@@ -238,6 +239,8 @@ def test_all_that_the_site_forbids_is_told_at_once(slurm):
         assert part in said, part
     assert "hf_abc" not in said
     least = f"launch.limits={{nodes: 4, time: 240, array: 4, jobs: {queued}, gpu_memory_gb: 1}}"
+    assert "are free at" in slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1",
+                                          "train.steps=200000000", "train.warmup_steps=3")
     slurm.accepted("--stage", "all", "--nodes", "4", least, "launch.train.time=5")
 
 
