@@ -46,7 +46,8 @@ class FilesSource(Section):
     text_field: str = "text"
     """Field or column that holds the document's text."""
     id_field: str | None = None
-    """Field or column that holds the document's id. null: the file's name and the line or record number, from 1."""
+    """Field or column that holds the document's id. null: the file's name and the line or record number, from 1, as
+    `file:7`; in a file that is read in parts the offset, as `file@1234`."""
     meta_fields: list[str] = []
     """Fields or columns to keep as the document's `meta`."""
 
@@ -101,9 +102,9 @@ class NearDuplicates(Section):
     rows: int | None = Field(None, ge=1)
     """MinHash values per band, all of which must match; null: the preset's number."""
     verify: float | None = Field(None, gt=0, le=1)
-    """Drop a near-duplicate only if its Jaccard similarity to the kept document is at least this. The similarity is
-    computed on shingles of 3 `words`. null: drop every linked document but the kept one. With `heldout_rule: hash`,
-    linked documents that stay are in the same split."""
+    """Drop a near-duplicate only if its Jaccard similarity to a kept document of its component is at least this. Else
+    it is kept, too. The similarity is computed on shingles of 3 `words`. null: keep one document of each component.
+    With `heldout_rule: hash`, all kept documents of a component are in the same split."""
 
 
 class ShardConfig(Section):
@@ -139,8 +140,8 @@ class ShardConfig(Section):
     kind. docs/data.md describes all kinds."""
     keep_dropped: bool = added(False)
     """Write the documents that filters drop to dropped/ as JSON lines, with the filter's name and the reason. Also name
-    the kept document of each duplicate in duplicates/. Both are outputs of the stage, so a finished stage must run
-    again."""
+    the kept document of each duplicate in duplicates/. Both are outputs of the stage. If you change this for a
+    finished stage, Drover stops and shows both values; `--force` runs it again."""
     max_document_mb: PositiveFloat = added(128.0)
     """Largest document in MB (10^6 bytes). A document is a line of jsonl, a value of json, parquet or arrow, or a field
     of csv. A txt file without `separator` is one, too. A larger document is rejected by name and never held in memory.
@@ -150,7 +151,7 @@ class ShardConfig(Section):
     there. Each is the document's beginning, as the filter saw it. If a finished stage has another number, Drover stops
     and shows both; `--force` runs it again. The shards stay the same, so later stages stay valid."""
     max_rejected_share: float = execution(0.001, ge=0, le=1)
-    """The stage fails if more than this share of all documents is unreadable. It also fails if more than this share of
+    """The stage fails if more than this share of all documents is rejected. It also fails if more than this share of
     the files break off, since their rest is lost uncounted. Up to this share, rejects are counted and listed in
     rejected.jsonl."""
 

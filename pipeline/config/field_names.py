@@ -93,7 +93,7 @@ DeepSpeed, Lightning and others."""
 MEANINGS = {
     "train.batch_tokens": "counted in tokens: sequences x train.sequence_length",
     "train.micro_batch": "the most sequences of a rank at once; accumulation follows from batch and ranks",
-    "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps; epochs are not counted in",
+    "train.min_lr_share": "a share of lr", "train.steps": "optimizer steps, not epochs",
     "train.warmup_steps": "in steps",
 }
 _KEYS: dict[str, list[str]] = {}

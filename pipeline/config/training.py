@@ -84,8 +84,8 @@ class PhaseConfig(Section):
     """A part of training with settings of its own. Settings that it leaves out are those of `train`."""
 
     until: TokenCount = Field(gt=0)
-    """End of the phase: tokens since the start of the run, as a number or as 250M, 10B. It is rounded up to a whole
-    step. The last phase ends the run."""
+    """End of the phase: tokens since the start of the run, padding included, as a number or as 250M, 10B. It is rounded
+    up to a whole step. The last phase ends the run."""
     mixture: Mixture | None = None
     """Weights of the sources in this phase, as in train.mixture."""
     sequence_length: PositiveInt | None = None
@@ -93,7 +93,7 @@ class PhaseConfig(Section):
     batch_tokens: TokenCount | None = Field(None, gt=0)
     """Tokens per optimizer step in this phase."""
     micro_batch: PositiveInt | None = execution(None)
-    """Most sequences in a micro-batch of a rank in this phase."""
+    """Upper limit of sequences that a rank processes at once in this phase."""
     lr: NonNegativeFloat | None = None
     """Learning rate with which this phase starts a new curve, after `warmup_steps`; null: where the curve before ended.
     Any of lr, lr_end, schedule and warmup_steps starts a new curve, which lasts until the next one. A phase without
@@ -124,7 +124,8 @@ class TrainConfig(Section):
     steps: PositiveInt = 1000
     """Optimizer steps of the run. With `phases` they follow from the phases."""
     sequence_length: PositiveInt = 256
-    """Tokens per sequence; at most the model's context_length."""
+    """Tokens per sequence, counted as inputs: labels are the same tokens shifted by one. At most the model's
+    context_length."""
     packing: Literal["concatenate", "best_fit"] = added("concatenate")
     """How documents become sequences. `concatenate`: one after another, cut wherever a sequence is full. `best_fit`:
     packed so that only documents longer than a sequence are cut (Ding et al. 2024). The rest of a sequence is padding
@@ -134,8 +135,8 @@ class TrainConfig(Section):
     """Tokens per optimizer step over all ranks; a multiple of sequence_length. Gradient accumulation follows from
     it."""
     micro_batch: PositiveInt = execution(8)
-    """Most sequences in a micro-batch of a rank: as many as memory allows. Drover takes the largest number up to this
-    that divides a rank's sequences of a step. The plan shows it."""
+    """Upper limit of sequences that a rank processes at once. Drover takes the largest number up to it that divides the
+    rank's share of the batch. The plan shows it. Set it as large as memory allows."""
     init_from: str | None = execution(None)
     """Folder with weights to start from, instead of random ones. It is a run (its newest checkpoint), a training
     checkpoint of any layout, or a Hugging Face folder. Optimizer state, schedule and data position start from scratch.
@@ -151,7 +152,8 @@ class TrainConfig(Section):
     """Learning rates of some parameters as a multiple of `lr`, by name or shell pattern: `{"tok_embeddings.*": 2}`. The
     first pattern that matches a name holds. All other parameters have 1."""
     lr: PositiveFloat = 3e-3
-    """Peak learning rate. 1e-3 to 5e-3 suits small models; Llama 3 8B used 3e-4."""
+    """Peak learning rate. 1e-3 to 5e-3 suits small models with AdamW; Llama 3 8B used 3e-4. The demo's model of 3M
+    parameters learned most with 1e-2 to 2e-2 under Muon."""
     min_lr_share: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end of the schedule, as a share of lr."""
     warmup_steps: NonNegativeInt = 50
@@ -168,7 +170,7 @@ class TrainConfig(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay. Norms and embeddings are never decayed."""
+    """Decoupled weight decay, multiplied by the learning rate. Norms and embeddings are never decayed."""
     clip_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     z_loss: NonNegativeFloat = added(0.0)
@@ -236,8 +238,8 @@ class TrainConfig(Section):
     and add more. See docs/phases.md."""
     grain_tokens: PositiveInt | None = added(None)
     """With phases: tokens per chunk into which sources are cut; null: the longest sequence_length of the phases. Each
-    chunk is used once before any is used again, by phases of every sequence length that divides it. Not with packing,
-    which needs none."""
+    chunk is used once before any is used again, by phases of every sequence length that divides it. Not with
+    `packing: best_fit`, which needs none."""
     stop_after_minutes: PositiveFloat | None = execution(None)
     """Save and exit this many minutes after the start of the process; null: never. The same command continues. For
     sites that stop a job without a warning signal."""
