@@ -188,12 +188,16 @@ def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
         yield "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."
     if twice := sorted({host for host in launch.hosts if launch.hosts.count(host) > 1}):
         yield f"launch.hosts names {', '.join(twice)} more than once. Name each host once."
+    near = [host for host in launch.hosts if f"{host.rpartition('@')[2]}.".startswith(("localhost.", "127."))]
+    if 0 < len(near) < len(launch.hosts):
+        yield (f"launch.hosts names {', '.join(near)}, which on every host means the host itself. Give the name by "
+               f"which the other hosts reach it.")
     for job in jobs:
         if job.nodes > len(launch.hosts) > 0:
-            yield (f"{job.key} asks for {job.nodes} hosts, but launch.hosts names {len(launch.hosts)}. Name more, "
-                   f"or ask for fewer (launch.{job.stage}.nodes).")
+            yield (f"{job.key} requests {job.nodes} hosts, but launch.hosts names {len(launch.hosts)}. Name more, "
+                   f"or request fewer (launch.{job.stage}.nodes).")
     if launch.min_hosts and launch.min_hosts > launch.train.nodes:
-        yield (f"launch.min_hosts is {launch.min_hosts}, but training asks for {launch.train.nodes} hosts. Set it to "
+        yield (f"launch.min_hosts is {launch.min_hosts}, but training requests {launch.train.nodes} hosts. Set it to "
                f"that or less.")
     if launch.srun_args or launch.container.runtime == "pyxis":
         yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."

@@ -26,7 +26,7 @@ class StepEnd:
     status: of the first that failed, or of the program that started them (128 + n for signal n). Do not rely on it.
     cause: what is known, in a few words; empty if nothing.
     rank: the first that failed. exit_code: its exit status if it exited by itself; then its last line says why.
-    lost: nodes that failed, according to Slurm.
+    lost: nodes that failed, according to Slurm, or hosts whose ssh ended.
     started: whether there were processes at all. abandoned: whether some may still run.
     """
 

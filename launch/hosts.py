@@ -7,11 +7,13 @@ runner waits here until enough hosts answer.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ from drover.launch.local import WORDS, LocalHost, run_jobs
 from drover.launch.on_host import MARK, Work, answers, line_of
 from drover.launch.plan import Job, Options
 from drover.launch.processes import BROKEN_S, SHUTDOWN_S, Each, Environment, Group, answer_of, started
+from drover.launch.slurm.job.decisions import TERMINATED
 from drover.launch.slurm.job.rank import PREFLIGHT, SAVES
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import failing
@@ -50,6 +53,8 @@ PROBE_S = 120.0
 """For a host to answer: Python may come from a slow file system."""
 BEAT_S = 5.0
 """Between two words to each host, and two looks for a request to cancel."""
+READ_S = 1.0
+"""Between two looks for answers of the hosts, which are in the shared folder."""
 WAIT_S = 15.0
 """Between two looks whether enough hosts answer."""
 LOOK_S = 60.0
@@ -71,8 +76,6 @@ class Found:
 def look_at(hosts: Sequence[str], launch: LaunchConfig, run_folder: Path) -> Found:
     """Look which hosts can be reached, start Python, and share the run folder with this machine."""
     token = run_folder / "launch" / f"{token_hex(4)}.host"
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.touch()
 
     def ask(number: int) -> tuple[tuple[str, list[int]] | None, str]:
         host, mark = hosts[number], token.with_suffix(f".{number}")
@@ -93,19 +96,40 @@ def look_at(hosts: Sequence[str], launch: LaunchConfig, run_folder: Path) -> Fou
         own = answer["address"].startswith(("127.", "::1")) or not answer["address"]
         return (host.rpartition("@")[2] if own else answer["address"], answer["ports"]), ""
 
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        results = dict(zip(hosts, pool.map(ask, range(len(hosts))), strict=True))
-    token.unlink()
+    try:
+        token.parent.mkdir(parents=True, exist_ok=True)
+        token.touch()
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            results = dict(zip(hosts, pool.map(ask, range(len(hosts))), strict=True))
+    except OSError as error:
+        return Found({}, dict.fromkeys(hosts, f"this machine cannot use {token.parent}: {error.strerror}"))
+    finally:
+        with suppress(OSError):
+            token.unlink(missing_ok=True)
     return Found({host: place for host, (place, _) in results.items() if place},
                  {host: problem for host, (place, problem) in results.items() if not place})
 
 
 def ssh_command(host: str, launch: LaunchConfig) -> list[str]:
-    """How `drover.launch.on_host` is started on a host."""
+    """How `drover.launch.on_host` is started on a host.
+
+    bash runs the lines of launch.setup, as in a Slurm job. They get no input, which is the task. The login shell may be
+    another one, such as csh, so it gets one line without anything that it could read differently.
+    """
     python = launch.runner_python or (None if launch.wrap or launch.container.image else launch.python)
-    program = f"exec env PYTHONPATH={shlex.quote(str(IMPORTED_FROM))} PYTHONSAFEPATH=1 " \
-              f"{shlex.quote(python or sys.executable)} -m drover.launch.on_host"
-    return [*launch.ssh, *SSH, host, " && ".join([f"cd {shlex.quote(str(Path.cwd()))}", *launch.setup, program])]
+    script = "\n".join([
+        f"cd {shlex.quote(str(Path.cwd()))} || exit", "{ :", *launch.setup, "} </dev/null",
+        f"exec env PYTHONPATH={shlex.quote(str(IMPORTED_FROM))} PYTHONSAFEPATH=1 "
+        f"{shlex.quote(python or sys.executable)} -m drover.launch.on_host"])
+    encoded = base64.b64encode(script.encode()).decode()
+    return [*launch.ssh, *SSH, host, f"exec bash -c 'eval \"$(echo {encoded} | base64 -d)\"'"]
+
+
+def text_of(log: Path) -> str:
+    """What a log holds; nothing while its file system fails."""
+    with suppress(OSError):
+        return log.read_text(errors="replace")
+    return ""
 
 
 def last_words(said: str) -> str:
@@ -152,6 +176,13 @@ class _Link(subprocess.Popen[bytes]):
         """Send something to the host, if it is still there."""
         with suppress(OSError):
             os.write(self.stdin.fileno(), words)  # type: ignore[union-attr]
+
+
+def _beat(links: Sequence[_Link], over: threading.Event) -> None:
+    """Write to the hosts now and then, by which they know that the launcher is there, until it is over."""
+    while not over.wait(BEAT_S):
+        for link in links:
+            link.say(b"\n")
 
 
 @dataclass(kw_only=True)
@@ -206,15 +237,25 @@ class SshHost(LocalHost):
             for number, link in enumerate(links):
                 link.say(line_of(self._work(spec, command, environment, folder, number)))
             group, ends = Group(links, spec.stage, self.asked), list[tuple[int, int]]()
+            over, read = threading.Event(), 0.0
+            # In a thread: hosts whose launcher waits for the shared folder must not think that it is gone.
+            beats = threading.Thread(daemon=True, target=_beat, args=(links, over))
+            beats.start()
+            opened.callback(beats.join)
+            opened.callback(over.set)
             grows = self._growth(opened.enter_context(ThreadPoolExecutor(1))) if spec.stage in SAVES else iter(())
 
-            def proceeds() -> bool:
-                if time.monotonic() >= self._next:
-                    for link in links:
-                        link.say(b"\n")
+            def hear() -> None:
                 new = {(answer["rank"], answer["status"]) for log in logs
-                       for answer in answers(log.read_text(errors="replace"))}.difference(ends)
-                ends.extend(sorted(new, key=lambda end: (end[1] < KILLED, end)))  # what was killed made others fail
+                       for answer in answers(text_of(log))}.difference(ends)
+                # What was killed made others fail, except by SIGTERM: that came because another one had failed.
+                ends.extend(sorted(new, key=lambda end: (end[1] == TERMINATED, end[1] < KILLED, end)))
+
+            def proceeds() -> bool:
+                nonlocal read
+                if time.monotonic() >= read:
+                    read = time.monotonic() + READ_S
+                    hear()
                 if ends or group.failed:
                     group.end_within(BROKEN_S)
                 elif next(grows, False):
@@ -222,7 +263,7 @@ class SshHost(LocalHost):
                 return self._attend(each)
 
             group.run(proceeds)
-            proceeds()  # what the hosts answered last
+            hear()  # what the hosts answered last
         return self._end_of(spec, group, ends, logs)
 
     def _work(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path, number: int) -> Work:
@@ -239,7 +280,7 @@ class SshHost(LocalHost):
 
     def _end_of(self, spec: JobSpec, group: Group, ends: Sequence[tuple[int, int]], logs: Sequence[Path]) -> StepEnd:
         """How a start ended. ends: ranks that failed, with their exit statuses, the first first."""
-        lost = {self.nodes[number]: last_words(logs[number].read_text(errors="replace"))
+        lost = {self.nodes[number]: last_words(text_of(logs[number]))
                 for number, status in group.failed if status == LOST}
         number, status = group.failed[0] if group.failed else (0, 0)
         rank, status = ends[0] if ends else (number * spec.tasks_per_node, status)
@@ -251,7 +292,7 @@ class SshHost(LocalHost):
             host = self.nodes[rank // spec.tasks_per_node]
             cause = f"rank {rank} on {host}: {cause}" if spec.ranks else f"{cause} on {host}"
         elif status:
-            cause = f"{self.nodes[number]}: {last_words(logs[number].read_text(errors='replace')) or cause}"
+            cause = f"{self.nodes[number]}: {last_words(text_of(logs[number])) or cause}"
         # Without it, ranks that miss a lost host count as crashed, not as ranks that refused to start.
         code = end.exit_code if ends and not lost else None
         return replace(end, cause=cause, rank=rank, exit_code=code, lost=tuple(lost),
@@ -260,7 +301,7 @@ class SshHost(LocalHost):
     def _growth(self, pool: ThreadPoolExecutor) -> Iterator[bool]:
         """While a stage runs on fewer hosts than planned: whether more answer now, so that it is to begin again."""
         looked, look = time.monotonic(), None
-        while len(self.nodes) < self.planned.nodes:
+        while len(self.nodes) < self.planned.nodes and not self.asked:
             if look is not None and look.done():
                 there = [host for host in self._candidates() if host in look.result().there]
                 look = None
@@ -268,6 +309,7 @@ class SshHost(LocalHost):
                     self.say(f"{', '.join(host for host in there if host not in self.nodes)} can be used again; "
                              f"{self.planned.stage} saves and begins again with more hosts")
                     yield True
+                    return
             elif look is None and time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 look = pool.submit(look_at, self.config.launch.hosts, self.config.launch, Path(self.planned.run))
@@ -290,10 +332,11 @@ class SshHost(LocalHost):
         """Look now and then whether `drover cancel` asks for the end."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + BEAT_S
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 (Path(self.planned.run) / CANCEL).unlink()
-                self.say("asked to end by `drover cancel`")
-                self.asked.append(SIGTERM)
+                if not self.asked:  # a second request would kill what is being saved
+                    self.say("asked to end by `drover cancel`")
+                    self.asked.append(SIGTERM)
         return each()
 
     def _say_once(self, text: str) -> None:

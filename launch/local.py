@@ -124,8 +124,10 @@ def _run_job(run: Run, job: Job, options: Options, chain: str, asked: list[int],
     if decision is None:  # an earlier start of the Slurm job around us has finished the stage or given it up
         return status
     folder, end = runner.last or (run.folder, StepEnd(1))
-    what = f" (exit status {end.status})" if decision.status == "failed" else f": {decision.reason}"
-    output = folder / ONE_PROCESS if options.cluster == "local" else rank_log(folder, end.rank, spec.tasks_per_node)
+    what = f" (exit status {end.status})" if decision.status == "failed" and runner.last else f": {decision.reason}"
+    output = run.folder / WORDS  # of a preflight that failed
+    if runner.last:
+        output = folder / ONE_PROCESS if options.cluster == "local" else rank_log(folder, end.rank, spec.tasks_per_node)
     hint = MEMORY if end.status == 128 + signal.SIGKILL else ""
     tell(sys.stderr, f"\n{job.stage} failed{what}{hint}. Nothing after it was started. Its output is in "
                      f"{output}. Once the cause is fixed, {again}.")

@@ -118,7 +118,8 @@ def free_port() -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rank sets it too, and can bind the same port
         return port
     raise UserError(f"This node has no free port among {PORTS.start}-{PORTS.stop - 1} for the ranks to meet on. Find "
-                    f"out what uses them (ss -ltn), or leave the node out (launch.exclude).")
+                    f"out what uses them (ss -ltn), or leave the node out (launch.exclude; on hosts, remove it from "
+                    f"launch.hosts).")
 
 
 def tell(target: IO[str], text: str) -> None:
@@ -159,7 +160,7 @@ def started(command: Sequence[str], environment: Environment, out: int | None, e
     this is called, so that the code between fork and exec is safe.
     """
     return kind(command, env=environment, stdin=given, stdout=out, stderr=errors, start_new_session=True,
-                            preexec_fn=partial(_prepare, os.getpid()))
+                preexec_fn=partial(_prepare, os.getpid()))
 
 
 class Group:

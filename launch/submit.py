@@ -186,8 +186,8 @@ def _cluster(options: argparse.Namespace, hosts: Sequence[str]) -> tuple[Literal
     if explicit and asked == "auto" and options.dry_run:
         return "slurm", "no sbatch here: only shown"
     if explicit:
-        raise UserError(f"--nodes and --gpus-per-node are for Slurm, but this runs here ({why}). Leave them out "
-                        f"(launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; "
+        raise UserError(f"--nodes and --gpus-per-node are for Slurm and hosts, but this runs here ({why}). Leave "
+                        f"them out (launch.processes=N sets the ranks here), or use --cluster slurm where Slurm is; "
                         f"`drover plan --cluster slurm` shows what it would get.")
     return "local", why
 

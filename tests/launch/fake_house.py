@@ -19,6 +19,7 @@ from pathlib import Path
 import fakes
 from drover.pipeline.config.section import identity
 from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sha256_json, write_text
 
 NAME = "{name}"
@@ -32,6 +33,8 @@ def work(work):
     (pids / f"{NAME}-{RANK}.secret").write_text(os.environ.get("DROVER_STORE_SECRET", ""))
     print(f"{NAME} rank {RANK} of {os.environ.get('WORLD_SIZE', '-')} "
           f"threads {os.environ.get('OMP_NUM_THREADS', '-')} terminal {sys.stdout.isatty()}", flush=True)
+    if manner == "fail":
+        raise UserError("the third record of corpus.txt is broken. Repair it.")
     if manner == "killed":
         if RANK == "1":
             os.kill(os.getpid(), signal.SIGKILL)

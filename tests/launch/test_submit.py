@@ -193,6 +193,6 @@ def test_where_it_runs(launcher, monkeypatch):
     shown = launcher.accepted(*asked, "--nodes", "1")
     assert "slurm (no sbatch here: only shown)" in shown and "#SBATCH" in shown
     refused = launcher.refused("--stage", "shard", "--nodes", "1")
-    assert "--nodes and --gpus-per-node are for Slurm, but this runs here (no sbatch" in refused
+    assert "--nodes and --gpus-per-node are for Slurm and hosts, but this runs here (no sbatch" in refused
     assert "--rehearse is for jobs on Slurm" in launcher.refused("--stage", "shard", "--rehearse")
     assert "slurm (sbatch is on PATH)" in launcher.with_slurm(monkeypatch).accepted(*asked)

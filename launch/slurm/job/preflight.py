@@ -110,7 +110,8 @@ def judge(reports: Sequence[Report], places: Sequence[str], lasted_s: float = 0.
             return result
     if len(bad) > most:
         result.reason = (f"{next(iter(bad.values()))} ({counted(bad)}; {named(bad)}; {common}. Look at these nodes. If "
-                         f"they are bad, leave them out with launch.exclude and submit the same command again)")
+                         f"they are bad, exclude them (launch.exclude; on hosts, remove them from launch.hosts) "
+                         f"and submit the same command again)")
         return result
     silent = _silent(reports, places)
     if quiet_s >= max(QUIET_S, lasted_s):

@@ -50,8 +50,8 @@ def rank_environment(given: Environment, stage: str = "") -> dict[str, str]:
     gpus = int(given.get("DROVER_GPUS") or 0)
     if gpus and stage != PREFLIGHT and (seen := visible_gpus(given)) < gpus:
         raise UserError(f"{node} shows {seen} GPUs to this job, but {gpus} per node were requested. Look at the node "
-                        f"(`nvidia-smi`; with Slurm `scontrol show node {node}`), exclude it (launch.exclude={node}, "
-                        f"or without Slurm --hosts), or ask for fewer.")
+                        f"(`nvidia-smi`; with Slurm `scontrol show node {node}`), exclude it (launch.exclude={node}; "
+                        f"on hosts, remove it from launch.hosts), or request fewer.")
     return found
 
 
@@ -64,7 +64,7 @@ def defaults(environment: Environment) -> dict[str, str]:
     """
     caches, node = node_folder(), environment.get("SLURMD_NODENAME", platform.node())
     # One for every rank: on shared homes, compilers of several ranks wrote into each other's files.
-    folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{environment['LOCAL_RANK']}"),
+    folders = {"TRITON_CACHE_DIR": str(caches / f"triton-{node}-{environment.get('LOCAL_RANK', '0')}"),
                "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     wanted = {"TORCH_FR_BUFFER_SIZE": "2000", "NCCL_DEBUG": "WARN", **folders}
     found = {name: value for name, value in wanted.items() if name not in environment}

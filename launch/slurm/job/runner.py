@@ -103,6 +103,7 @@ class Runner:
             if decision := self._account_for_the_last():
                 return self._end(decision)
             while True:
+                self.last = None
                 self.spec = here.ready(self.spec, self.tick)
                 self._log("job", nodes=list(here.nodes), host=platform.node())
                 decision = self._preflight()

@@ -40,10 +40,10 @@ class SlurmHost(Host):
     """A job's nodes.
 
     Attributes:
-        meeting: address of the first node, as Slurm has it; empty until it was needed and Slurm has answered.
+        first_address: that of the first node, as Slurm has it; empty until it was needed and Slurm has answered.
     """
 
-    meeting = ""
+    first_address = ""
 
     @classmethod
     def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
@@ -80,9 +80,9 @@ class SlurmHost(Host):
 
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
         """On the first node."""
-        if self.meeting in ("", self.nodes[0]):  # else it is kept: the controller may be down at a later start
-            self.meeting = address(self.nodes[0], self.scheduler)
-        return meeting(spec, self.meeting, free_port())
+        if self.first_address in ("", self.nodes[0]):  # else it is kept: the controller may be down at a later start
+            self.first_address = address(self.nodes[0], self.scheduler)
+        return meeting(spec, self.first_address, free_port())
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[str]:

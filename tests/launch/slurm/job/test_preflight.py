@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -230,3 +231,15 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in read_reports(folder, Report)] == [True, False] * 3
     assert (tmp_path / "calls").read_text().startswith("-m drover.launch.slurm.job.node_trial")
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "DROVER_CHAIN"])
+def test_whose_process_uses_a_gpu(monkeypatch, name):
+    """On hosts without Slurm the submission says so."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv(name, "12")
+    for value, foreign in (("12", False), ("13", True)):
+        with subprocess.Popen(["sh", "-c", "echo; read word"], env={**os.environ, name: value},
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()  # its environment is there now
+            assert node_trial._is_foreign(str(process.pid)) == foreign
