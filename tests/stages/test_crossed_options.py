@@ -80,7 +80,7 @@ def test_with_shards_and_checkpoints_in_stores_it_is_as_from_files(fresh, short_
     settings = [*settings, f"train.tokens_from=file://{short_documents.parent}/store", f"train.cache.read={read}",
                 f"train.cache.folder={tmp_path}/cache", "train.checkpoint.background=false",
                 f"train.checkpoint.copy_to={url}"]
-    late = ";slow:rank=1,step=10,seconds=10" * lost  # so that the copy of step 8 is there
+    late = ";slow:rank=1,step=9,seconds=10" * lost  # so that the copy of step 8 is there, without what step 9 brings
     run_with_faults(fresh, f"{faults}{late};kill:rank=1,step=11", *settings, ranks=2, expect=1)
     if lost:  # what happened after the last copy happens again
         shutil.rmtree(run / "train")
