@@ -113,7 +113,7 @@ class StoredTokens:
         if number is None and not self._ahead:
             self._say_once(f"{cache.folder} has no room for a shard of {size / 1e9:.3f} GB (the cache's bound is "
                            f"{cache.limit / 1e9:.3f} GB, its disk has {_free(cache.folder) / 1e9:.3f} GB left): parts "
-                           f"of such shards are read from {self.settings.url}")
+                           f"of such shards are read from {self.settings.url}", about="room")
         return None if number is None else Descriptor(number)
 
     def read(self, row: int, start: int, stop: int) -> bytes:
@@ -165,10 +165,11 @@ class StoredTokens:
                 time.sleep(PAUSE_S)
         raise AssertionError("unreachable")
 
-    def _say_once(self, text: str) -> None:
+    def _say_once(self, text: str, about: str = "") -> None:
+        """about: what the text is about, if it has numbers that change from one time to the next."""
         with self._lock:
-            new = text not in self._told
-            self._told.add(text)
+            new = (about or text) not in self._told
+            self._told.add(about or text)
         if new:
             self.say(text)
 
