@@ -1,11 +1,10 @@
 """What runs on a host without Slurm: it tries the shared folder, or starts the host's ranks.
 
-    ssh HOST 'cd FOLDER && exec python -m drover.launch.on_host'
-
-`drover.launch.hosts` calls it. The task is the first line of the input, in JSON, so that no secret stands on a command
-line. After it the launcher sends an empty line now and then, and `end` to ask the ranks to save and end. Once the input
-is closed, or silent for SILENT_S, the ranks are killed: the launcher is gone, or starts them elsewhere. Answers are
-lines of JSON on stderr. The output of rank 0 goes to stdout as well as to the log of its node.
+`drover.launch.hosts` starts it over ssh (`ssh_command`). The task is the first line of the input, in JSON, so that no
+secret stands on a command line. After it the launcher sends an empty line now and then, and `end` to ask the ranks to
+save and end. Once the input is closed, or silent for SILENT_S, the ranks are killed: the launcher is gone, or starts
+them elsewhere. Answers are lines of JSON on stderr. The output of rank 0 goes to stdout as well as to the log of its
+node.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from drover.launch.slurm.start_logs import Labelled
 MARK = "drover-host "
 """How a line of an answer begins."""
 SILENT_S = 30.0
-"""After so long without a word the launcher counts as gone. ssh gives a host up later than that (`hosts.SSH`), so no
-rank of a lost host still runs when others start in its place."""
+"""After so long without a word the launcher counts as gone. ssh itself gives a host up later (`hosts.SSH`), when its
+ranks are dead. If the launcher ends the ssh of a host that does not answer, ranks there may run for that long."""
 SEEN_S = 10.0
 """How long a new file of the run folder may take to be seen from another machine."""
 

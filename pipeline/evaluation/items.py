@@ -78,7 +78,7 @@ def of_items(task: Any, samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _answer(task: Any, sample: dict[str, Any]) -> tuple[float | None, Added | None]:
-    """Of an item: right choices / choices, None without choices; and the model's bits for the right answer given the
+    """An item's share of right choices, None without choices; and the model's bits for the right answer given the
     question, with the answer's UTF-8 bytes including its leading blank, None if no choice is right. If several choices
     are right, the first counts."""
     chance, number = None, 0

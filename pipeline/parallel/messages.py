@@ -1,7 +1,7 @@
 """Messages between ranks as bytes: plain values, numpy arrays, and the records and errors of one table.
 
 A message is the length of a JSON text, that text, and the content of its bytes and arrays. An object {"!kind": [...]}
-in the text represents a value that JSON does not have. `decode` creates nothing else, whoever wrote the message.
+in the text represents a value that JSON does not have. `decode` creates nothing else, even from a forged message.
 """
 
 from __future__ import annotations

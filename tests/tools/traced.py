@@ -11,11 +11,13 @@ from drover.pipeline.shard import shard
 from drover.pipeline.tokenizer import make_tokenizer
 
 PLANNED = 36
+WORDS = ["oak", "elm", "ash", "fir", "yew", "box", "bay", "fig", "plum", "pear", "rose", "lime", "teak", "alder",
+         "maple", "cedar", "birch", "beech", "larch", "thorn"]
 
 
 def sentence(draw, words):
     """So many words."""
-    return " ".join(f"word{draw.randrange(20)}" for _ in range(words))
+    return " ".join(draw.choice(WORDS) for _ in range(words))
 
 
 def make_traced(folder, **settings):

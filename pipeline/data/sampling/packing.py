@@ -74,7 +74,7 @@ class Planning:
 
     Attributes:
         folder: of the plan. shards: those that are packed. length: tokens of a sequence.
-        documents: gives what is to be packed of the shard in a row of the table.
+        documents: gives, for a row of the table, the documents of its shard that are to be packed.
         left: identifies the sequences that are left out; None if all documents are packed.
     """
 
