@@ -86,6 +86,7 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
         found.append("launch.device=mps is Apple's GPU, but the stages would not run on a Mac. Set it to auto.")
     if away:
         found += environment_problems(run.config, environment)
+        found += [*loss_problems(run.config, running)]
     if options.cluster == "hosts":
         found += hosts_problems(run.config.launch, running)
     if options.cluster == "slurm":
@@ -182,6 +183,20 @@ def refuse_stale(run: Run, job: Job, options: Options) -> None:
     raise refusal
 
 
+def loss_problems(config: Config, jobs: Sequence[Job]) -> Iterator[str]:
+    """Whether training can continue after a loss as `launch.train.min_nodes` says."""
+    fewest, train = config.launch.train.min_nodes, next((job for job in jobs if job.stage == "train"), None)
+    if fewest is None or train is None:
+        return
+    if fewest > train.nodes:
+        yield (f"launch.train.min_nodes is {fewest}, but training requests {train.nodes} nodes. Set it to that or "
+               f"less.")
+    elif fewest < train.nodes and len(train.node_counts) == 1:
+        found = rank_problems(config, (train.nodes - 1) * train.tasks_per_node)[0]
+        yield (f"launch.train.min_nodes is {fewest}, but training cannot run on fewer than {train.nodes} nodes, for "
+               f"example on {train.nodes - 1}: {found} Choose a min_nodes that fits, or use spare_nodes.")
+
+
 def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
     """Settings that do not work on hosts without Slurm."""
     if not launch.hosts:
@@ -196,9 +211,6 @@ def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
         if job.nodes > len(launch.hosts) > 0:
             yield (f"{job.key} requests {job.nodes} hosts, but launch.hosts names {len(launch.hosts)}. Name more, "
                    f"or request fewer (launch.{job.stage}.nodes).")
-    if launch.min_hosts and launch.min_hosts > launch.train.nodes:
-        yield (f"launch.min_hosts is {launch.min_hosts}, but training requests {launch.train.nodes} hosts. Set it to "
-               f"that or less.")
     if launch.srun_args or launch.container.runtime == "pyxis":
         yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."
 
@@ -226,7 +238,7 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
     yield from node_problems(jobs, nodes)
     longest = None if site.time is None else minutes(site.time)
     for job in jobs:
-        for asked, most, what in ((job.nodes, site.nodes, "nodes"), (job.minutes, longest, "min"),
+        for asked, most, what in ((job.all_nodes, site.nodes, "nodes"), (job.minutes, longest, "min"),
                                   (max(job.elements, default=-1) + 1, site.array, "elements")):
             if most is not None and asked > most:
                 yield f"{job.key} requests {asked} {what}; the site allows {most} (launch.limits): {MORE[what]}."
@@ -258,10 +270,10 @@ def _misfit(job: Job, nodes: Sequence[NodeKind]) -> str:
     cores, memory = job.tasks_per_node * job.cpus_per_task, int(number) * (1 << 10 * "KMGT".index(unit or "M")) >> 10
     fit = sum(kind.nodes for kind in there
               if kind.cpus >= cores and kind.gpus >= job.gpus_per_node and kind.memory_mb >= memory)
-    if fit >= job.nodes or not there:
+    if fit >= job.all_nodes or not there:
         return ""
     has = "; ".join(f"{kind.nodes} with {kind.cpus:,} cores, {kind.gpus} GPUs, {kind.memory_mb:,} MB" for kind in there)
-    return (f"requests {job.nodes} node{'s' * (job.nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
+    return (f"requests {job.all_nodes} node{'s' * (job.all_nodes > 1)} with {cores:,} cores, {job.gpus_per_node} GPUs, "
             f"{memory:,} MB each, but the partition {'/'.join(sorted({kind.partition for kind in there}))} has {has}. "
             f"A rank, or a job without ranks, gets launch.cpus cores; a node gets launch.gpus_per_node or "
             f"launch.processes ranks")

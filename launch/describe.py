@@ -21,7 +21,7 @@ from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
-from drover.pipeline.core.console import aligned, duration, readable
+from drover.pipeline.core.console import aligned, duration, first, readable
 from drover.pipeline.parallel.stages import stage_layers
 
 SLURM_COLUMNS = ("job", "state", "nodes", "work", "cores", "GPUs", "memory", "time", "where", "after")
@@ -69,7 +69,9 @@ def row(job: Job, options: Options) -> tuple[str, ...]:
         gpus = options.machine.gpus if options.cluster == "local" else job.gpus_per_node
         hosts = f", {job.nodes} host{'s' * (job.nodes > 1)}" * (options.cluster == "hosts")
         return job.key, state, work(job) + ", 1 GPU each" * bool(job.ranks and gpus) + hosts
-    asked, nodes = job.asked, f"{len(job.elements)} of {job.parts} parts" if job.elements else str(job.nodes)
+    asked, nodes = job.asked, f"{job.nodes}{f' + {job.spare_nodes} spare' * bool(job.spare_nodes)}"
+    if job.elements:
+        nodes = f"{len(job.elements)} of {job.parts} parts"
     extra = asked.extra or {}
     where = [asked.partition, extra.get("qos"), extra.get("constraint"),
              f"link {job.link} of {job.links}" * (job.links > 1)]
@@ -86,6 +88,9 @@ def training_facts(config: Config, job: Job) -> list[str]:
     lines = [f"batch     {BatchPlan.of(phase.train, parallel, ranks)}"
              f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
+    if len(job.node_counts) > 1:
+        lines.append(f"nodes     after a loss, training continues on {first([*map(str, job.node_counts[1:])])} of "
+                     f"{job.nodes} nodes")
     lines += [f"length    {train.steps:,} steps = {plan.tokens:,} tokens",
               f"model     {known.parameter_count:,} parameters: {shape}" if known else
               f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]

@@ -62,6 +62,7 @@ class Host(ABC):
         scheduler: gave the nodes. It answers how much time is left and how nodes are, and requeues the job. With one
             that never answers (`NoScheduler`) a job continues.
         asked: signals that asked the job to end, in order of arrival.
+        avoid: nodes that failed a start or the preflight of this job.
     """
 
     job: str
@@ -71,12 +72,18 @@ class Host(ABC):
     index: int | None
     scheduler: Scheduler
     asked: list[int] = field(default_factory=list)
+    avoid: set[str] = field(default_factory=set)
     in_place: ClassVar[bool] = False
     """Whether a job that is to be queued again begins again here, since the place itself waits for nodes."""
 
-    def ready(self, spec: JobSpec, each: Each) -> JobSpec:
-        """Called before each start: wait until there are nodes for it, if need be; the stage as it runs on them."""
+    def ready(self, spec: JobSpec, each: Each) -> JobSpec | None:
+        """Called before each start: wait until there are nodes for it, if need be; the stage as it runs on them. None:
+        too few of the job's nodes are left."""
         return spec
+
+    def has_others(self, spec: JobSpec) -> bool:
+        """Whether the job has enough nodes besides those in `avoid`."""
+        return False
 
     def does_without(self, nodes: Collection[str]) -> bool:
         """Whether the next start leaves these nodes out."""

@@ -33,7 +33,6 @@ from drover.launch.slurm.job.rank import PREFLIGHT, SAVES
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import failing
 from drover.launch.slurm.scheduler import NoScheduler
-from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
@@ -148,22 +147,17 @@ def run_on_hosts(config: Config, jobs: list[Job], options: Options) -> int:
     held = lock(run.folder, LAUNCHER, "launcher on hosts")
     (run.folder / CANCEL).unlink(missing_ok=True)
     found = look_at(launch.hosts, launch, run.folder)
-    if len(found.there) < max(least(launch, job.nodes) for job in jobs if job.to_run):
+    if not all(job.on(len(found.there)) for job in jobs if job.to_run):
         raise UserError(
             f"{len(found.problems)} of {len(launch.hosts)} hosts cannot be used. {found}. Every host must let you in "
             f"without a question (`{launch.ssh[0]} -o BatchMode=yes HOST true`), and must have {run.folder.absolute()},"
             f" {Path.cwd()} and {sys.executable} in the same places, in a shared folder. Fix them, remove them from "
-            f"launch.hosts, or set launch.min_hosts.")
+            f"launch.hosts, or set launch.train.min_nodes.")
     try:
         return run_jobs(config, jobs, options, hosts_place)
     finally:
         if held is not None:
             held.close()
-
-
-def least(launch: LaunchConfig, wanted: int) -> int:
-    """The fewest hosts with which a stage that wants so many runs."""
-    return min(wanted, launch.min_hosts or wanted)
 
 
 class _Link(subprocess.Popen[bytes]):
@@ -207,11 +201,12 @@ class SshHost(LocalHost):
         while not self.asked:
             found = look_at(launch.hosts, launch, run)
             there = [host for host in self._candidates() if host in found.there]
-            if count := self._usable(len(there)):
+            if ready := planned.on(len(there)):
+                count = ready.nodes
                 self.nodes, self._meeting = tuple(there[:count]), found.there[there[0]]
                 fewer = f"continues with {count} of {planned.nodes} hosts ({found})" if count < planned.nodes else ""
                 self._say_once(fewer)
-                return replace(planned, nodes=count, ranks=planned.ranks and count * planned.tasks_per_node)
+                return ready
             self._say_once(f"waits for more hosts: {len(there)} of {planned.nodes} can be used ({found})")
             self.pause(WAIT_S, lambda: self._attend(each))
         return spec
@@ -305,7 +300,8 @@ class SshHost(LocalHost):
             if look is not None and look.done():
                 there = [host for host in self._candidates() if host in look.result().there]
                 look = None
-                if self._usable(len(there)) > len(self.nodes):
+                more = self.planned.on(len(there))
+                if more and more.nodes > len(self.nodes):
                     self.say(f"{', '.join(host for host in there if host not in self.nodes)} can be used again; "
                              f"{self.planned.stage} saves and begins again with more hosts")
                     yield True
@@ -317,16 +313,10 @@ class SshHost(LocalHost):
 
     def _candidates(self) -> list[str]:
         """The hosts, without those that failed twice within a day where enough others are named."""
-        launch, wanted = self.config.launch, self.planned.nodes
-        bad, _ = failing(Path(self.planned.run), wanted)
-        kept = [host for host in launch.hosts if host not in bad]
-        return kept if len(kept) >= least(launch, wanted) else launch.hosts
-
-    def _usable(self, there: int) -> int:
-        """On how many of so many hosts the stage can run; 0: on none."""
-        planned, config = self.planned, self.config
-        return next((count for count in range(min(there, planned.nodes), least(config.launch, planned.nodes) - 1, -1)
-                     if planned.stage != "train" or not [*rank_problems(config, count * planned.tasks_per_node)]), 0)
+        hosts, planned = self.config.launch.hosts, self.planned
+        bad, _ = failing(Path(planned.run), planned.nodes)
+        kept = [host for host in hosts if host not in bad]
+        return kept if planned.on(len(kept)) else hosts
 
     def _attend(self, each: Each) -> bool:
         """Look now and then whether `drover cancel` asks for the end."""
@@ -347,5 +337,5 @@ class SshHost(LocalHost):
 
 def hosts_place(run: Run, spec: JobSpec, asked: list[int]) -> Host:
     """The hosts of a configuration, for one stage."""
-    return SshHost("", "hosts", 0, tuple(run.config.launch.hosts), None, NoScheduler(), asked, run.folder / WORDS,
+    return SshHost("", "hosts", 0, tuple(run.config.launch.hosts), None, NoScheduler(), asked, log=run.folder / WORDS,
                    planned=spec, config=run.config)

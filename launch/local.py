@@ -81,7 +81,7 @@ def find_machine(device: str = "auto") -> Machine:
 def this_machine(run: Run, spec: JobSpec, asked: list[int]) -> Host:
     """This machine, for one stage."""
     return LocalHost(os.environ.get("SLURM_JOB_ID", ""), "local", int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-                     (platform.node(),), None, NoScheduler(), asked, run.folder / WORDS)
+                     (platform.node(),), None, NoScheduler(), asked, log=run.folder / WORDS)
 
 
 Place = Callable[[Run, JobSpec, list[int]], Host]

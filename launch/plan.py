@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from drover.launch.slurm.jobspec import JobSpec
+from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.launching import Container, LaunchConfig, Resources, minutes
 from drover.pipeline.config.plugins import plugin_folders
 from drover.pipeline.config.tree import Config
@@ -95,6 +96,11 @@ class Job(JobSpec):
     def own_python(self) -> bool:
         """Whether the stage runs with this process's Python, and so finds the packages that this one sees."""
         return Path(self.command[0]).absolute().parent == Path(sys.executable).parent and not self.contained
+
+    @property
+    def all_nodes(self) -> int:
+        """Nodes that the job requests, the spare ones included."""
+        return self.nodes + self.spare_nodes
 
     @property
     def to_run(self) -> bool:
@@ -190,6 +196,8 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         environment["PYTHONPATH"] = code_path(options.code)
     workers = launch.processes or (threads if away else options.machine.cores)
     trains = away and stage == "train"
+    fewest, spare = (launch.train.min_nodes or nodes, launch.train.spare_nodes) if trains else (nodes, 0)
+    fewer = (count for count in range(nodes - 1, fewest - 1, -1) if not rank_problems(config, count * tasks))
     return Job(
         key=stage, state=State("to do"), run=str(config.folder.absolute()), chain=options.chain,
         name=f"{config.name}-{stage}", stage=stage, environment=environment,
@@ -197,6 +205,7 @@ def _job(config: Config, stage: str, options: Options) -> Job:
         command=((away and launch.python) or sys.executable, "-m", spec.module, "--config", given[0], *force,
                  *["--accept-drift"] * options.accept_drift, *given[1:]),
         ranks=nodes * tasks if spec.ranks else 0, processes=workers if spec.workers else 1, nodes=nodes,
+        node_counts=(nodes, *fewer), spare_nodes=spare if options.cluster == "slurm" else 0,
         tasks_per_node=tasks, cpus_per_task=threads, gpus_per_node=gpus,
         wrap=(*wrap, *launch.wrap) if away else (), srun_args=(*srun_args, *launch.srun_args) if away else (),
         contained=contained,

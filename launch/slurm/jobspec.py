@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Self
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_record, write_text
@@ -21,6 +22,8 @@ class JobSpec:
         name: Slurm's name of the job.
         command: of the stage, without what only the job knows (its part, its rank).
         ranks: processes under torch.distributed over all nodes; 0 for a stage without ranks.
+        nodes: of the next start. node_counts: numbers of nodes on which the stage can run, the wanted one first; empty:
+            only `nodes`. spare_nodes: nodes of the job beyond the wanted number.
         parts: elements of an array, which share the units of the stage's `phase`; 0: no array.
         link, links: number of this job, from 1, and of all jobs that continue the same stage one after another.
         wrap: a command that starts the stage, such as a container's. srun_args: more options of srun.
@@ -44,6 +47,8 @@ class JobSpec:
     environment: dict[str, str] = field(default_factory=dict)
     ranks: int = 0
     nodes: int = 1
+    node_counts: tuple[int, ...] = ()
+    spare_nodes: int = 0
     tasks_per_node: int = 1
     cpus_per_task: int = 1
     gpus_per_node: int = 0
@@ -80,6 +85,16 @@ class JobSpec:
     def later_links(self) -> bool:
         """Whether another job of the chain waits to continue the same stage."""
         return self.link < self.links
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether the stage can continue after its job lost a node."""
+        return bool(self.spare_nodes) or len(self.node_counts) > 1
+
+    def on(self, there: int) -> Self | None:
+        """The stage on as many of `there` nodes as it can use; None: they are too few."""
+        return next((replace(self, nodes=count, ranks=self.ranks and count * self.tasks_per_node)
+                     for count in self.node_counts or (self.nodes,) if count <= there), None)
 
     @property
     def sha256(self) -> str:

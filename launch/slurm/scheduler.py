@@ -214,6 +214,10 @@ class Scheduler:
             answer = _Answer(None, error=str(error))
         return answer.out.strip().partition(";")[0], answer.problem
 
+    def nodes_of(self, id: str) -> str:
+        """The nodes that a job has now, in Slurm's notation; empty if Slurm does not answer. `jobs` cuts long lists."""
+        return next((nodes for nodes, in self._rows("squeue", "--noheader", "--jobs", id, "--format", "%N")), "")
+
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`), without nodes that Slurm does not know."""
         return {row[0]: row[1] for row in self._rows(

@@ -78,6 +78,13 @@ class TrainResources(GpuResources):
 
     nodes: PositiveInt = 1
     """Number of nodes."""
+    min_nodes: PositiveInt | None = None
+    """Fewest nodes or hosts with which training continues after a loss, with the same global batch. The next job, or a
+    host that answers again, brings it back to `nodes`. null: always `nodes`; hosts then wait, and Slurm queues the job
+    again."""
+    spare_nodes: NonNegativeInt = 0
+    """Nodes that the Slurm job requests beyond `nodes`. They replace nodes that fail, without the queue. On hosts, name
+    more hosts than `nodes` instead."""
     links: PositiveInt = 1
     """Jobs to queue one after the other, for sites where a job cannot requeue itself. Each continues where the one
     before stopped. Jobs that find training finished end immediately."""
@@ -141,9 +148,6 @@ class LaunchConfig(Resources):
     hosts: list[HostName] = []
     """Machines without Slurm on which `--cluster hosts` runs the stages over ssh: names, addresses or `user@name`. They
     share a folder. `train.nodes` is then their number, unless it is set. Hosts beyond it replace others that fail."""
-    min_hosts: PositiveInt | None = None
-    """Training starts, and continues after a loss, on as few hosts as this. null: it waits until `train.nodes` of them
-    answer."""
     ssh: list[str] = Field(["ssh"], min_length=1)
     """The ssh command and its options: `[ssh, -p, "2222"]`."""
     gpus_per_node: NonNegativeInt = 0

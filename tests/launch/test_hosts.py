@@ -19,8 +19,8 @@ from drover.launch import hosts as hosts_module
 from drover.launch import on_host
 from drover.launch.hosts import Found, hosts_place
 from drover.launch.on_host import Work, answers, line_of
+from drover.launch.plan import Options, plan
 from drover.launch.slurm.control import cancel
-from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.nodes import add_strike
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
@@ -136,8 +136,8 @@ def test_three_hosts_lose_one_and_take_it_back(hosts, tmp_path, encoded):
     run, secret, told = tmp_path / "runs/mini", "never-on-a-command-line", tmp_path / "told"
     with open(told, "w") as said:
         launcher = subprocess.Popen(
-            command("--stage", "train", "--config", str(config), hosts.ssh, "launch.min_hosts=2", "launch.processes=1",
-                    "launch.cpus=1", "launch.secrets=[TRIAL_WORD]",
+            command("--stage", "train", "--config", str(config), hosts.ssh, "launch.train.min_nodes=2",
+                    "launch.processes=1", "launch.cpus=1", "launch.secrets=[TRIAL_WORD]",
                     "launch.environment.DROVER_FAULTS=wait:rank=0,step=10; wait:rank=0,step=18"),
             cwd=REPOSITORY, env={**environment(), "TRIAL_WORD": secret}, stdout=said, stderr=said)
     try:
@@ -239,7 +239,7 @@ def test_setup_is_a_script_without_input(ready, ssh):
 def test_fewer_hosts_where_that_is_allowed(ready, ssh):
     ssh.with_name("ssh.127.0.0.1").write_text("ssh: connect to host port 22: No route to host\n")
     assert "1 of 2 hosts cannot be used. 127.0.0.1: ssh: connect" in go(ready, ssh, "--stage", "train", expect=2)
-    said = go(ready, ssh, "--stage", "train", "launch.min_hosts=1")
+    said = go(ready, ssh, "--stage", "train", "launch.train.min_nodes=1")
     assert "continues with 1 of 2 hosts (127.0.0.1: ssh: connect" in said and "train rank 0 of 1" in said
 
 
@@ -310,13 +310,13 @@ def test_ranks_end_when_the_launcher_is_silent(tmp_path):
     ("d", 4, 1, "", "d")])
 def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, struck, taken):
     run = Run(load_config("config.yaml", [f"launch.train.nodes={nodes}", "launch.hosts=[a,b,c,d]",
-                                          f"launch.min_hosts={fewest or 'null'}"]))
+                                          f"launch.train.min_nodes={fewest or 'null'}", "launch.processes=1"]))
     for start in range(2):
         for host in struck:
             add_strike(run.folder, host, f"hosts.0.{start}", "went down")
     found = Found({host: (f"{host}.net", [1, 2]) for host in there}, {})
     monkeypatch.setattr(hosts_module, "look_at", lambda *_: found)
-    spec = JobSpec("", "train", (), str(run.folder), "", ranks=nodes, nodes=nodes)
+    [spec] = plan(run.config, run, ["train"], Options("hosts", "config.yaml"))
     here = hosts_place(run, spec, [])
     ready = here.ready(spec, lambda: True)
     assert "".join(here.nodes) == taken and (ready.nodes, ready.ranks) == (len(taken), len(taken))
@@ -331,7 +331,7 @@ def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, s
     (["--cluster", "hosts"], "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."),
     (["--hosts", "a,b,a,c"], "launch.hosts names a more than once"),
     (["--hosts", "a,b", "--nodes", "4"], "train requests 4 hosts, but launch.hosts names 2"),
-    (["--hosts", "a,b", "launch.min_hosts=3"], "launch.min_hosts is 3, but training requests 2 hosts"),
+    (["--hosts", "a,b", "launch.train.min_nodes=3"], "launch.train.min_nodes is 3, but training requests 2 nodes"),
     (["--hosts", "me@localhost,b"], "launch.hosts names me@localhost, which on every host means the host itself"),
     (["--hosts", "a,-oProxyCommand=x"], "launch.hosts"),
     (["--hosts", "a,b", "--cluster", "local"], "--cluster local is given. Leave one of them out."),

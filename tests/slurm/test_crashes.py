@@ -30,6 +30,28 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     run.check_curve()
 
 
+def test_spare_nodes_replace_lost_ones_and_then_training_continues_with_fewer(training):
+    """All in one job, which is never queued again. The global batch stays the same."""
+    run: Training = training(launch={"train": {"spare_nodes": 1, "min_nodes": 1}})
+    run.submit()
+    run.next_wait()
+    first, lost = run.last["nodes"]
+    run.cluster.kill_node(lost)
+    run.go_on()
+    start = run.next_start()
+    assert start["restart"] == run.last["restart"] and start["nodes"][0] == first, run.story()
+    [spare] = {*start["nodes"]} - {first}
+    assert spare != lost, run.story()
+    run.next_wait()
+    run.cluster.kill_node(spare)
+    run.go_on()
+    alone = run.next_start()
+    assert (alone["restart"], alone["nodes"], alone["ranks"]) == (start["restart"], [first], 1), run.story()
+    run.finish()
+    for node in (lost, spare):
+        run.cluster.start_node(node)
+
+
 def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path):
     """They are submitted while training waits for them, it ends though none of them can start, and then they do. Each
     imports the plugin of the submission."""

@@ -125,9 +125,17 @@ def without_requeue(decision: Decision, refusal: str, spec: JobSpec) -> Decision
                     f"on: submit the same command again", 1)
 
 
-def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool) -> Decision:
-    """What follows from a preflight that found bad nodes: `named`. left_out: the next submission does without them."""
+def too_few_nodes(spec: JobSpec) -> Decision:
+    """What is done where the job lost so many nodes that the stage cannot run on the others."""
+    return _requeue(Decision("requeue", "crashed", "too few of the job's nodes are left"), spec)
+
+
+def without_bad_nodes(named: str, spec: JobSpec, *, left_out: bool, others: bool) -> Decision:
+    """What follows from a preflight that found bad nodes: `named`. left_out: the next submission does without them.
+    others: the job has enough other nodes."""
     reason = f"preflight found a bad node: {named}"
+    if others:
+        return Decision("restart", "preempted", f"{reason}; the job continues with its other nodes")
     if spec.later_links:
         return Decision("leave", "preempted", f"{reason}; the next job of the chain continues without it")
     if left_out or not spec.requeue:

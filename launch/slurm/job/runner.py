@@ -34,6 +34,7 @@ from drover.launch.slurm.job.decisions import (
     decide,
     fruitless,
     taken_away,
+    too_few_nodes,
     too_late,
     unseen,
     without_bad_nodes,
@@ -104,12 +105,16 @@ class Runner:
                 return self._end(decision)
             while True:
                 self.last = None
-                self.spec = here.ready(self.spec, self.tick)
-                self._log("job", nodes=list(here.nodes), host=platform.node())
-                decision = self._preflight()
-                status = self._end(decision) if decision else self._starts()
-                if not here.in_place or self.stopping or self.decision is None or self.decision.action != "requeue":
-                    return status
+                if (decision := self._ready()) is None:
+                    self._log("job", nodes=list(here.nodes), host=platform.node())
+                    decision = self._preflight()
+                if decision and decision.action == "restart":
+                    self.say(decision.reason)
+                else:
+                    status = self._end(decision) if decision else self._starts()
+                    if not here.in_place or self.stopping or self.decision is None or \
+                            self.decision.action != "requeue":
+                        return status
                 self.number += 1
         finally:
             if self.lock is not None:
@@ -160,6 +165,16 @@ class Runner:
                     next=decision.action)
         return decision if decision.action == "stop" else None
 
+    def _ready(self) -> Decision | None:
+        """Find the nodes of the next start; a decision if too few are left."""
+        ready = self.here.ready(self.spec, self.tick)
+        if ready is None:
+            return too_few_nodes(self.spec)
+        if ready.nodes < self.spec.nodes:
+            self.say(f"continues with {ready.nodes} of {self.spec.nodes} nodes: {named(self.here.avoid)} failed")
+        self.spec = ready
+        return None
+
     def _preflight(self) -> Decision | None:
         """Test the nodes; a decision if one of them is bad and this job cannot continue with it."""
         spec, here = self.spec, self.here
@@ -179,9 +194,10 @@ class Runner:
             return Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
         counts = self._strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()})
         self._keep_off(list(counts))
+        here.avoid.update(found.bad)
         left_out = max(counts.values(), default=0) >= STRIKES and not here.does_without(counts)
         return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in found.bad.items()), spec,
-                                 left_out=left_out)
+                                 left_out=left_out, others=here.has_others(spec))
 
     # ---- starts
 
@@ -208,7 +224,8 @@ class Runner:
             self.say(f"{decision.status}: {decision.reason}; starting again")
             self.number += 1
             here.pause(min(LONGEST_PAUSE_S, PAUSE_S * max(0, outcome.fruitless - 1)), self.tick)
-            self.spec = here.ready(spec, self.tick)
+            if too_few := self._ready():
+                return self._end(too_few)
         self.say("asked to end: nothing more is started")
         return TERMINATED
 
@@ -234,6 +251,7 @@ class Runner:
 
     def _judge(self, folder: Path, end: StepEnd) -> Outcome:
         self._strike(dict.fromkeys(end.lost, "went down"))
+        self.here.avoid.update(end.lost)
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
         # What the first rank that failed said last, where it ended by itself.
         words = last_lines(folder, end.rank, self.spec.tasks_per_node, 1) if end.exit_code is not None else []

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -36,14 +37,17 @@ _NO_STEP = re.compile(r"^srun: error: (.*(?:Unable to (?:create step|resolve|con
                       r"|Application launch failed|Job/step already completing).*)$", re.MULTILINE | re.IGNORECASE)
 
 
+@dataclass
 class SlurmHost(Host):
     """A job's nodes.
 
     Attributes:
+        held: all nodes of the job, also those that the next start leaves out. Empty if that never happens.
         first_address: that of the first node, as Slurm has it; empty until it was needed and Slurm has answered.
     """
 
-    first_address = ""
+    held: list[str] = field(default_factory=list)
+    first_address: str = ""
 
     @classmethod
     def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
@@ -62,10 +66,28 @@ class SlurmHost(Host):
         return JobLock(Path(spec.run), spec.stage, self.job, self.restart, self.scheduler, spec.chain) \
             if self.index is None else None
 
+    def ready(self, spec: JobSpec, each: Each) -> JobSpec | None:
+        """The first nodes that the job still has, without those that failed. Slurm takes nodes that it finds down from
+        a job that survives it."""
+        if not spec.survives_nodes:
+            return spec
+        if now := self.scheduler.nodes_of(self.name):
+            self.held = self.scheduler.hostnames(now)
+        self.held = self.held or [*self.nodes]
+        usable = [node for node in self.held if node not in self.avoid]
+        ready = spec.on(len(usable))
+        if ready is not None:
+            self.nodes = tuple(usable[:ready.nodes])
+        return ready
+
+    def has_others(self, spec: JobSpec) -> bool:
+        """As of the last start's nodes."""
+        return spec.survives_nodes and spec.on(len({*self.held} - self.avoid)) is not None
+
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
               each: Each) -> StepEnd:
         """Start it as a step of srun: only steps get Slurm's signal before the time limit."""
-        srun = srun_command(spec, folder, command)
+        srun = srun_command(spec, folder, command, self.nodes)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, environment, folder, each, self.say)
             if end.started or end.abandoned or self.asked or number == STEP_TRIES or not self.is_current():
@@ -85,9 +107,9 @@ class SlurmHost(Host):
         return meeting(spec, self.first_address, free_port())
 
 
-def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[str]:
+def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Sequence[str] = ()) -> list[str]:
     """srun's command line for one task per rank, or one for a stage without ranks; their output in `folder`, in a file
-    for each node.
+    for each node. nodes: those to use where the job may have others.
 
     `--label`: slurmstepd then writes each file, line by line. Ranks that shared one would cut one another's lines.
     `--overlap`: of a step whose slurmstepd died Slurm never hears the end, and would let the next one wait for ever.
@@ -103,7 +125,8 @@ def srun_command(spec: JobSpec, folder: Path, command: Sequence[str]) -> list[st
     python = spec.command[0] if inside else sys.executable
     return ["srun", "--kill-on-bad-exit=1", f"--wait={WAIT_S}", f"--nodes={spec.nodes}", f"--ntasks={spec.ranks or 1}",
             f"--ntasks-per-node={spec.tasks_per_node}", f"--cpus-per-task={spec.cpus_per_task}", "--export=ALL",
-            "--distribution=block", "--overlap", "--label", f"--output={place}/node%n.log",
+            *([f"--nodelist={','.join(nodes)}"] * spec.survives_nodes), "--distribution=block", "--overlap",
+            "--label", f"--output={place}/node%n.log",
             *spec.srun_args, *(copying if spec.code_sha256 and not spec.contained else []),
             python, "-m", "drover.launch.slurm.job.rank", spec.stage, *command]
 

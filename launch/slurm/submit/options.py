@@ -59,7 +59,8 @@ def gpus_asked(job: Job) -> tuple[str, float] | None:
             if name != "gres" or _is_gpu(part):
                 number = part.rpartition(":")[2]
                 count = int(number) if number.isdigit() else 1
-                return name, {"gpus": count / job.nodes, "gpus-per-task": count * job.tasks_per_node}.get(name, count)
+                per_node = {"gpus": count / job.all_nodes, "gpus-per-task": count * job.tasks_per_node}
+                return name, per_node.get(name, count)
     return None
 
 
