@@ -36,7 +36,7 @@ class Slurm:
     """What Slurm answers to a runner in this process, and what it was asked to do.
 
     states: of jobs; any other runs. silent: it does not say. down: nodes that failed. left_s: of the job's time.
-    refusal: of a requeue.
+    refusal: of a requeue. nodes: of the job.
     """
 
     states: dict[str, str] = field(default_factory=dict)
@@ -45,6 +45,7 @@ class Slurm:
     down: dict[str, str] = field(default_factory=dict)
     left_s: float = math.inf
     refusal: str | None = None
+    nodes: tuple[str, ...] = ("n1", "n2")
     address: str = "localhost"
     requeued: list[str] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
@@ -52,6 +53,12 @@ class Slurm:
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
         return None if self.silent else {
             id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts, left_s=self.left_s) for id in ids}
+
+    def nodes_of(self, id: str) -> str:
+        return "" if self.silent else ",".join(node for node in self.nodes if node not in self.down)
+
+    def hostnames(self, nodes: str) -> list[str]:
+        return nodes.split(",")
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         return {node: self.down.get(node, "idle") for node in nodes}
@@ -92,14 +99,15 @@ class Job:
         return self.spec.folder
 
     def go(self, *plan: Any, job: str = "12", restart: int = 0,
-           element: int | None = None, trial: Found | None = None, **changes: Any) -> tuple[int, str]:
+           element: int | None = None, trial: Any = None, **changes: Any) -> tuple[int, str]:
         """Run the job to its end; its exit status and log. plan: what each start does (`play`).
 
-        element: of array 20. trial: what preflight finds. changes: of the spec.
+        element: of array 20. trial: what preflight finds, or does. changes: of the spec.
         """
         self.spec, self.slurm.restarts = replace(self.spec, **changes), restart
         with redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "run_preflight", lambda *_: trial or Found({}, ["all is well"]))
+            patch.setattr(runner, "run_preflight", trial if callable(trial) else
+                          lambda *_: trial or Found({}, ["all is well"]))
             patch.setattr(signal, "signal", self.handlers.__setitem__)
             with stop_requests() as asked:
                 return self.runner(patch, iter(plan), job, restart, element, asked).run(), said.getvalue()
@@ -119,7 +127,7 @@ class Job:
             return what(each) if callable(what) else self.play(what, folder, element)
 
         patch.setattr(srun, "run_step", start)
-        here = SlurmHost(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
+        here = SlurmHost(job, job if element is None else f"20_{element}", restart, self.slurm.nodes,
                          element, self.slurm, [] if asked is None else asked)  # type: ignore[arg-type]
         return runner.Runner(self.spec, here)
 
@@ -132,6 +140,9 @@ class Job:
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
             return read_end(143, "srun: error: n1: task 0: Exited with exit code 2\n")
+        if what.startswith("lose"):
+            say("running")
+            return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in what[5:].split(",")))
         if what == "work":
             if element is None:
                 Manifest(self.spec.stage, {}, [], {"steps": 1}, "").write(self.stage)

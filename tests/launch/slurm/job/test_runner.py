@@ -12,6 +12,7 @@ import pytest
 from drover.launch.host import StepEnd, process_end
 from drover.launch.slurm.job import joblock, runner, srun
 from drover.launch.slurm.job.joblock import JobLock
+from drover.launch.slurm.job.preflight import Found
 from drover.launch.slurm.nodes import add_strike
 from drover.launch.slurm.start_logs import KEPT
 from drover.pipeline.contract.signed import SECRET
@@ -81,6 +82,40 @@ def test_what_follows_from_each_end_of_a_start(job, plan, changes, slurm, status
     assert (found, job.ends(), job.slurm.requeued) == (status, ends, ["12"] * requeued), log
     assert words in log and len(job.events("attempt")) == len(ends)
     assert plan != "refuse" or job.state().status == "failed", "no later job tries again"
+
+
+SPARE = {"nodes": 2, "node_counts": (2, 1), "spare_nodes": 1}
+
+
+@pytest.mark.parametrize(("plan", "changes", "silent", "used", "ends", "words"), [
+    ("lose n2/work", SPARE, False, ["n1,n2", "n1,n3"], [RESTART, DONE], ""),
+    ("lose n2/lose n3/work", SPARE, False, ["n1,n2", "n1,n3", "n1"], [RESTART, RESTART, DONE],
+     "continues with 1 of 2 nodes: n2, n3 failed"),
+    ("lose n2/lose n3/work", SPARE, True, ["n1,n2", "n1,n3", "n1"], [RESTART, RESTART, DONE], ""),
+    ("lose n2,n3", {**SPARE, "node_counts": (2,)}, False, ["n1,n2"], [RESTART],
+     "crashed: too few of the job's nodes are left; queueing this job again"),
+    ("lose n2,n3", {**SPARE, "node_counts": (2,), "requeue": False, "links": 2}, False, ["n1,n2"], [RESTART],
+     "too few of the job's nodes are left; the next job of the chain continues"),
+    ("crash/work", SPARE, False, ["n1,n2", "n1,n2"], [RESTART, DONE], "")])
+def test_nodes_after_a_loss(job, plan, changes, silent, used, ends, words):
+    """Spare nodes come first, then fewer nodes; then the job is queued again. Slurm need not answer."""
+    job.slurm.nodes, job.slurm.silent = ("n1", "n2", "n3"), silent
+    status, log = job.go(*plan.split("/"), **changes)
+    assert status == 0 and job.ends() == ends and words in log, log
+    assert [re.search("--nodelist=([^ ]+) ", line)[1] for line in job.commands] == used
+    assert [re.search("--ntasks=([0-9]+) ", line)[1] for line in job.commands] == [
+        str(nodes.count(",") + 1) for nodes in used]
+    assert bool(job.slurm.requeued) == ("queueing" in words)
+
+
+def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
+    job.slurm.nodes, found = ("n1", "n2", "n3"), [Found({}, ["all is well"]), Found({"n2": "no GPU"})]
+    runs = []
+    status, log = job.go("work", preflight=True, trial=lambda spec, here, *_: runs.append(here.nodes) or found.pop(),
+                         **SPARE)
+    assert status == 0 and runs == [("n1", "n2"), ("n1", "n3")] and job.ends() == [DONE], log
+    assert "preflight found a bad node: n2: no GPU; the job continues with its other nodes" in log
+    assert not job.slurm.requeued
 
 
 def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatch):
