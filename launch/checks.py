@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drover.launch.credentials import credential_problems
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
-from drover.launch.plan import Job, Options
+from drover.launch.plan import Job, Options, queued
 from drover.launch.processes import Environment
 from drover.launch.slurm.scheduler import NodeKind, Scheduler
 from drover.launch.slurm.submit.options import option_problems
@@ -215,8 +215,7 @@ def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
         yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."
 
 
-MORE = {"nodes": "request fewer (--nodes)", "min": "request less (launch.<stage>.time); training continues by itself",
-        "elements": "request fewer (launch.<stage>.array)"}
+MORE = {"nodes": "request fewer (--nodes)", "min": "request less (launch.<stage>.time); training continues by itself"}
 """What to do if a job requests more than the site allows."""
 
 
@@ -238,16 +237,15 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
     yield from node_problems(jobs, nodes)
     longest = None if site.time is None else minutes(site.time)
     for job in jobs:
-        for asked, most, what in ((job.all_nodes, site.nodes, "nodes"), (job.minutes, longest, "min"),
-                                  (max(job.elements, default=-1) + 1, site.array, "elements")):
+        for asked, most, what in ((job.all_nodes, site.nodes, "nodes"), (job.minutes, longest, "min")):
             if most is not None and asked > most:
                 yield f"{job.key} requests {asked} {what}; the site allows {most} (launch.limits): {MORE[what]}."
         if job.stage == "train" and job.minutes * 60 <= 2 * launch.signal_s:
             yield (f"launch.train.time is {job.minutes} min, but the warning comes {launch.signal_s} s before its end "
                    f"(launch.signal_s): no time would be left to train.")
-    count = sum(len(job.elements) or 1 for job in jobs)
-    if site.jobs is not None and count > site.jobs:
-        yield f"{count} jobs would be queued; the site allows {site.jobs} (launch.limits)."
+    if site.jobs is not None and (count := queued(jobs)) > site.jobs:
+        yield (f"{count} jobs would be queued, although no stage is divided; the site allows {site.jobs} "
+               f"(launch.limits.jobs). Request fewer stages at a time (--stage).")
 
 
 def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:

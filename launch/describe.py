@@ -14,13 +14,14 @@ from drover.launch.forecast import (
     shape_of,
     state_bytes_per_rank,
 )
-from drover.launch.plan import Job, Options, code_path
+from drover.launch.plan import Job, Options, code_path, elements_asked
 from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan, with_largest
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.console import aligned, duration, first, readable
 from drover.pipeline.parallel.stages import stage_layers
 
@@ -35,6 +36,12 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     print(f"cluster   {options.cluster} ({where})")
     headings = SLURM_COLUMNS if options.cluster == "slurm" else ("stage", "state", "resources")
     print("", *aligned([headings, *(row(job, options) for job in jobs)]), sep="\n")
+    sizes = {stage: max(1, *(job.parts for job in jobs if job.stage == stage))
+             for stage in {job.stage: None for job in jobs if job.to_run and options.cluster == "slurm"}
+             if STAGES[stage].phases_of(config)}
+    if fewer := [f"{stage} {size}" for stage, size in sizes.items() if size < elements_asked(config.launch, stage)]:
+        print(f"\narrays    elements of {', '.join(fewer)}: fewer than requested, because of the site's limits "
+              f"(launch.limits)")
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
     if disk.needed:

@@ -118,10 +118,10 @@ def ask_slurm(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: dict[st
     yield Finding("Slurm", OK, f"version {settings.get('SLURM_VERSION', 'unknown')}")
     for kind in kinds:
         yield Finding(f"partition {kind.partition}{'*' * kind.usual}", OK, _described(kind))
-    if (most := settings.get("MaxArraySize", "")).isdecimal():
-        yield Finding("arrays", OK, f"at most {int(most) - 1:,} elements", f"limits.array: {int(most) - 1}")
+    if most := scheduler.most_elements():
+        yield Finding("arrays", OK, f"at most {most:,} elements")
     if settings.get("JobRequeue") == "0":
-        yield Finding("requeue", NOTE, "off by default", "if the site forbids it, requeue: false and train.links")
+        yield Finding("requeue", NOTE, "off by default", "if the site forbids it, requeue: false and links: 3")
     else:
         yield Finding("requeue", OK, "allowed")
     if settings.get("AccountingStorageType", "").endswith("/none") or not settings.get("AccountingStorageType"):
@@ -253,7 +253,7 @@ def profile(kinds: Sequence[NodeKind], settings: dict[str, str], facts: dict[str
     if any(node.runtimes for nodes in facts.values() for node in nodes):
         lines.append("# container: {image: /shared/images/drover.sif}")
     lines.append(f"requeue: {str(settings.get('JobRequeue') != '0').lower()}")
-    limits = [f"  array: {int(most) - 1}" for most in [settings.get("MaxArraySize", "")] if most.isdecimal()]
+    limits = []
     if gpu is not None:
         limits.append(f"  nodes: {sum(kind.nodes for kind in kinds if kind.partition == gpu.partition)}")
         if seconds(gpu.longest):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +81,7 @@ class Job(JobSpec):
     asked: partition, memory and the like, for Slurm; minutes: the time limit.
     elements: of an array, those that are still to do.
     dependencies: keys of the planned jobs that must end well before; those implied by others are left out.
+    follows: key of the job of the same stage that must end before, well or not.
     """
 
     key: str
@@ -91,6 +93,7 @@ class Job(JobSpec):
     minutes: int = 0
     elements: tuple[int, ...] = ()
     dependencies: tuple[str, ...] = ()
+    follows: str = ""
 
     @property
     def own_python(self) -> bool:
@@ -119,9 +122,29 @@ def plan(config: Config, run: Run, stages: list[str], options: Options) -> list[
     for stage in stages:
         if states[stage].kind == "waiting" and (nearest := _dependencies(stage, running)):
             states[stage] = State("waiting", reasons=[f"for {', '.join(nearest)}"])
-    return [part for stage in stages
-            for part in _parts_of(run, replace(_job(config, stage, options), state=states[stage], forced=options.force,
-                                               dependencies=_dependencies(stage, running)), options)]
+    whole = [replace(_job(config, stage, options), state=states[stage], forced=options.force,
+                     dependencies=_dependencies(stage, running)) for stage in stages]
+
+    def with_arrays_of(most: int | None) -> list[Job]:
+        return [part for job in whole for part in _parts_of(run, job, options, most)]
+
+    limits = config.launch.limits
+    jobs, allowed = with_arrays_of(limits.array), limits.jobs
+    if allowed is not None and queued(jobs) > allowed:
+        sizes = range(1, max(job.parts for job in jobs))
+        most = bisect_right(sizes, allowed, key=lambda size: queued(with_arrays_of(size)))
+        jobs = with_arrays_of(most or 1)
+    return jobs
+
+
+def queued(jobs: list[Job]) -> int:
+    """How many jobs Slurm counts: every element of an array is one."""
+    return sum(len(job.elements) or 1 for job in jobs if job.to_run)
+
+
+def elements_asked(launch: LaunchConfig, stage: str) -> int:
+    """Elements of a stage's array, before the site's limits."""
+    return getattr(launch.of(stage), "array", None) or min(launch.train.nodes, MOST_PARTS)
 
 
 def local_ranks(config: Config, machine: Machine) -> int:
@@ -146,27 +169,36 @@ def evaluation(config: Config, options: Options, step: int) -> Job:
                             str(step), *plugins))
 
 
-def _parts_of(run: Run, job: Job, options: Options) -> list[Job]:
-    """The job; on Slurm, arrays and the job that ends them, or links that follow each other."""
+def _parts_of(run: Run, job: Job, options: Options, most: int | None) -> list[Job]:
+    """The job; on Slurm, arrays of at most `most` elements and the job that ends them, or links that follow each other.
+    """
     launch, stage = run.config.launch, job.stage
     if options.cluster != "slurm" or not job.to_run:
         return [job]
     phases, arrays, after = STAGES[stage].phases_of(run.config), list[Job](), job.dependencies
-    parts = getattr(launch.of(stage), "array", None) or min(launch.train.nodes, MOST_PARTS)
+    asked = elements_asked(launch, stage)
+    parts = min(asked, most or asked)
     if phases and parts > 1:
         # An array for each phase that is not done, one after the other, and the job that brings all together.
         for phase in phases:
             done = set() if job.forced or job.state.kind != "partial" else done_parts(run, stage, parts, phase)
             if elements := tuple(index for index in range(parts) if index not in done):
                 word = phase if len(phases) > 1 else "parts"
-                arrays.append(replace(job, key=f"{stage}-{word}", name=f"{job.name}-{word}", kind="array", parts=parts,
-                                      phase=phase, elements=elements, dependencies=after))
+                arrays += _linked(replace(job, key=f"{stage}-{word}", name=f"{job.name}-{word}", kind="array",
+                                          parts=parts, phase=phase, elements=elements, dependencies=after))
                 after = (arrays[-1].key,)
-        return [*arrays, replace(job, kind="finalise", dependencies=after)]
-    links = launch.train.links if stage == "train" else 1
-    # The last one carries the stage's own key: what comes after training waits for it.
-    return [replace(job, key=stage if link == links else f"{stage}-{link}", kind="link" if links > 1 else "job",
-                    link=link, links=links) for link in range(1, links + 1)]
+        return [*arrays, *_linked(replace(job, kind="finalise", dependencies=after))]
+    return _linked(job)
+
+
+def _linked(job: Job) -> list[Job]:
+    """A job, or the jobs in its place that follow each other. The last one has its key: what comes after waits for it.
+    """
+    links = job.asked.links or 1
+    keys = [*(f"{job.key}-{link}" for link in range(1, links)), job.key]
+    return [replace(job, key=key, link=link, links=links, follows=keys[link - 2] if link > 1 else "",
+                    kind="link" if links > 1 and job.kind == "job" else job.kind)
+            for link, key in enumerate(keys, 1)]
 
 
 def _job(config: Config, stage: str, options: Options) -> Job:

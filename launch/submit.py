@@ -123,6 +123,9 @@ def _launch(options: argparse.Namespace) -> int:
     request = Options(cluster, options.config, tuple(_overrides(options)), options.force,
                       options.accept_drift, machine)
     refuse_unusable_places(config, options.config)
+    if not here and not showing:
+        from drover.launch.slurm.submit.request import with_site_limits
+        config = with_site_limits(config)
     run = Run(config)
     if here and options.rehearse:
         raise UserError("--rehearse is for jobs on Slurm, but this is none. Leave it out, or look at a layout with "

@@ -1,7 +1,8 @@
 """Nodes that failed a run: records ("strikes") in `launch/nodes.jsonl`, and the states of nodes in Slurm.
 
-A node with two strikes within a day is excluded from the next submission. Strikes expire after a day. Only a few nodes
-are excluded, because a fault that many nodes share is not the fault of the nodes.
+A node with two strikes within a day is excluded from the next submission. Strikes expire after a day, or once a start
+with the node has made a checkpoint. Only a few nodes are excluded, because a fault that many nodes share is not the
+fault of the nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ INTENDED = ("maint", "power", "reboot")
 
 
 class Strike(TypedDict):
-    """A line of `NODES`. job: the start, by the job's name, restart and number."""
+    """A line of `NODES`. job: the start, by the job's name, restart and number; empty: all strikes before are lifted.
+    """
 
     node: str
     at: Time
@@ -47,13 +49,22 @@ def add_strike(run_folder: Path, node: str, job: str, reason: str) -> int:
     return strikes(run_folder).get(node, 0)
 
 
+def lift_strikes(run_folder: Path, nodes: Collection[str]) -> None:
+    """Record that nodes worked well."""
+    for node in strikes(run_folder):
+        if node in nodes:
+            append_line(run_folder / NODES, {"node": node, "at": now(), "job": "", "reason": "made a checkpoint"})
+
+
 def strikes(run_folder: Path) -> dict[str, int]:
     """Strikes of each node within a day: starts that it failed, for whatever reason. The node with most comes first, of
     equal ones that which failed last."""
     since = (datetime.now(UTC) - WITHIN).isoformat()
     starts, newest = dict[str, set[str]](), dict[str, int]()
     for number, strike in enumerate(read_lines(run_folder / NODES, Strike, appended=True)):
-        if strike["at"] > since:
+        if not strike["job"]:
+            starts.pop(strike["node"], None)
+        elif strike["at"] > since:
             starts.setdefault(strike["node"], set()).add(strike["job"])
             newest[strike["node"]] = number
     order = sorted(starts, key=lambda node: (len(starts[node]), newest[node]), reverse=True)

@@ -189,6 +189,10 @@ class Scheduler:
             answer = self._ask("scontrol", "update", f"JobId={id}", f"ExcNodeList={left_out}")
         return answer.problem
 
+    def shrink(self, id: str) -> str | None:
+        """Let a waiting job request one node only; None, or why that failed."""
+        return self._ask("scontrol", "update", f"JobId={id}", "NumNodes=1").problem
+
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; [] if Slurm does not answer."""
         rows = self._rows("sinfo", "--noheader", "--all", "--exact", "--format", "%P|%D|%c|%m|%G|%l")
@@ -205,6 +209,21 @@ class Scheduler:
         """Account, partition and QOS under which a user may submit; [] without an accounting database."""
         return self._rows("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}",
                           "format=account,partition,qos")
+
+    def most_elements(self) -> int | None:
+        """The most elements of an array; None if Slurm does not answer."""
+        most = self.site_settings().get("MaxArraySize", "")
+        return int(most) - 1 if most.isdecimal() else None
+
+    def most_jobs(self, user: str, qos: str | None) -> int | None:
+        """The most jobs that a user may have in the queue, by the associations and the QOS (None: the default one);
+        None if there is no limit or no accounting database."""
+        show = ("sacctmgr", "--noheader", "--parsable2", "show")
+        own = self._rows(*show, "assoc", f"user={user}", "format=defaultqos,maxsubmitjobs")
+        usual = [qos] if qos else [row[0] for row in own]
+        all_qos = self._rows(*show, "qos", "format=name,maxsubmitjobsperuser")
+        limits = [most for _, most in own] + [most for name, most in all_qos if name in usual]
+        return min((int(most) for most in limits if most.isdecimal()), default=None)
 
     def submit(self, script: str) -> tuple[str, str | None]:
         """Queue a script; the job's id, and None or why that failed."""

@@ -54,6 +54,9 @@ class Resources(Section):
     """More sbatch options, without the dashes: `{licenses: scratch, exclusive: true}`. Give a stage's own account, qos
     or constraint here, and options that have no setting. `{gres: "gpu:h100:8"}` names the GPU type. false removes an
     option."""
+    links: PositiveInt | None = None
+    """Jobs to queue one after the other, for sites where a job cannot requeue itself. Each continues where the one
+    before stopped. Jobs that find the stage finished end immediately. null: 1."""
 
 
 class GpuResources(Resources):
@@ -85,9 +88,6 @@ class TrainResources(GpuResources):
     spare_nodes: NonNegativeInt = 0
     """Nodes that the Slurm job requests beyond `nodes`. They replace nodes that fail, without the queue. On hosts, name
     more hosts than `nodes` instead."""
-    links: PositiveInt = 1
-    """Jobs to queue one after the other, for sites where a job cannot requeue itself. Each continues where the one
-    before stopped. Jobs that find training finished end immediately."""
 
 
 class EvaluateResources(GpuResources):
@@ -191,7 +191,7 @@ class LaunchConfig(Resources):
     """More options of srun, which starts the ranks: `[--mpi=none, --gpu-bind=none]`."""
     requeue: bool = True
     """Requeue a job under its own id after its time limit, a preemption or a lost node. false: for sites that forbid
-    it; `train.links` then continues the run."""
+    it; `links` then continues the run."""
     signal_s: int = Field(120, ge=60)
     """Seconds before the time limit at which training receives the signal to save and exit. Allow for at least a step
     and a save. Slurm may send it a minute early."""
@@ -226,7 +226,7 @@ class LaunchConfig(Resources):
     """The job of convert."""
     evaluate: EvaluateResources = Field({}, validate_default=True)
     """Jobs of evaluate."""
-    report: Resources = Field({}, validate_default=True)
+    report: Resources = Field({"cpus": 1, "mem": "4G", "time": 30}, validate_default=True)
     """The job of report."""
 
     @model_validator(mode="before")

@@ -89,10 +89,14 @@ class Launcher:
     def with_slurm(self, patch: pytest.MonkeyPatch) -> Launcher:
         """Put stand-ins for sbatch and squeue on PATH."""
         for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\nexit 1\n"), ("squeue", SQUEUE)):
-            (self.tools / name).write_text(text)
-            (self.tools / name).chmod(0o755)
+            self.program(name, text)
         patch.setenv("PATH", f"{self.tools}:/usr/bin:/bin")
         return self
+
+    def program(self, name: str, text: str) -> None:
+        """Put a program on PATH, where there is Slurm."""
+        (self.tools / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+        (self.tools / name).chmod(0o755)
 
     def call(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Call the launcher; its exit status and what it printed."""

@@ -71,10 +71,10 @@ def test_nodes_gpus_and_partitions_that_are_not_there_are_a_problem(tmp_path):
      {"partition": "debug", "gpus_per_node": 0, "cpus": 4, "requeue": False})])
 def test_the_profile_is_one_that_the_launcher_takes(tmp_path, kinds, expected):
     path = tmp_path / "mine.yaml"
-    path.write_text(profile(kinds, {"MaxArraySize": "1001", "JobRequeue": "0"}, {}))
+    path.write_text(profile(kinds, {"JobRequeue": "0"}, {}))
     launch = load_config(REPOSITORY / "configs/demo.yaml", [f"launch.cluster={path}"], check=False).launch
     assert expected.items() <= launch.model_dump().items()
-    assert (launch.limits.array, launch.limits.nodes) == (1000, kinds[0].nodes)
+    assert launch.limits.nodes == kinds[0].nodes
     assert (launch.limits.time, launch.shard.partition) == (
         ("2-00:00:00", "cpu") if len(kinds) > 1 else (None, None))
 

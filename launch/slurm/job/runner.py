@@ -43,7 +43,7 @@ from drover.launch.slurm.job.decisions import (
 from drover.launch.slurm.job.preflight import run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.nodes import STRIKES, add_strike, few, lost, named
+from drover.launch.slurm.nodes import STRIKES, add_strike, few, lift_strikes, lost, named
 from drover.launch.slurm.scheduler import Scheduler
 from drover.launch.slurm.start_logs import last_lines, prune
 from drover.launch.slurm.trust import usable_code
@@ -126,7 +126,7 @@ class Runner:
         """The exit status if an earlier job of this chain has done or given up the stage, or the run is to stand."""
         spec, here = self.spec, self.here
         if self.part:
-            return None
+            return 0 if spec.link > 1 and self.part.is_marked(spec.folder) else None
         state = read_state(spec.folder)
         ours = [here.job, *(job.id for job in self._chain())]
         if state and state.job in ours and (spec.link > 1 or here.restart):
@@ -240,16 +240,21 @@ class Runner:
         latest.replace(folder.with_name("latest"))
         prune(self.logs, here.name, self.say)
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
-        self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": self._newest_step()})
+        before = self._newest_step()
+        self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": before})
         what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
         part = ["--part", str(self.part), "--phase", spec.phase] if self.part else []
         end = here.start(spec, [*spec.wrap, *spec.command, *part], self._environment(), folder, self.tick)
         self.last = (folder, end)
-        return self._judge(folder, end)
+        return self._judge(folder, end, before)
 
-    def _judge(self, folder: Path, end: StepEnd) -> Outcome:
+    def _judge(self, folder: Path, end: StepEnd, before: int | None) -> Outcome:
+        """before: the newest checkpoint's step before this start."""
+        if (self._newest_step() or 0) > (before or 0):
+            with suppress(OSError):
+                lift_strikes(self.run_folder, self.here.nodes)
         self._strike(dict.fromkeys(end.lost, "went down"))
         self.here.avoid.update(end.lost)
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
@@ -326,15 +331,18 @@ class Runner:
 
     def _keep_off(self, nodes: list[str]) -> None:
         """Exclude nodes from the chain's waiting jobs for this stage."""
-        links = [job.id for job in self._chain() if job.kind == "link"]
-        for job in links[self.spec.link:] if nodes else ():
+        for job in self._later_links() if nodes else ():
             if problem := self.scheduler.leave_out(job, nodes):
                 self.say(f"{', '.join(nodes)} could not be excluded from the waiting job {job}: {problem}")
+
+    def _later_links(self) -> list[str]:
+        """Jobs that wait to continue the stage, as far as they are recorded."""
+        return [job.id for job in self._chain() if job.kind == "link"][self.spec.link:]
 
     # ---- the end
 
     def _end(self, decision: Decision) -> int:
-        self.decision = decision
+        self.decision, spec = decision, self.spec
         if decision.action == "requeue":
             if self.stopping:
                 return TERMINATED
@@ -354,6 +362,9 @@ class Runner:
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason)
         if decision.action == "stop":
             self._tell_last_words()
+        if decision.status == "done" and spec.nodes > 1:
+            for job in self._later_links():  # they end immediately, but later stages wait for them
+                self.scheduler.shrink(job)
         how = "is done" if decision.status == "done" else f"{decision.status}: {decision.reason}"
         self.say(f"{self.spec.stage} {how}", quiet=True)
         if self.evaluations is not None and not self.stopping:

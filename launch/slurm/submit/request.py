@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import secrets
 import shutil
@@ -24,12 +25,22 @@ from drover.pipeline.config.loading import config_hash
 from drover.pipeline.config.outside import needed_modules
 from drover.pipeline.config.places import make_folder
 from drover.pipeline.config.plugins import plugin_files
+from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.stage_work import git_state
 from drover.pipeline.contract.state import STOP, now
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import EXTRAS, UserError, listed, require
+
+
+def with_site_limits(config: Config) -> Config:
+    """The configuration with limits that Slurm knows, where the configuration has none."""
+    launch, scheduler = config.launch, Scheduler()
+    found = {"array": scheduler.most_elements(), "jobs": scheduler.most_jobs(getpass.getuser(), launch.qos)}
+    limits = {name: most for name, most in found.items() if most and getattr(launch.limits, name) is None}
+    return config.model_copy(update={"launch": launch.model_copy(
+        update={"limits": launch.limits.model_copy(update=limits)})})
 
 
 def for_slurm(run: Run, options: Options, *, dry_run: bool) -> Options:

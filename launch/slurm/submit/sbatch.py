@@ -131,6 +131,7 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
     """The job's script. It starts the runner once, on the first node; the runner starts the ranks with srun."""
     launch, extra, trace = config.launch, options_of(job), shlex.quote(f"{job.run}/launch")
     waits = [f"afterok:{':'.join(ids[need] for need in job.dependencies)}"] if job.dependencies else []
+    waits += [f"afterany:{ids[job.follows]}"] if job.follows else []
     waits += ["singleton"] if job.stage == "train" else []  # two jobs of one run never train at once
     waits += [str(extra["dependency"])] if "dependency" in extra else []
     at_once = getattr(job.asked, "at_once", None)

@@ -112,21 +112,42 @@ def test_the_script_of_training_on_four_nodes(launcher):
 def test_links_arrays_and_sites_without_requeue(launcher):
     shown = launcher.accepted(
         "--stage", "all", "--nodes", "2", "--dry-run", "launch.train.links=3", "launch.requeue=false",
-        "launch.shard.array=1", "launch.encode.array=5", "launch.encode.at_once=2", "train.micro_batch=1",
-        "launch.extra={comment: night}", "launch.qos=high", "launch.constraint=h100")
+        "launch.shard.array=1", "launch.encode.links=2", "launch.encode.array=5", "launch.encode.at_once=2",
+        "train.micro_batch=1", "launch.extra={comment: night}", "launch.qos=high", "launch.constraint=h100")
     found = scripts(shown)
-    assert list(found) == ["shard", "tokenizer", "encode-parts", "encode", "train-1", "train-2", "train", "convert",
-                           "evaluate", "report"]
-    for key in ("train-1", "train-2", "train"):
-        assert option(found[key], "dependency") == "afterok:ID_OF_encode,singleton"
-        assert option(found[key], "job-name") == "trial-train"
-    assert option(found["convert"], "dependency") == "afterok:ID_OF_train"
-    assert option(found["encode-parts"], "array") == "0-4%2"
+    assert list(found) == ["shard", "tokenizer", "encode-parts-1", "encode-parts", "encode-1", "encode", "train-1",
+                           "train-2", "train", "convert", "evaluate", "report"]
+    assert {key: option(text, "dependency") for key, text in found.items()} == {
+        "shard": None, "tokenizer": "afterok:ID_OF_shard", "encode-parts-1": "afterok:ID_OF_tokenizer",
+        "encode-parts": "afterok:ID_OF_tokenizer,afterany:ID_OF_encode-parts-1",
+        "encode-1": "afterok:ID_OF_encode-parts", "encode": "afterok:ID_OF_encode-parts,afterany:ID_OF_encode-1",
+        "train-1": "afterok:ID_OF_encode,singleton", "train-2": "afterok:ID_OF_encode,afterany:ID_OF_train-1,singleton",
+        "train": "afterok:ID_OF_encode,afterany:ID_OF_train-2,singleton", "convert": "afterok:ID_OF_train",
+        "evaluate": "afterok:ID_OF_convert", "report": "afterok:ID_OF_evaluate"}
+    assert {option(found[key], "job-name") for key in ("train-1", "train-2", "train")} == {"trial-train"}
+    assert option(found["encode-parts-1"], "array") == option(found["encode-parts"], "array") == "0-4%2"
     assert all(option(text, "no-requeue") == "" and option(text, "requeue") is None and "code=$?" not in text
                and re.fullmatch(r"drover:[0-9a-f-]+:[a-z0-9-]+ night", option(text, "comment"))
                and [option(text, name) for name in ("qos", "constraint")] == ["high", "h100"]
                for text in found.values())
     assert "link 2 of 3" in shown
+
+
+@pytest.mark.parametrize(("own", "largest", "most", "elements"), [
+    ("{}", "", "", 4),
+    ("{}", "MaxArraySize = 4", "", 3), ("{array: 2}", "MaxArraySize = 4", "", 2),
+    # Five passes of shard and one of encode, and seven jobs besides.
+    ("{}", "", "normal|31\nhigh|\n", 4), ("{}", "", "normal|30\nhigh|\n", 3), ("{}", "", "normal|\nhigh|19\n", 2),
+    ("{}", "", "normal|\nhigh|9\n", 1), ("{jobs: 31}", "", "normal|9\n", 4)])
+def test_arrays_keep_to_the_site_s_limits(slurm, own, largest, most, elements):
+    """They get fewer elements, each with more of the work."""
+    slurm.program("scontrol", f"echo '{largest}'")
+    slurm.program("sacctmgr", f"case $* in *assoc*) echo 'normal|';; *) printf '{most}';; esac")
+    shown = slurm.accepted("--stage", "all", "--nodes", "4", f"launch.limits={own}",
+                           *["launch.qos=high"] * ("high" in most and "high|\n" not in most))
+    arrays = [job.elements for job in slurm.chain.jobs if job.kind == "array"]
+    assert arrays == ([tuple(range(elements))] * 6 if elements > 1 else [])
+    assert ("fewer than requested" in shown) == (elements != 4)
 
 
 def test_submission_chains_what_is_not_done(slurm):
@@ -228,17 +249,16 @@ def test_nodes_that_failed_twice_are_left_out(slurm):
 def test_all_that_the_site_forbids_is_told_at_once(slurm):
     said = slurm.refused(
         "--stage", "all", "--nodes", "4", "launch.secrets=[NO_SUCH_TOKEN]",
-        "launch.limits={nodes: 2, time: 60, array: 3, jobs: 4, gpu_memory_gb: 0.000001}",
+        "launch.limits={nodes: 2, time: 60, jobs: 4, gpu_memory_gb: 0.000001}",
         "launch.environment={HF_TOKEN: hf_abc}", "launch.train.time=4")
     assert not list(slurm.queue.iterdir()) and not (slurm.run / "code").exists()
-    queued = 11 + 4 * 5  # without the phases of near-duplicates
     for part in ("train requests 4 nodes; the site allows 2", "requests 240 min; the site allows 60",
-                 "shard-read requests 4 elements; the site allows 3", "a GPU here has 1e-06 GB",
-                 f"{queued} jobs would be queued; the site allows 4", "your shell has no such variable",
+                 "a GPU here has 1e-06 GB", "7 jobs would be queued, although no stage is divided; the site allows 4",
+                 "your shell has no such variable",
                  "contains what looks like a secret, HF_TOKEN", "no time would be left to train"):
         assert part in said, part
     assert "hf_abc" not in said
-    least = f"launch.limits={{nodes: 4, time: 240, array: 4, jobs: {queued}, gpu_memory_gb: 1}}"
+    least = "launch.limits={nodes: 4, time: 240, array: 4, jobs: 7, gpu_memory_gb: 1}"
     assert "are free at" in slurm.refused("--stage", "all", "train.checkpoint.permanent_every=1",
                                           "train.steps=200000000", "train.warmup_steps=3")
     slurm.accepted("--stage", "all", "--nodes", "4", least, "launch.train.time=5")
