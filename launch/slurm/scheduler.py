@@ -189,9 +189,14 @@ class Scheduler:
             answer = self._ask("scontrol", "update", f"JobId={id}", f"ExcNodeList={left_out}")
         return answer.problem
 
-    def shrink(self, id: str) -> str | None:
-        """Let a waiting job request one node only; None, or why that failed."""
-        return self._ask("scontrol", "update", f"JobId={id}", "NumNodes=1").problem
+    def wait_for_another(self, id: str, before: str, now: str) -> str | None:
+        """Let a waiting job depend on the job `now` instead of `before`; None, or why that failed."""
+        answer = self._ask("scontrol", "--oneliner", "show", "job", id)
+        known = re.sub(r"\(\w+\)", "", _fields(answer.out).get("Dependency", ""))  # afterok:12(unfulfilled)
+        after = re.sub(rf"\b{before}\b", now, known)
+        if answer.status == 0 and after != known:
+            answer = self._ask("scontrol", "update", f"JobId={id}", f"Dependency={after}")
+        return answer.problem
 
     def node_kinds(self) -> list[NodeKind]:
         """The kinds of nodes in each partition; [] if Slurm does not answer."""

@@ -36,7 +36,7 @@ class Slurm:
     """What Slurm answers to a runner in this process, and what it was asked to do.
 
     states: of jobs; any other runs. silent: it does not say. down: nodes that failed. left_s: of the job's time.
-    refusal: of a requeue. nodes: of the job.
+    refusal: of a requeue, or of another dependency. nodes: of the job.
     """
 
     states: dict[str, str] = field(default_factory=dict)
@@ -49,6 +49,8 @@ class Slurm:
     address: str = "localhost"
     requeued: list[str] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
+    moved: list[tuple[str, str, str]] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
         return None if self.silent else {
@@ -71,6 +73,13 @@ class Slurm:
     def requeue(self, id: str, patience_s: float) -> str | None:
         self.requeued.append(id)
         return self.refusal
+
+    def wait_for_another(self, id: str, before: str, now: str) -> str | None:
+        self.moved.append((id, before, now))
+        return self.refusal
+
+    def cancel(self, id: str) -> None:
+        self.cancelled.append(id)
 
     def leave_out(self, id: str, nodes: Iterable[str]) -> None:
         self.left_out[id] = list(nodes)

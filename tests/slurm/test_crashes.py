@@ -31,9 +31,10 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
 
 
 def test_spare_nodes_replace_lost_ones_and_then_training_continues_with_fewer(training):
-    """All in one job, which is never queued again. The global batch stays the same."""
-    run: Training = training(launch={"train": {"spare_nodes": 1, "min_nodes": 1}})
-    run.submit()
+    """All in one job, which is never queued again. The global batch stays the same. The job that waits to continue
+    is not waited for at the end."""
+    run: Training = training(launch={"train": {"spare_nodes": 1, "min_nodes": 1, "links": 2}})
+    run.submit(stages="train,convert")
     run.next_wait()
     first, lost = run.last["nodes"]
     run.cluster.kill_node(lost)
@@ -48,6 +49,8 @@ def test_spare_nodes_replace_lost_ones_and_then_training_continues_with_fewer(tr
     alone = run.next_start()
     assert (alone["restart"], alone["nodes"], alone["ranks"]) == (start["restart"], [first], 1), run.story()
     run.finish()
+    assert [run.cluster.state(run.job(*which)) for which in (("train", 0), ("train", 1), ("convert", 0))] == [
+        "COMPLETED", "CANCELLED", "COMPLETED"], run.story()
     for node in (lost, spare):
         run.cluster.start_node(node)
 

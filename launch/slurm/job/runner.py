@@ -335,6 +335,18 @@ class Runner:
             if problem := self.scheduler.leave_out(job, nodes):
                 self.say(f"{', '.join(nodes)} could not be excluded from the waiting job {job}: {problem}")
 
+    def _remove_later_links(self) -> None:
+        """Cancel the jobs that wait to continue the finished stage, which would wait for all their nodes to do nothing.
+        What comes after them waits for this job instead. If that fails, they stay."""
+        own, later = self.here.name, self._later_links()
+        chain = read_chain(self.run_folder)
+        waiting = [job.id for job in chain.jobs if later[-1] in job.dependencies] if chain else []
+        problems = [problem for job in waiting if (problem := self.scheduler.wait_for_another(job, later[-1], own))]
+        for job in later if not problems else ():
+            self.scheduler.cancel(job)
+        self.say(f"the jobs {', '.join(later)}, which would continue {self.spec.stage}, "
+                 f"{f'stay: {problems[0]}' if problems else 'are cancelled'}")
+
     def _later_links(self) -> list[str]:
         """Jobs that wait to continue the stage, as far as they are recorded."""
         return [job.id for job in self._chain() if job.kind == "link"][self.spec.link:]
@@ -342,7 +354,7 @@ class Runner:
     # ---- the end
 
     def _end(self, decision: Decision) -> int:
-        self.decision, spec = decision, self.spec
+        self.decision = decision
         if decision.action == "requeue":
             if self.stopping:
                 return TERMINATED
@@ -362,9 +374,8 @@ class Runner:
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason)
         if decision.action == "stop":
             self._tell_last_words()
-        if decision.status == "done" and spec.nodes > 1:
-            for job in self._later_links():  # they end immediately, but later stages wait for them
-                self.scheduler.shrink(job)
+        if decision.status == "done" and self._later_links():
+            self._remove_later_links()
         how = "is done" if decision.status == "done" else f"{decision.status}: {decision.reason}"
         self.say(f"{self.spec.stage} {how}", quiet=True)
         if self.evaluations is not None and not self.stopping:

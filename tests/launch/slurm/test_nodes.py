@@ -65,6 +65,18 @@ def test_a_waiting_job_leaves_out_more(tmp_path):
     assert slurm.calls()[-1] == "scontrol --oneliner show job 15"
 
 
+def test_a_waiting_job_waits_for_another_one_instead(tmp_path):
+    slurm = FakeSlurm(tmp_path / "bin")
+    for before, after in (("afterok:14(unfulfilled),singleton", "afterok:12,singleton"), ("afterok:140(failed)", ""),
+                          ("afterany:3:14(unfulfilled)", "afterany:3:12")):
+        slurm.do("scontrol", f'echo "JobId=15 Dependency={before} A=x"')
+        assert slurm.scheduler().wait_for_another("15", "14", "12") is None
+        assert slurm.calls()[-1] == (f"scontrol update JobId=15 Dependency={after}" if after else
+                                     "scontrol --oneliner show job 15")
+    slurm.say("scontrol", error="Invalid job id specified", status=1)
+    assert slurm.scheduler().wait_for_another("15", "14", "12") == "Invalid job id specified"
+
+
 def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
     def bind(*options):
         with socket.socket() as other:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from drover.launch.host import StepEnd, process_end
+from drover.launch.slurm.chain import Chain, ChainJob
 from drover.launch.slurm.job import joblock, runner, srun
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.job.preflight import Found
@@ -163,6 +164,19 @@ def test_other_code_is_not_started(job, monkeypatch):
 
 
 # ---- starts before this one
+
+
+@pytest.mark.parametrize("refusal", [None, "Job is no longer pending"])
+def test_links_that_are_not_needed_are_removed(job, refusal):
+    """What comes after training waits for this job then. If that cannot be, all stays as it was."""
+    jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
+    jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
+    Chain("c", "", (), {}, "", "", jobs=tuple(jobs)).write(job.run)
+    job.slurm.refusal = refusal
+    status, log = job.go("work", links=3)
+    assert status == 0 and job.slurm.moved == [("15", "14", "12")]
+    assert job.slurm.cancelled == ([] if refusal else ["13", "14"])
+    assert (f"stay: {refusal}" if refusal else "13, 14, which would continue train, are cancelled") in log
 
 
 def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):
