@@ -46,13 +46,13 @@ def test_the_image_is_made_of_what_is_there():
     assert {"drover", *links} <= copied
 
 
-@pytest.mark.slow
 def builds_images():
     """Whether there is docker, and a daemon that answers it."""
     found = shutil.which("docker")
     return found and not subprocess.run([found, "info"], capture_output=True, check=False).returncode
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not builds_images(), reason="no docker that answers, which builds the image")
 def test_the_image_is_built_and_has_the_command():
     subprocess.run(["docker", "build", "--quiet", "--tag", "drover:test", "."], cwd=REPOSITORY, check=True)
