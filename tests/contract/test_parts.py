@@ -105,7 +105,7 @@ def test_parts_of_other_settings_are_not_done(twelve):
     assert list(twelve.records()) == [11]
 
     def done(*overrides, parts=13):
-        return done_parts(Run(load_config(twelve.config, list(overrides))), "shard", parts, "read")
+        return done_parts(Run(load_config(twelve.place / "c.yaml", list(overrides))), "shard", parts, "read")
     assert done() == done("launch.processes=2") == {11, 12}
     assert done(parts=2) == done("shard.heldout_share=0.5") == done("name=b") == set()
     (twelve.place / "corpus.txt").write_text("other text\n")
