@@ -53,6 +53,7 @@ from tests.formats.test_meta import LLAMA2, as_meta
 from tests.formats.test_weights import as_pickled
 from tests.launch.run_folders import HandMade, ago
 from tests.mutations import Reader, put, tried
+from tests.records.recorded_time import Recorded
 from tests.stages.small_run import make_trained_run
 from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
 from tests.tokenization.conftest import byte_level, texts  # noqa: F401 - fixtures
@@ -104,23 +105,11 @@ def _job(folder: Path) -> HandMade:
 
 def _records(folder: Path) -> None:
     """What training, its launcher and a hang leave."""
-    train = folder / "train"
-    for event in ({"event": "start", "time": ago(900), "step": 0, "startup_s": 5.0, "train_s": 0.0, "ranks": 2},
-                  {"event": "plan_changed", "time": ago(800), "number": 1, "step": 2},
-                  {"event": "resume", "time": ago(700), "step": 2, "startup_s": 5.0, "train_s": 2.0, "lost_s": 1.0},
-                  {"event": "finish", "time": ago(500), "step": 4}):
-        append_line(train / "events.jsonl", event)
-    for step in range(1, 5):
-        append_line(train / "metrics.jsonl", {"step": step, "loss": 2.0, "samples": [step, step + 1], "time": 1.8e9,
-                                              "train_s": 1.0 * step, "plan_changes": int(step > 2), "stall_s": 0.1})
-    add_rollback(train, Rollback(3, 2, ((4, 8),), "ab", "a spike"))
-    write_places(train, ["n0", "n1"])
-    for rank in range(2):
-        append_line(train / "hangs/local.0.0/node0.jsonl", {
-            "rank": rank, "node": "n0", "step": 3, "silent_s": 9.0, "at": 1.8e9, "stack": ["/x/train.py:9 train"]})
-    for event in ({"event": "job", "at": ago(950)}, {"event": "preflight", "at": ago(940), "seconds": 3.0},
-                  {"event": "ended", "at": ago(720), "next": "stop", "status": "hung", "reason": "x"}):
-        append_line(folder / "launch/attempts/15.jsonl", {"stage": "train", "job": "15", **event})
+    Recorded(folder).play("""launcher job; launcher preflight seconds=3; start 5; steps 3; look 2;
+        roll_back 2 lost_s=1; hang 9; launcher ended next=stop status=hung reason=x; start 5 step=2;
+        event plan_changed number=1 step=4; steps 2; save 1; end finish stall_s=1""")
+    add_rollback(folder / "train", Rollback(3, 2, ((4, 8),), "ab", "a spike"))
+    write_places(folder / "train", ["n0", "n1"])
 
 
 def _read_records(folder: Path) -> None:
