@@ -103,6 +103,9 @@ def test_text_leads_to_file_and_record(capsys, whole, traced):
     assert "No document that holds 'note 7:'" in asked(capsys, whole, "--find", "note 7:", expect=2)
     [same] = asked(capsys, whole, "--document", note["key"][:9], "--text")["documents"]
     assert same.pop("text").startswith("Note 7: ") and same == note
+    text = "".join(path.read_text() for path in (traced.parent / "in").iterdir())
+    for piece in asked(capsys, whole, "--samples", "0", "3", "--text")["pieces"]:
+        assert len(piece["text"]) > 5 and piece["text"] in text
 
 
 def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
