@@ -18,6 +18,7 @@ from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.core.files import output_record, read_json, write_text
 from tests.contract.conftest import OwnStage
 from tests.cut_off import cut_off
+from tests.refusal import table
 
 PHASES = ("read", "sort", "sum")
 
@@ -181,9 +182,9 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
     assert left(here) == LASTING
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
-    (["--part", "0/2", "--phase", "write"], "has no phase write to divide into parts. Give --phase one of read, sort"),
-    (["--phase", "read"], "Give --part I/N, too")])
+@pytest.mark.parametrize(("arguments", "told"), table("""
+    --part 0/2 --phase write -> has no phase write to divide into parts. Give --phase one of read, sort
+    --phase read -> Give --part I/N, too""", str.split))
 def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
     assert count(*arguments) == 2
     assert told in capsys.readouterr().err and not count.folder().exists()
