@@ -15,13 +15,14 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from drover.pipeline.core.errors import UserError
+from tests.refusal import table
 
 DEEP, DIGITS = "@deep@", "@digits@"
 """Stand for what json.dumps cannot write: lists in lists, and a number of more digits than Python reads."""
@@ -51,7 +52,7 @@ class Reader:
     make: Callable[[Path], Any] | str
     read: Callable[[Path], Any]
     files: tuple[str, ...] = ("*",)
-    known: tuple[tuple[str, Callable[[bytes], bytes]], ...] = ()
+    known: Sequence[tuple[str, Callable[[bytes], bytes]]] = ()
     cost: int = 1
     allowed: tuple[str, ...] = ()
 
@@ -88,6 +89,12 @@ def put(*keys: str | int, value: Any) -> Callable[[bytes], bytes]:
         node[keys[-1]] = value
         return _dumped(tree)
     return change
+
+
+def planted(text: str) -> list[tuple[str, Callable[[bytes], bytes]]]:
+    """Such changes, a line each: `file -> keys of the place -> value`."""
+    return [(name, put(*(int(key) if key.isdigit() else key for key in keys.split()), value=value))
+            for name, keys, value in table(text, str, str, json.loads)]
 
 
 def _put_otherwise(path: Path, chance: Random) -> str:

@@ -122,22 +122,26 @@ def name_of(token):
     return content.decode() if content.isascii() else f"bytes:\\x{content.hex()}"
 
 
-def test_log_probabilities_are_those_of_one_forward_pass(run_port, model):
+def test_log_probabilities_are_those_of_one_forward_pass_also_where_a_prompt_is_only_scored(run_port, model):
     """That they are the model's own, however a token is drawn, is tested with the model."""
-    prompt, body = [TOKENIZER.bos_id, *"def é".encode()], {"max_tokens": 24, "temperature": 0, "logprobs": 3}
+    prompt, body = [TOKENIZER.bos_id, *"def é".encode()], {"prompt": ["x", "def é"], "temperature": 0, "logprobs": 3}
     ids = prompt + generate(model, [prompt], 24, temperature=0, top_p=1, seed=0, stop_ids=())[0]
-    [*_, echoed], [bare] = (complete(run_port, prompt=["x", "def é"], **body, echo=True)["choices"],
-                            complete(run_port, prompt="def é", **body)["choices"])
-    told, rows = echoed["logprobs"], model(torch.tensor([ids]))[0].log_softmax(-1)
-    assert echoed["text"] == TOKENIZER.decode(ids) and told["tokens"] == list(map(name_of, ids))
-    assert told["token_logprobs"].pop(0) is told["top_logprobs"].pop(0) is None
-    for row, token, own, top in zip(rows, ids[1:], told["token_logprobs"], told["top_logprobs"], strict=False):
+    echoed, bare, scored = (complete(run_port, **body, **more) for more in (
+        {"max_tokens": 24, "echo": True}, {"max_tokens": 24}, {"max_tokens": 0, "echo": True}))
+    told, rows = echoed["choices"][1]["logprobs"], model(torch.tensor([ids]))[0].log_softmax(-1)
+    assert told["tokens"] == list(map(name_of, ids))
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    for row, token, own, top in zip(rows, ids[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False):
         assert own == pytest.approx(float(row[token]), abs=1e-5)
         best = row.topk(3).indices.tolist()
         assert top == pytest.approx({name_of(one): float(row[one]) for one in (*best, token)}, abs=1e-5)
-    assert bare["text"] == TOKENIZER.decode(ids[len(prompt):])
-    assert bare["logprobs"]["tokens"] == told["tokens"][len(prompt):] and bare["logprobs"]["text_offset"][0] == 0
-    assert bare["logprobs"]["token_logprobs"] == pytest.approx(told["token_logprobs"][len(prompt) - 1:], abs=1e-5)
+    for answer, part in ((echoed, slice(None)), (bare, slice(len(prompt), None)), (scored, slice(len(prompt)))):
+        choice = answer["choices"][1]
+        assert (choice["text"], choice["finish_reason"]) == (TOKENIZER.decode(ids[part]), "length")
+        assert choice["logprobs"]["tokens"] == told["tokens"][part] and choice["logprobs"]["text_offset"][0] == 0
+        found, expected = ([one or 0 for one in own["token_logprobs"]] for own in (choice["logprobs"], told))
+        assert found == pytest.approx(expected[part], abs=1e-5)
+    assert scored["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -159,17 +163,6 @@ def test_a_stream_is_the_same_texts_in_pieces_that_tell_of_the_same_tokens(run_p
             assert whole["logprobs"][key] == values[:shown]
             assert [value for piece in pieces for value in piece["logprobs"][key]] == values[:shown]
     assert (shown < 31) == stop
-
-
-def test_no_tokens_may_be_asked_for_so_that_a_prompt_is_only_scored(run_port):
-    body = {"prompt": ["def é", "x"], "temperature": 0, "logprobs": 1, "echo": True}
-    scored, longer = (complete(run_port, **body, max_tokens=count) for count in (0, 3))
-    assert scored["usage"]["completion_tokens"] == 0
-    for choice, whole, text in zip(scored["choices"], longer["choices"], body["prompt"], strict=True):
-        assert (choice["text"], choice["finish_reason"]) == (text, "length")
-        told, more, count = choice["logprobs"], whole["logprobs"], 1 + len(text.encode())
-        assert told["tokens"] == more["tokens"][:count]
-        assert told["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:count], abs=1e-5)
 
 
 def test_ids_stops_seeds_and_several_choices(run_port, model):
