@@ -9,6 +9,7 @@ from drover.launch.submit import main as submit
 from drover.pipeline.config.places import blocked, make_folder
 from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.core.errors import UserError
+from tests.refusal import refused
 from tests.stand_ins import never
 
 CANNOT_BE = [("file", "/file is a file, not a folder"), ("file/deeper/still", "/file is a file, not a folder"),
@@ -53,5 +54,4 @@ def test_a_folder_is_made_or_found_or_the_system_refuses_it(tmp_path):
     make_folder(place)
     make_folder(place)
     assert place.is_dir()
-    with pytest.raises(UserError, match="/proc/drover/a"):
-        make_folder(Path("/proc/drover/a"))
+    refused(UserError, "/proc/drover/a", make_folder, Path("/proc/drover/a"))

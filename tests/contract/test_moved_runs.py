@@ -13,6 +13,7 @@ from drover.pipeline.core.command_line import find_run
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.metrics import plan_changes, read_metrics
 from tests.data.source_files import write_jsonl
+from tests.refusal import refused
 from tests.stand_ins import call, copy_corpus, count_bytes, never
 
 
@@ -64,8 +65,7 @@ def test_a_run_in_its_place_keeps_its_config_as_written(place, monkeypatch):
 
 def test_a_folder_name_that_is_none_is_refused_with_its_place(moved):
     odd = moved.rename(moved.with_name("b (copy)"))
-    with pytest.raises(UserError, match=r"the run folder .*b \(copy\): 'name' is 'b \(copy\)'"):
-        load_config(odd / "config.yaml")
+    refused(UserError, r"the run folder .*b \(copy\): 'name' is 'b \(copy\)'", load_config, odd / "config.yaml")
 
 
 def test_a_reused_run_that_moved_along_is_found_next_to_it(place, capsys):

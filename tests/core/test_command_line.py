@@ -17,7 +17,7 @@ from drover.pipeline.core.command_line import (
     in_colour,
 )
 from drover.pipeline.core.errors import UserError
-from tests.refusal import table
+from tests.refusal import refused, table
 
 
 class Terminal(io.StringIO):
@@ -66,8 +66,7 @@ def test_what_a_user_can_mend_is_said_in_one_way(error, status, said, capsys):
 
 
 def test_a_defect_keeps_its_traceback():
-    with pytest.raises(ValueError, match="ours"):
-        failing(ValueError("ours"))([])
+    refused(ValueError, "ours", failing(ValueError("ours")), [])
 
 
 def test_errors_are_red_on_a_terminal_that_is_not_asked_to_do_without(monkeypatch):
