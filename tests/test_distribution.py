@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tomllib
 
 import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
-
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+from tests.test_packages import PROJECT
 
 
 def instructions() -> list[tuple[str, str]]:
