@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -98,15 +96,11 @@ def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect:
     """Run one stage to its end and check its exit status.
 
     cold: in interpreters of its own, several ranks under torch's elastic agent. Stages without torch always are: they
-    start quickly, and a hash seed of each one's own shows what depends on it.
+    start quickly, and a hash seed of each one's own shows what depends on it. limits: of a warm one only.
     """
     if cold or stage not in ("train", "convert"):
-        def limit() -> None:
-            for number, most in (limits or {}).items():
-                resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
         result = subprocess.run(stage_command(stage, config, *overrides, ranks=ranks), cwd=REPOSITORY, text=True,
-                                capture_output=True, env={**environment(), **variables}, timeout=HANG_S, check=False,
-                                preexec_fn=limit)
+                                capture_output=True, env={**environment(), **variables}, timeout=HANG_S, check=False)
     else:
         process = start_stage(stage, config, *overrides, ranks=ranks, limits=limits, **variables)
         said, complaint = process.communicate(HANG_S)
@@ -122,21 +116,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         torch.set_num_threads(1)  # threads of several workers on the same cores spin while they wait for each other
     if session.config.option.workers and not session.config.option.collectonly:
         warm_server()
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what was left out, and what was taken in its place: once for each thing that is missing here."""
-    reasons = Counter(str(report.longrepr[-1]).removeprefix("Skipped: ")
-                      for report in terminalreporter.stats.get("skipped", []))
-    told = [f"{count} test{'s' * (count > 1)} left out: {reason}" for reason, count in sorted(reasons.items())]
-    expression = terminalreporter.config.option.markexpr
-    told += [f"{what}: `{command}` runs them." for word, what, command in (
-        ("not slow", "More crossings of options, stores, faults and documents", "make test-all"),
-        ("not soak", "Tests that take hours", "make soak")) if word in expression]
-    if told:
-        terminalreporter.section("left out")
-        for line in told:
-            terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish() -> None:

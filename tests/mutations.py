@@ -1,8 +1,8 @@
 """Files that are not what they should be: seeded mutations of whole ones, tried in forked processes.
 
 A case is a number: it decides which file of a folder is changed, and how. A process that a case kills, by a signal or
-an alarm, costs that case only. While a reader works, the process may have little more memory than before, and must not
-write, connect or start anything.
+an alarm, is told, and cases after it are not tried. While a reader works, the process may have little more memory than
+before, and must not write, connect or start anything.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from drover.pipeline.core.errors import UserError
+from tests.refusal import table
 
 DEEP, DIGITS = "@deep@", "@digits@"
 """Stand for what json.dumps cannot write: lists in lists, and a number of more digits than Python reads."""
@@ -51,7 +52,7 @@ class Reader:
     make: Callable[[Path], Any] | str
     read: Callable[[Path], Any]
     files: tuple[str, ...] = ("*",)
-    known: tuple[tuple[str, Callable[[bytes], bytes]], ...] = ()
+    known: Sequence[tuple[str, Callable[[bytes], bytes]]] = ()
     cost: int = 1
     allowed: tuple[str, ...] = ()
 
@@ -88,6 +89,12 @@ def put(*keys: str | int, value: Any) -> Callable[[bytes], bytes]:
         node[keys[-1]] = value
         return _dumped(tree)
     return change
+
+
+def planted(text: str) -> list[tuple[str, Callable[[bytes], bytes]]]:
+    """Such changes, a line each: `file -> keys of the place -> value`."""
+    return [(name, put(*(int(key) if key.isdigit() else key for key in keys.split()), value=value))
+            for name, keys, value in table(text, str, str, json.loads)]
 
 
 def _put_otherwise(path: Path, chance: Random) -> str:
@@ -181,51 +188,32 @@ def _tar(whole: bytes, chance: Random) -> bytes:
     return bytes(data)
 
 
-class _Watch:
-    """Notes what a process does that a reader must not do."""
-
-    def __init__(self, allowed: Iterable[str]) -> None:
-        self.on, self.seen, self.allowed = False, list[str](), tuple(allowed)
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on or event in self.allowed:
-            return
-        opens = event == "open" and isinstance(arguments[0], str | bytes) and arguments[0] != os.devnull
-        if event in FORBIDDEN or (opens and isinstance(arguments[2], int) and arguments[2] & WRITING):
-            self.seen.append(f"{event}{arguments[:2]!r}"[:300])
-
-
-def tried(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases: range) -> list[str]:
-    """What is wrong with how a reader takes these cases. change: makes one of it in the folder, told its number."""
-    found: list[str] = []
-    left, kept = cases, _contents(folder)
-    while left:
-        reading, writing = os.pipe()
-        if not (child := os.fork()):
-            os.close(reading)
-            with os.fdopen(writing, "w") as pipe:
-                try:
-                    _try(reader, folder, change, left, kept, pipe)
-                except BaseException:  # noqa: BLE001 - the parent shows it
-                    pipe.write(traceback.format_exc())
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, errors="replace") as pipe:
-            *told, last = pipe.read().split("\0")
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        found += [text for text in told if not text.isdigit()]
-        begun = [int(text) for text in told if text.isdigit()]
-        assert begun, f"{reader.name} does not read what is whole: {last}"
-        if last != "end":
-            _restore(folder, kept)
-            found.append(f"{reader.name} {begun[-1]}: the process ended ({status}) {last[-500:]}")
-        left = range(0) if last == "end" else range(begun[-1] + 1, left.stop)
+def tried(reader: Reader, folder: Path, seed: int, cases: range) -> list[str]:
+    """What is wrong with how a reader takes these cases, up to one that ends its process."""
+    kept = _contents(folder)
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        os.close(reading)
+        with os.fdopen(writing, "w") as pipe:
+            try:
+                _try(reader, folder, seed, cases, kept, pipe)
+            except BaseException:  # noqa: BLE001 - the parent shows it
+                pipe.write(traceback.format_exc())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, errors="replace") as pipe:
+        *told, last = pipe.read().split("\0")
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    begun = [text for text in told if text.isdigit()]
+    assert begun, f"{reader.name} does not read what is whole: {last}"
+    found = [text for text in told if not text.isdigit()]
+    if last != "end":
+        _restore(folder, kept)
+        found.append(f"{reader.name} {begun[-1]}: the process ended ({status}) {last[-500:]}")
     return found
 
 
-def _try(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases: range,
-         kept: dict[Path, bytes], pipe: Any) -> None:
+def _try(reader: Reader, folder: Path, seed: int, cases: range, kept: dict[Path, bytes], pipe: Any) -> None:
     sys.dont_write_bytecode = True
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -235,27 +223,34 @@ def _try(reader: Reader, folder: Path, change: Callable[[Path, int], str], cases
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    watch = _Watch(reader.allowed)
+    seen, watching = list[str](), False
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        """Note what a reader must not do."""
+        opens = event == "open" and isinstance(arguments[0], str | bytes) and arguments[0] != os.devnull
+        if watching and event not in reader.allowed and (event in FORBIDDEN or (
+                opens and isinstance(arguments[2], int) and arguments[2] & WRITING)):
+            seen.append(f"{event}{arguments[:2]!r}"[:300])
+    sys.addaudithook(hear)
     for number in cases:
         pipe.write(f"{number}\0")
         pipe.flush()
-        how = change(folder, number)
+        how = _change(reader, folder, seed, number)
         signal.alarm(SECONDS)
         try:
-            watch.on = True
+            watching = True
             reader.read(folder)
         except UserError as error:
             if not str(error):
-                watch.seen.append("an error without words")
+                seen.append("an error without words")
         except BaseException as error:  # noqa: BLE001 - all of that is what is looked for
-            lines = traceback.format_exception(error, limit=-6)
-            watch.seen.append("".join(lines)[-2500:])
+            seen.append("".join(traceback.format_exception(error, limit=-6))[-2500:])
         finally:
-            watch.on = False
+            watching = False
             signal.alarm(0)
-        if watch.seen:
-            pipe.write(f"{reader.name} {number} ({how}): " + "\n".join(watch.seen).replace("\0", "\\0") + "\0")
-            watch.seen.clear()
+        if seen:
+            pipe.write(f"{reader.name} {number} ({how}): " + "\n".join(seen).replace("\0", "\\0") + "\0")
+            seen.clear()
         _restore(folder, kept)
     pipe.write("end")
 
@@ -276,16 +271,14 @@ def _restore(folder: Path, kept: dict[Path, bytes]) -> None:
             path.write_bytes(data)
 
 
-def by_number(reader: Reader, seed: int) -> Callable[[Path, int], str]:
-    """The changes of a reader's files by number: first those that are known, then mutations."""
-    def change(folder: Path, number: int) -> str:
-        if number < len(reader.known):
-            name, known = reader.known[number]
-            path, = folder.glob(name)
-            path.write_bytes(known(path.read_bytes()))
-            return f"{name}, known"
-        chance = Random(f"{reader.name} {seed} {number}")
-        files = sorted(path for pattern in reader.files for path in folder.glob(pattern) if path.is_file())
-        path = chance.choice(files)
-        return f"{path.relative_to(folder)}: {mutate(path, chance)}"
-    return change
+def _change(reader: Reader, folder: Path, seed: int, number: int) -> str:
+    """Make the case of this number of a reader's files, first those that are known, then mutations; what was done."""
+    if number < len(reader.known):
+        name, known = reader.known[number]
+        path, = folder.glob(name)
+        path.write_bytes(known(path.read_bytes()))
+        return f"{name}, known"
+    chance = Random(f"{reader.name} {seed} {number}")
+    files = sorted(path for pattern in reader.files for path in folder.glob(pattern) if path.is_file())
+    path = chance.choice(files)
+    return f"{path.relative_to(folder)}: {mutate(path, chance)}"

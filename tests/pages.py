@@ -15,6 +15,12 @@ BLOCK = re.compile(r"(?:<!-- (?:needs|takes) (a cluster|torchao|an object store|
                    re.DOTALL)
 
 
+def commands(*pages: str) -> list[str]:
+    """The commands of pages of docs/, in their order, without comments."""
+    return [re.split(r"\s+# ", line)[0].strip() for page in pages
+            for _, block in BLOCK.findall((REPOSITORY / f"docs/{page}.md").read_text()) for line in block.splitlines()]
+
+
 def checkout(home: Path) -> Path:
     """Make a folder look like the checkout, but for its configurations; the folder."""
     for name in ("launch", "pipeline", "model", "tools", "benchmarks"):

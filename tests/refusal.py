@@ -1,11 +1,21 @@
-"""Calls that end in an error on purpose, and what commands print."""
+"""Calls that end in an error on purpose, what commands print, and tables of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import pytest
+
+
+def table(text: str, *columns: Callable[[str], Any]) -> list[tuple[Any, ...]]:
+    """Cases of a test, a line each, such as `arguments -> what is said`.
+
+    columns: what makes a value of the text of each column; the text itself is the value of the others.
+    """
+    return [tuple(make(value) for make, value in zip_longest(columns, line.strip().split(" -> "), fillvalue=str))
+            for line in text.splitlines() if line.strip()]
 
 
 def refused(error: type[BaseException], message: str, call: Callable[..., Any], *given: Any, **named: Any) -> str:

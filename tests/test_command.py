@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from drover.__main__ import COMMANDS, SHELLS, completion, main, program
 from drover.pipeline.contract.stages import STAGES
 from tests.conftest import REPOSITORY, run_python
+from tests.refusal import table
 from tests.test_house import HEAVY, imported_by
 
 NAMED = tuple(COMMANDS)
@@ -33,21 +35,24 @@ def test_every_command_has_help_and_refuses_a_wrong_option(name, capsys):
     assert capsys.readouterr().err == "error: there is no option --hlep; did you mean '--help'?\n"
 
 
-@pytest.mark.parametrize("arguments", [
-    ["logs", "nope", "train"], ["stop", "nope"], ["cancel", "nope"], ["status", "nope"], ["audit", "nope"],
-    ["trace", "nope", "--step", "1"], ["verify", "nope"], ["compare", "--checkpoints", "nope", "--to", "x"]])
+@pytest.mark.parametrize(("arguments",), table("""
+    logs nope train
+    stop nope
+    cancel nope
+    compare --checkpoints nope --to x""", shlex.split))
 def test_a_run_that_is_not_there_is_told_in_one_way(arguments, tmp_path, monkeypatch, capsys):
+    """Other programs: tests/test_house.py::REFUSED."""
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert capsys.readouterr().err == "error: There is no run nope. The runs in runs are: none.\n"
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["trian"], "error: there is no command trian; did you mean 'trace'?\n"),
-    (["qq"], "error: there is no command qq; drover --help shows all.\n"),
-    (["completion", "fish"], "error: drover completion takes bash or zsh.\n")])
+@pytest.mark.parametrize(("arguments", "said"), table("""
+    trian -> error: there is no command trian; did you mean 'trace'?
+    qq -> error: there is no command qq; drover --help shows all.
+    completion fish -> error: drover completion takes bash or zsh.""", shlex.split))
 def test_a_wrong_command_is_answered(arguments, said, capsys):
-    assert main(arguments) == 2 and capsys.readouterr().err == said
+    assert main(arguments) == 2 and capsys.readouterr().err == f"{said}\n"
 
 
 def test_run_and_plan_take_all_stages_unless_some_are_asked_for():
@@ -64,18 +69,25 @@ def test_a_plan_is_told_to_programs(tmp_path, capsys):
     assert found["jobs"][0]["state"] == "to do" and found["jobs"][1]["after"] == ["shard"]
 
 
-@pytest.mark.parametrize(("words", "offered"), [
-    (["dr"], []), (["tr"], ["trace"]), (["audit", "--j"], ["--json"]), (["audit", ""], ["demo", "trial"]),
-    (["lab", "kill"], ["kill-node"]), (["completion", ""], ["bash", "zsh"]), (["status", "de"], ["demo"]),
-    (["chat", ""], ["demo", "trial"]), (["init", ""], []), (["rehearse", "de"], [])])
+@pytest.mark.parametrize(("words", "offered"), table("""
+    dr -> nothing
+    tr -> trace
+    audit --j -> --json
+    audit '' -> demo trial
+    lab kill -> kill-node
+    completion '' -> bash zsh
+    status de -> demo
+    chat '' -> demo trial
+    init '' -> nothing
+    rehearse de -> nothing""", shlex.split))
 def test_bash_completes_commands_options_and_runs(words, offered, tmp_path):
     for name in ("demo", "trial"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    given = " ".join(f"'{word}'" for word in ["drover", *words])
+    given = shlex.join(["drover", *words])
     script = (f"{completion('bash')}\nCOMP_WORDS=({given}); COMP_CWORD={len(words)}; _drover\n"
               'printf "%s\\n" "${COMPREPLY[@]}"')
     found = subprocess.run(["bash", "-c", script], cwd=tmp_path, text=True, capture_output=True, check=True)
-    assert sorted(found.stdout.split()) == offered
+    assert (" ".join(sorted(found.stdout.split())) or "nothing") == offered
     (tmp_path / "runs" / "$(touch executed)").mkdir(parents=True)
     subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, capture_output=True)
     assert not (tmp_path / "executed").exists()

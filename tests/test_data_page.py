@@ -19,12 +19,12 @@ from drover.pipeline.storage.store import Store
 from tests.conftest import REPOSITORY, write_config
 from tests.dirty_corpus import Planted, write_dirty
 from tests.object_store import set_environment
-from tests.pages import BLOCK, checkout, typed
+from tests.pages import checkout, commands, typed
 
 pytestmark = pytest.mark.slow
-PAGE = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("tutorial-crawl", "data", "tokens"))
-COMMANDS = [line.split("  #")[0].strip() for _, block in BLOCK.findall(PAGE) for line in block.splitlines()
-            if not line.startswith("export ")]
+PAGES = "tutorial-crawl", "data", "tokens"
+PAGE = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in PAGES)
+COMMANDS = [command for command in commands(*PAGES) if not command.startswith("export ")]
 """The page's object store is SeaweedFS, whose address and keys are in the environment; the bucket has `texts/`."""
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tomllib
 
 import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
-
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+from tests.test_packages import PROJECT
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -46,13 +44,13 @@ def test_the_image_is_made_of_what_is_there():
     assert {"drover", *links} <= copied
 
 
-@pytest.mark.slow
 def builds_images():
     """Whether there is docker, and a daemon that answers it."""
     found = shutil.which("docker")
     return found and not subprocess.run([found, "info"], capture_output=True, check=False).returncode
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not builds_images(), reason="no docker that answers, which builds the image")
 def test_the_image_is_built_and_has_the_command():
     subprocess.run(["docker", "build", "--quiet", "--tag", "drover:test", "."], cwd=REPOSITORY, check=True)

@@ -9,12 +9,11 @@ from drover.__main__ import main
 from drover.pipeline.config.loading import load_config
 from drover.tools.lm_eval import main as lm_eval_command
 from tests.conftest import REPOSITORY
-from tests.pages import BLOCK
+from tests.pages import commands
 from tests.tiny_models import for_tokenizer
 from tests.tools.test_compare import STEPS, TOKENIZER, write_trained
 
-COMMANDS = [line.split("  #")[0] for _, block in BLOCK.findall((REPOSITORY / "docs/evaluation.md").read_text())
-            for line in block.splitlines()]
+COMMANDS = commands("evaluation")
 
 
 @pytest.fixture(scope="module")

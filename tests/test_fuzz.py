@@ -52,7 +52,8 @@ from tests.evaluation.test_tasks import write_task
 from tests.formats.test_meta import LLAMA2, as_meta
 from tests.formats.test_weights import as_pickled
 from tests.launch.run_folders import HandMade, ago
-from tests.mutations import Reader, by_number, put, tried
+from tests.mutations import Reader, planted, put, tried
+from tests.records.recorded_time import Recorded
 from tests.stages.small_run import make_trained_run
 from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
 from tests.tokenization.conftest import byte_level, texts  # noqa: F401 - fixtures
@@ -104,23 +105,11 @@ def _job(folder: Path) -> HandMade:
 
 def _records(folder: Path) -> None:
     """What training, its launcher and a hang leave."""
-    train = folder / "train"
-    for event in ({"event": "start", "time": ago(900), "step": 0, "startup_s": 5.0, "train_s": 0.0, "ranks": 2},
-                  {"event": "plan_changed", "time": ago(800), "number": 1, "step": 2},
-                  {"event": "resume", "time": ago(700), "step": 2, "startup_s": 5.0, "train_s": 2.0, "lost_s": 1.0},
-                  {"event": "finish", "time": ago(500), "step": 4}):
-        append_line(train / "events.jsonl", event)
-    for step in range(1, 5):
-        append_line(train / "metrics.jsonl", {"step": step, "loss": 2.0, "samples": [step, step + 1], "time": 1.8e9,
-                                              "train_s": 1.0 * step, "plan_changes": int(step > 2), "stall_s": 0.1})
-    add_rollback(train, Rollback(3, 2, ((4, 8),), "ab", "a spike"))
-    write_places(train, ["n0", "n1"])
-    for rank in range(2):
-        append_line(train / "hangs/local.0.0/node0.jsonl", {
-            "rank": rank, "node": "n0", "step": 3, "silent_s": 9.0, "at": 1.8e9, "stack": ["/x/train.py:9 train"]})
-    for event in ({"event": "job", "at": ago(950)}, {"event": "preflight", "at": ago(940), "seconds": 3.0},
-                  {"event": "ended", "at": ago(720), "next": "stop", "status": "hung", "reason": "x"}):
-        append_line(folder / "launch/attempts/15.jsonl", {"stage": "train", "job": "15", **event})
+    Recorded(folder).play("""launcher job; launcher preflight seconds=3; start 5; steps 3; look 2;
+        roll_back 2 lost_s=1; hang 9; launcher ended next=stop status=hung reason=x; start 5 step=2;
+        event plan_changed number=1 step=4; steps 2; save 1; end finish stall_s=1""")
+    add_rollback(folder / "train", Rollback(3, 2, ((4, 8),), "ab", "a spike"))
+    write_places(folder / "train", ["n0", "n1"])
 
 
 def _read_records(folder: Path) -> None:
@@ -301,45 +290,54 @@ def _read_job(folder: Path) -> None:
 
 
 MANIFEST, SHARDS = f"{RUN}/encode/manifest.json", f"{RUN}/shard/manifest.json"
-TAR, INDEX = f"{RUN}/shard/train/code-00000.tar", "run/train/checkpoints/*/index.json"
-NORM = ("tensors", "model.norm.weight")
+TAR = f"{RUN}/shard/train/code-00000.tar"
 READERS = (
     Reader("configuration", _config, lambda folder: load_config(folder / "c.yaml"), cost=12, known=(
         ("c.yaml", lambda whole: b'base: "x\\0y"\n'), ("c.yaml", lambda whole: whole + b"seed: " + b"9" * 5000))),
     Reader("run", make_trained_run, _read_run, (f"{RUN}/*/*.json", f"{RUN}/config.yaml"), cost=20,
-           allowed=("open", "os.rename"), known=(  # what was hashed is noted in a run's folder
-        (MANIFEST, put("fingerprint", value={})), (MANIFEST, put("accepted", value=[3])),
-        (MANIFEST, put("files", value=[{}])), (f"{RUN}/shard/started.json", put("drift", value={})))),
-    Reader("token shards", make_trained_run, _read_token_shards, (f"{RUN}/encode/*/*.arrow", MANIFEST), known=(
-        (MANIFEST, put("outputs", 0, "docs", value=1 << 60)), (MANIFEST, put("outputs", 0, "data_offset", value=-8)),
-        (MANIFEST, put("outputs", 0, "dtype", value="O")), (MANIFEST, put("outputs", 0, "path", value="x\0")),
-        (MANIFEST, put("new", value=1)), (MANIFEST, lambda whole: b"[" * 100_000))),
-    Reader("text shards", make_trained_run, _read_text_shards, (f"{RUN}/shard/train/*.tar", SHARDS), known=(
+           allowed=("open", "os.rename"), known=planted("""
+        runs/small/encode/manifest.json -> fingerprint -> {}
+        runs/small/encode/manifest.json -> accepted -> [3]
+        runs/small/encode/manifest.json -> files -> [{}]
+        runs/small/shard/started.json -> drift -> {}""")),  # what was hashed is noted in a run's folder
+    Reader("token shards", make_trained_run, _read_token_shards, (f"{RUN}/encode/*/*.arrow", MANIFEST), known=[
+        (MANIFEST, lambda whole: b"[" * 100_000), *planted("""
+        runs/small/encode/manifest.json -> outputs 0 docs -> 1152921504606846976
+        runs/small/encode/manifest.json -> outputs 0 data_offset -> -8
+        runs/small/encode/manifest.json -> outputs 0 dtype -> "O"
+        runs/small/encode/manifest.json -> outputs 0 path -> "x\\u0000"
+        runs/small/encode/manifest.json -> new -> 1""")]),
+    Reader("text shards", make_trained_run, _read_text_shards, (f"{RUN}/shard/train/*.tar", SHARDS), known=[
         (TAR, lambda whole: _header(8**11 - 1)), (TAR, lambda whole: _header(-5)),
-        (TAR, lambda whole: _header(1 << 60)), (SHARDS, put("outputs", 0, "source", value=None)),
-        (SHARDS, put("outputs", 0, "path", value="../../x")))),
-    Reader("states", _states, _read_states, ("**/*.json", "launch/*"), known=(
-        ("STATE.json", put("status", value=[])), (STARTED, put("files", value=7)),
-        ("launch/encode.lock", put("at", value=10**400)))),
+        (TAR, lambda whole: _header(1 << 60)), *planted("""
+        runs/small/shard/manifest.json -> outputs 0 source -> null
+        runs/small/shard/manifest.json -> outputs 0 path -> "../../x" """)]),
+    Reader("states", _states, _read_states, ("**/*.json", "launch/*"), known=[
+        ("launch/encode.lock", put("at", value=10**400)), *planted("""
+        STATE.json -> status -> []
+        started.json -> files -> 7""")]),
     Reader("records", _records, _read_records, ("**/*.json*",), known=(
         ("train/metrics.jsonl", lambda whole: b'{"step": 1, "samples": [1]}\n' + whole),
         ("train/events.jsonl", lambda whole: b'{"event": "start", "time": "x", "startup_s": 1}\n' + whole),
         ("train/rollbacks.json", lambda whole: b"{}"), ("train/places.json", put("nodes", value=[[]])),
         ("train/hangs/*/node0.jsonl", lambda whole: whole.replace(b'["/x', b'[null, "/x')))),
-    Reader("job", _job, _read_job, ("run/launch/*.json*", "run/launch/jobs/*.json"), known=(
-        ("run/launch/chain.json", put("jobs", 0, "elements", value=3)),
-        ("run/launch/jobs/*train*.json", put("chain", value="\udc80")))),
+    Reader("job", _job, _read_job, ("run/launch/*.json*", "run/launch/jobs/*.json"), known=planted("""
+        run/launch/chain.json -> jobs 0 elements -> 3
+        run/launch/jobs/*train*.json -> chain -> "\\udc80" """)),
     Reader("status", _job, _show_status, ("run/config.yaml", "run/**/*.json*"), cost=30,
            allowed=("subprocess.Popen", "os.posix_spawn", "os.fork")),  # squeue, which is not there
-    Reader("checkpoint", _checkpoint, _read_checkpoint, ("run/train/checkpoints/*/*",), cost=3, known=(
-        (INDEX, put(*NORM, "shape", value=[1 << 60])), (INDEX, put(*NORM, "dtype", value="F3")),
-        (INDEX, put(*NORM, "runs", value=[{"file": 0, "offset": [0], "size": [12], "steps": [[1 << 60, 1, [1]]]}])),
-        ("run/train/checkpoints/*/COMPLETE.json", put("config", value={})))),
+    Reader("checkpoint", _checkpoint, _read_checkpoint, ("run/train/checkpoints/*/*",), cost=3, known=planted("""
+        run/train/checkpoints/*/index.json -> tensors model.norm.weight shape -> [1152921504606846976]
+        run/train/checkpoints/*/index.json -> tensors model.norm.weight dtype -> "F3"
+        run/train/checkpoints/*/index.json -> tensors model.norm.weight runs -> [{"file": 0, "offset": [0], \
+        "size": [12], "steps": [[1152921504606846976, 1, [1]]]}]
+        run/train/checkpoints/*/COMPLETE.json -> config -> {}""")),
     Reader("Hugging Face", _hugging_face, _read_hugging_face,
-           ("hf/*.safetensors", "hf/*config.json", "hf/*index.json"), cost=2, known=(
-        ("hf/config.json", put("num_hidden_layers", value=1 << 40)),
-        ("hf/config.json", put("vocab_size", value=1 << 60)),
-        ("hf/config.json", lambda whole: b"[]"), ("hf/*index.json", put("weight_map", value={"x": "\0"})))),
+           ("hf/*.safetensors", "hf/*config.json", "hf/*index.json"), cost=2, known=[
+        ("hf/config.json", lambda whole: b"[]"), *planted("""
+        hf/config.json -> num_hidden_layers -> 1099511627776
+        hf/config.json -> vocab_size -> 1152921504606846976
+        hf/*index.json -> weight_map -> {"x": "\\u0000"}""")]),
     Reader("pickled", _pickled, _read_hugging_face, ("hf/*.bin", "hf/config.json"), cost=2),
     Reader("Meta", _meta, lambda folder: _read_weights(folder / "meta"), ("meta/*",), cost=3),
     Reader("tokenizer.json", "huggingface", _read_vocabulary("huggingface", "tokenizer.json"),
@@ -352,11 +350,13 @@ READERS = (
            ("*.model",), cost=3, known=(
         ("tokenizer.model", lambda whole: whole.replace("▁".encode(), b"\xff\xfe\xfd")),)),
     Reader("tiktoken", "tiktoken", _read_vocabulary("tiktoken", "tokenizer.model"), ("*.model",)),
-    Reader("characters", "char", _read_vocabulary("char", "characters.json"), ("characters.json",), known=(
-        ("characters.json", put("characters", value=["a"])), ("characters.json", put("characters", value="aa")))),
-    Reader("vocabulary", "char", _read_finished_vocabulary, known=(
-        ("vocabulary.json", put("file", value="x" * 5000)), ("vocabulary.json", put("file", value=None)),
-        ("vocabulary.json", put("bos_id", value=1 << 40)))),
+    Reader("characters", "char", _read_vocabulary("char", "characters.json"), ("characters.json",), known=planted("""
+        characters.json -> characters -> ["a"]
+        characters.json -> characters -> "aa" """)),
+    Reader("vocabulary", "char", _read_finished_vocabulary, known=[
+        ("vocabulary.json", put("file", value="x" * 5000)), *planted("""
+        vocabulary.json -> file -> null
+        vocabulary.json -> bos_id -> 1099511627776""")]),
     Reader("items", _items, _read_items, cost=2, known=(("items.arrow", _offsets_beyond),)),
     Reader("tasks", write_task, _read_tasks, cost=3, known=(
         ("planted.yaml", lambda whole: b"task: x\ndataset_kwargs: x\n"),
@@ -386,5 +386,5 @@ def whole(tmp_path_factory, request):
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_a_right_result_or_one_sentence(reader, seed, cases, whole):
     folder, cases = whole(reader.make), len(reader.known) + max(4, cases // reader.cost)
-    found = tried(reader, folder, by_number(reader, seed), range(cases))
+    found = tried(reader, folder, seed, range(cases))
     assert not found, f"{len(found)} findings:\n" + "\n\n".join(found[:5])

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.suite import cases_of
 from drover.pipeline.contract.stages import STAGES
 from tests.conftest import environment
+from tests.refusal import table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FLOORS = {"model": {"model"}, "pipeline": {"model", "pipeline"}, "launch": {"model", "pipeline", "launch"}}
@@ -142,30 +143,30 @@ HEAVY = {"torch", "torch._dynamo", "transformers", "datasets", "lm_eval", "deeps
          "webdataset"}
 CONFIG = REPOSITORY / "configs" / "demo.yaml"
 NO_RUN = "error: There is no run nope. The runs in runs are: none."
-REFUSED = {  # program: wrong arguments, and what is said of them
-    "launch/submit.py": (f"--stage nope --config {CONFIG}", "nope"),
-    "launch/status.py": ("--run nope", NO_RUN),
-    "drover.launch.slurm.evaluations": ("--run nope --step 1", NO_RUN),
-    **{f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES},
-    "drover.pipeline.storage": ("file:///nope", "required: folder"),
-    "benchmarks": ("layouts --only nope", "No case of layouts contains nope"),
-    "drover.tools.audit": ("nope", NO_RUN),
-    "drover.tools.chat": ("--model nope x", "nope is no folder"),
-    "drover.tools.compare": ("--models nope --tasks nope --to x", "--tasks names nope"),
-    "drover.tools.copy_tokens": ("nope --to file:///nope", NO_RUN),
-    "drover.tools.export_tokens": ("--run nope --out x --format hf", NO_RUN),
-    "drover.launch.doctor": ("--wait 0", "--wait"),
-    "drover.tools.init": ("nope", "nope is no folder"),
-    "drover.tools.lm_eval": ("nope", "invalid choice: 'nope'"),
-    "drover.tools.parity": ("--reference nope --run nope", NO_RUN),
-    "drover.tools.presets": ("nope", "There is no preset 'nope'"),
-    "drover.tools.rehearse": (f"--config {CONFIG} --ranks 3", "cannot be rehearsed on 3 ranks"),
-    "drover.tools.serve": ("--model nope", "nope is no folder"),
-    "drover.tools.slurm_lab": ("nope", "invalid choice: 'nope'"),
-    "drover.tools.verify": ("nope", NO_RUN),
-    "drover.tools.weights": ("--from nope --to x --format hf", "nope is no folder"),
-    "drover.tools.where": ("nope --step 1", NO_RUN),
-}
+REFUSED = {program: (arguments, said) for program, arguments, said in table(f"""
+    launch/submit.py -> --stage nope --config {CONFIG} -> nope
+    launch/status.py -> --run nope -> {NO_RUN}
+    drover.launch.slurm.evaluations -> --run nope --step 1 -> {NO_RUN}
+    drover.pipeline.storage -> file:///nope -> required: folder
+    benchmarks -> layouts --only nope -> No case of layouts contains nope
+    drover.tools.audit -> nope -> {NO_RUN}
+    drover.tools.chat -> --model nope x -> nope is no folder
+    drover.tools.compare -> --models nope --tasks nope --to x -> --tasks names nope
+    drover.tools.copy_tokens -> nope --to file:///nope -> {NO_RUN}
+    drover.tools.export_tokens -> --run nope --out x --format hf -> {NO_RUN}
+    drover.launch.doctor -> --wait 0 -> --wait
+    drover.tools.init -> nope -> nope is no folder
+    drover.tools.lm_eval -> nope -> invalid choice: 'nope'
+    drover.tools.parity -> --reference nope --run nope -> {NO_RUN}
+    drover.tools.presets -> nope -> There is no preset 'nope'
+    drover.tools.rehearse -> --config {CONFIG} --ranks 3 -> cannot be rehearsed on 3 ranks
+    drover.tools.serve -> --model nope -> nope is no folder
+    drover.tools.slurm_lab -> nope -> invalid choice: 'nope'
+    drover.tools.verify -> nope -> {NO_RUN}
+    drover.tools.weights -> --from nope --to x --format hf -> nope is no folder
+    drover.tools.where -> nope --step 1 -> {NO_RUN}""")}
+"""Of each program, wrong arguments and what is said of them."""
+REFUSED |= {f"drover.pipeline.{name}": (f"--config {CONFIG} runs_dir=nope train.lr=x", "train.lr") for name in STAGES}
 NEEDED = {"drover.tools.lm_eval": {"lm_eval", "numpy", "jinja2"}, "drover.pipeline.tokenizer": {"numpy"},
           "drover.pipeline.encode": {"numpy"}}
 """What these import before they look at their arguments: lm_eval's own command line, and what stages work with."""

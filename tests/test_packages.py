@@ -16,7 +16,7 @@ from drover.pipeline.core import errors as packages
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.filters.base import libraries
 from tests.conftest import REPOSITORY
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"fasttext": "fasttext-predict", "mlflow": "mlflow-skinny"}
@@ -74,23 +74,20 @@ def test_every_requirement_has_a_version_that_the_tests_were_run_with():
         *pinned, "drover", "setuptools"}
 
 
-ASKED = [
-    ("shard", ["shard.sources=[{kind: hf, name: a, dataset: b}]"], "datasets", "hub"),
-    ("shard", ["shard.filters=[encoding_repair]"], "ftfy", "clean"),
-    ("shard", ["shard.filters=[{kind: language, path: x, languages: [en]}]"], "fasttext", "clean"),
-    ("shard", ["shard.near_duplicates={}"], "rensa", "clean"),
-    ("train", ["train.log_to=[tensorboard]"], "tensorboard", "tensorboard"),
-    ("train", ["train.log_to=[wandb]"], "wandb", "wandb"),
-    ("train", ["train.log_to=[mlflow]"], "mlflow", "mlflow"),
-    ("train", ["parallel.engine=deepspeed"], "deepspeed", "deepspeed"),
-    ("train", ["train.precision=fp8"], "torchao", "fp8"),
-    ("evaluate", ["evaluate.tasks=[x]"], "lm_eval", "eval"),
-]
-
-
-@pytest.mark.parametrize(("stage", "settings", "module", "extra"), ASKED, ids=lambda value: str(value)[:30])
-def test_a_stage_says_which_extra_it_lacks(monkeypatch, stage, settings, module, extra):
-    config = load_config(REPOSITORY / "configs/demo.yaml", ["train.log_to=[]", *settings], check=False)
+@pytest.mark.parametrize(("setting", "module", "extra"), table("""
+    shard.sources=[{kind: hf, name: a, dataset: b}] -> datasets -> hub
+    shard.filters=[encoding_repair] -> ftfy -> clean
+    shard.filters=[{kind: language, path: x, languages: [en]}] -> fasttext -> clean
+    shard.near_duplicates={} -> rensa -> clean
+    train.log_to=[tensorboard] -> tensorboard -> tensorboard
+    train.log_to=[wandb] -> wandb -> wandb
+    train.log_to=[mlflow] -> mlflow -> mlflow
+    parallel.engine=deepspeed -> deepspeed -> deepspeed
+    train.precision=fp8 -> torchao -> fp8
+    evaluate.tasks=[x] -> lm_eval -> eval"""))
+def test_a_stage_says_which_extra_it_lacks(monkeypatch, setting, module, extra):
+    config = load_config(REPOSITORY / "configs/demo.yaml", ["train.log_to=[]", setting], check=False)
+    stage = setting.partition(".")[0].replace("parallel", "train")
     find = packages.find_spec
     monkeypatch.setattr(packages, "find_spec", lambda name: None if name == module else find(name))
     [told] = absent_packages(config, stage)

@@ -7,10 +7,8 @@ from drover.pipeline.config.loading import load_config
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "configs/shakespeare_char.yaml"
-SHAKESPEARE = REPOSITORY.parent / "shared/data/tinyshakespeare.txt"
 ROWS = 640
 """65 characters, 256 bytes and 256 special ids, padded to a multiple of 128."""
-WORDS = ("the", "and", "to", "of", "my", "in", "you", "is", "that", "not", "with", "his", "your", "be", "this", "thy")
 
 
 def gpt_parameters(layers: int, width: int, vocabulary: int = 65) -> int:

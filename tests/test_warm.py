@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, environment, stage_command, start_stage
-from tests.faulty import HOOKS
 from tests.stages.training import descendants, kill, lines, rank_process, start
 from tests.waiting import wait_for
 
@@ -24,12 +23,6 @@ def test_words_and_status_are_those_of_a_cold_process(place, overrides):
     warm = start_stage("train", place / "c.yaml", *overrides)
     said, complaint = warm.communicate()
     assert (said, complaint, warm.returncode) == (cold.stdout, cold.stderr, cold.returncode)
-
-
-def test_its_environment_is_its_own(fresh):
-    process = start_stage("train", fresh, *LONG, f"train.hooks={HOOKS}", DROVER_FAULTS="kill:rank=0,step=2", HERE="1")
-    assert process.wait() == -signal.SIGKILL and "HERE" not in os.environ
-    assert (fresh.parent / "runs/mini/train/faults/kill-rank0-step2").is_file()
 
 
 def test_ranks_end_with_the_first_that_fails_and_with_their_agent(fresh):

@@ -12,11 +12,11 @@ from drover.__main__ import main
 from drover.pipeline.formats.weights import open_weights
 from tests.conftest import REPOSITORY
 from tests.formats.exporting import write_model
+from tests.pages import commands
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_run
 
 PAGE = (REPOSITORY / "docs/weights.md").read_text()
-COMMANDS = [line.split("  #")[0].split(" # ")[0].strip() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-            for line in block.splitlines()]
+COMMANDS = commands("weights")
 [SNIPPET] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -46,14 +46,19 @@ def test_four(broken): pass
 }
 
 
+def run(folder, workers, *options):
+    """The tests in a folder, run to their end."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.workers", "--workers", workers, "-p", "no:cacheprovider",
+         *options], cwd=folder, text=True, capture_output=True, timeout=HANG_S, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+
+
 def test_every_test_is_reported_once_and_a_killed_worker_is_replaced(tmp_path):
     (tmp_path / "conftest.py").write_text(SHARED)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    answer = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.workers", "--workers", "2", "-ra", "-p", "no:cacheprovider",
-         f"--basetemp={tmp_path}/base", f"--junitxml={tmp_path}/report.xml"], cwd=tmp_path, text=True,
-        capture_output=True, timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=False)
+    answer = run(tmp_path, "2", "-ra", f"--basetemp={tmp_path}/base", f"--junitxml={tmp_path}/report.xml")
     shown = answer.stdout
     assert answer.returncode == 1, shown + answer.stderr
     assert "3 failed, 6 passed, 1 skipped, 1 error" in shown and "left out here" in shown
@@ -70,9 +75,6 @@ def test_every_test_is_reported_once_and_a_killed_worker_is_replaced(tmp_path):
 def test_a_worker_that_fails_after_its_last_test_fails_the_run(tmp_path):
     (tmp_path / "test_a.py").write_text("import pytest\n@pytest.fixture(scope='session')\ndef bad():\n    yield\n"
                                         "    raise OSError('at the end')\ndef test_one(bad): pass\n")
-    answer = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.workers", "--workers", "1", "-p", "no:cacheprovider"],
-        cwd=tmp_path, text=True, capture_output=True, timeout=HANG_S, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    answer = run(tmp_path, "1")
     assert answer.returncode == 1 and "at the end" in answer.stdout + answer.stderr, answer.stdout + answer.stderr
     assert "a worker failed after its last test" in answer.stdout

@@ -10,6 +10,7 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from tests.config.files import refusal, write
+from tests.refusal import refused
 
 
 def test_keys_types_and_combinations_come_together(tmp_path):
@@ -94,8 +95,7 @@ def test_whole_numbers_may_be_written_with_an_exponent(tmp_path, value, steps):
 
 def test_explain_understands_other_names_too():
     for key, meant in (("train.learning_rate", "train.lr"), ("train.lrr", "train.lr"), ("hidden_size", "model.dim")):
-        with pytest.raises(UserError, match=f"There is no setting '{key}'; .* '{meant}'"):
-            explain(Config(), key)
+        refused(UserError, f"There is no setting '{key}'; .* '{meant}'", explain, Config(), key)
 
 
 def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():

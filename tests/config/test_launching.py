@@ -8,13 +8,19 @@ from drover.pipeline.config.launching import minutes
 from drover.pipeline.config.loading import load_config
 from tests.config.files import refusal, write
 from tests.conftest import REPOSITORY
+from tests.refusal import table
 
 
-@pytest.mark.parametrize(("time", "expected"), [
-    (30, 30), ("90", 90), ("30:01", 31), ("1:30:00", 90), ("0:00:01", 1), ("2-00", 2880), ("1-12:30", 2190),
-    ("1-00:00:30", 1441)])
+@pytest.mark.parametrize(("time", "expected"), table("""
+    90 -> 90
+    30:01 -> 31
+    1:30:00 -> 90
+    0:00:01 -> 1
+    2-00 -> 2880
+    1-12:30 -> 2190
+    1-00:00:30 -> 1441""", str, int))
 def test_every_notation_of_a_time_limit(time, expected):
-    assert minutes(time) == expected
+    assert minutes(time) == minutes(expected) == expected
 
 
 @pytest.mark.parametrize("time", ["soon", "", "1-", "12:30:00:00", "-5", 0, "0:00"])
@@ -43,10 +49,11 @@ def test_a_profile_is_laid_under_the_runs_own_settings(tmp_path):
     assert launch.cluster is None
 
 
-@pytest.mark.parametrize(("profile", "name", "said"), [
-    ({"partion": "gpu"}, "ours", "ours.yaml:1: unknown key 'launch.partion'; did you mean 'partition'"),
-    ({"launch": {"partition": "gpu"}}, "ours", "no `launch:`"),
-    ({}, "theirs", "no cluster profile 'theirs'"), ({}, "theirs", "example, lab, ours")])
+@pytest.mark.parametrize(("profile", "name", "said"), table("""
+    {partion: gpu} -> ours -> ours.yaml:1: unknown key 'launch.partion'; did you mean 'partition'
+    {launch: {partition: gpu}} -> ours -> no `launch:`
+    {} -> theirs -> no cluster profile 'theirs'
+    {} -> theirs -> example, lab, ours""", yaml.safe_load))
 def test_mistakes_in_a_profile_are_named_with_its_line(tmp_path, profile, name, said):
     write(tmp_path / "clusters/ours.yaml", profile)
     assert said in refusal(write(tmp_path / "a.yaml", {}), f"launch.cluster={name}")

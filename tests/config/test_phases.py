@@ -13,6 +13,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.training.optimizers.schedule import planned_rate
 from drover.pipeline.training.resume import plan_changes
 from tests.config.files import refusal, write
+from tests.refusal import table
 
 SOURCES = {"sources": [{"kind": "files", "name": name, "paths": ["x.txt"]} for name in ("web", "code")]}
 PHASES = [{"until": "10k", "batch_tokens": 2048}, {"until": "40k", "sequence_length": 128, "batch_tokens": 4096},
@@ -34,11 +35,19 @@ def plan(phases, **train):
         {"sequence_length": 64, "batch_tokens": 1024, "phases": phases, **train}))
 
 
-@pytest.mark.parametrize(("text", "tokens"), [
-    ("250M", 250_000_000), ("2.5k", 2500), ("10B", 10**10), ("15T", 15 * 10**12), ("1_000", 1000), ("7", 7),
-    (1e9, 10**9), ("0.3K", 300), ("4 M", 4_000_000), ("0.1B", 10**8)])
+@pytest.mark.parametrize(("text", "tokens"), table("""
+    250M -> 250_000_000
+    2.5k -> 2500
+    10B -> 10_000_000_000
+    15T -> 15_000_000_000_000
+    1_000 -> 1000
+    7 -> 7
+    0.3K -> 300
+    4 M -> 4_000_000
+    0.1B -> 100_000_000""", str, int))
 def test_tokens_as_people_write_them(text, tokens):
-    assert read_tokens(text) == tokens and isinstance(read_tokens(text), int)
+    for given in (text, float(tokens)):
+        assert read_tokens(given) == tokens and isinstance(read_tokens(given), int)
 
 
 @pytest.mark.parametrize("text", ["10 billion", "B", "1e3M", "-5M", "", None, True, [1]])

@@ -13,6 +13,7 @@ from drover.pipeline.contract.run import code_hashes
 from drover.pipeline.contract.stages import STAGES, Stage, register_stage
 from drover.pipeline.core.errors import UserError
 from tests.conftest import environment
+from tests.refusal import refused
 
 
 @pytest.fixture
@@ -56,8 +57,8 @@ def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, 
     """Its configuration has whole paths, of where they were."""
     moved = tmp_path_factory.mktemp("moved")
     (moved / "config.yaml").write_text("plugins: [/was/somewhere/else/moved_along.py]\n")
-    with pytest.raises(UserError, match=f"no plugin moved_along.py .looked in /was/somewhere/else, {moved}.. Put it"):
-        load_config(moved / "config.yaml", check=False)
+    refused(UserError, f"no plugin moved_along.py .looked in /was/somewhere/else, {moved}.. Put it", load_config,
+            moved / "config.yaml", check=False)
     (moved / "moved_along.py").write_text("")
     assert load_config(moved / "config.yaml", check=False).plugins == [str(moved / "moved_along.py")]
 
@@ -71,8 +72,7 @@ def test_of_a_run_that_was_moved_they_are_found_beside_its_configuration(place, 
 def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
     (place / "here/broken.py").write_text("1 / 0\n")
     (place / "here/json.py").write_text("")
-    with pytest.raises(UserError, match=message):
-        load_config(place / "config.yaml", [f"plugins={plugins}"])
+    refused(UserError, message, load_config, place / "config.yaml", [f"plugins={plugins}"])
 
 
 @pytest.mark.parametrize("stage, message", [
@@ -80,8 +80,7 @@ def test_what_cannot_be_imported_is_said_in_a_sentence(place, plugins, message):
     (Stage("ours", needs=("shards",), reads=(), code=(), own_module="ours"), "'ours' needs shards: there is no such"),
     (Stage("ours", needs=("shard",), reads=(), code=()), "'ours' must name the module that runs it")])
 def test_a_stage_that_cannot_be_is_refused(stage, message):
-    with pytest.raises(ValueError, match=message):
-        register_stage(stage)
+    refused(ValueError, message, register_stage, stage)
     assert "ours" not in STAGES
 
 
@@ -101,5 +100,5 @@ def test_settings_of_an_own_filter_may_be_called_path_and_files(tmp_path):
 
 
 def test_a_function_that_no_stage_has_is_refused():
-    with pytest.raises(ValueError, match="has functions file; there are due, files"):
-        register_stage(Stage("x", needs=(), reads=(), code=(), own_module="x", functions={"file": "a:b"}))
+    refused(ValueError, "has functions file; there are due, files", register_stage,
+            Stage("x", needs=(), reads=(), code=(), own_module="x", functions={"file": "a:b"}))

@@ -6,6 +6,7 @@ from drover.model.attention import BACKENDS
 from drover.pipeline.config.checks import rank_problems
 from drover.pipeline.config.loading import load_config
 from tests.config.files import refusal, write
+from tests.refusal import table
 
 BASE = """
 model: {dim: 64, layers: 4, heads: 4, kv_heads: 2, context_length: 256}
@@ -147,10 +148,9 @@ train.checkpoint.copy_to=s3://b/a/; convert.copy_to=s3://b/a/x -> convert.copy_t
 train.checkpoint.copy_to s3://b/a
 convert.copy_to=s3://b/a; encode.copy_to=s3://b/a/x -> encode.copy_to s3://b/a/x lies in convert.copy_to s3://b/a
 """
-CASES = [line.split(" -> ") for line in REFUSED.splitlines() if line]
 
 
-@pytest.mark.parametrize(("overrides", "words"), CASES)
+@pytest.mark.parametrize(("overrides", "words"), table(REFUSED))
 def test_what_cannot_be_is_refused_in_words(tmp_path, overrides, words):
     assert words in refusal(write(tmp_path / "c.yaml", BASE), *overrides.split("; "))
 

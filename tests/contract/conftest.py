@@ -4,27 +4,45 @@ from collections import Counter
 
 import pytest
 
+from drover.pipeline.contract.stages import STAGES, Stage
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.files import read_lines
 from tests.conftest import environment, warm_server
-from tests.stages.test_shard import files_source, write_config
 from tests.stand_ins import call, never
 from tests.waiting import HANG_S, wait_for
+
+
+class OwnStage:
+    """A stage of its own whose body and units run in this process; `made` counts the units by name."""
+
+    def __init__(self, place, patch, name, **stage):
+        self.place, self.name, self.patch, self.made = place, name, patch, Counter()
+        self.stage = {"needs": (), "reads": (), "code": (), "own_module": "x", **stage}
+        self.register()
+
+    def register(self, **changes):
+        """Make it a stage, with other attributes from now on."""
+        self.stage.update(changes)
+        self.patch.setitem(STAGES, self.name, Stage(self.name, **self.stage))
+
+    def __call__(self, *arguments, name="a", body=None):
+        return call(self.place, self.name, body or self.body, f"name={name}", *arguments)
+
+    def folder(self, name="a"):
+        return self.place / "runs" / name / self.name
 
 
 class Twelve:
     """A run of the stage of twelve units (tests/contract/twelve.py), and what its processes left."""
 
     def __init__(self, place):
-        (place / "corpus.txt").write_text("some text\n")
-        self.config = write_config(place, [files_source("t", place / "corpus.txt")])
         self.place, self.log, self.gate, self.folder = place, place / "log", place / "gate", place / "runs/a/shard"
         self.started = []
 
     def start(self, *arguments, held=12, **variables):
         """held: the first unit that waits for the gate."""
         process = warm_server().start(
-            ["tests.contract.twelve", "--config", str(self.config), *arguments],
+            ["tests.contract.twelve", "--config", str(self.place / "c.yaml"), *arguments],
             {**environment(), "LOG": str(self.log), "GATE": str(self.gate), "HELD": str(held), **variables})
         self.started.append(process)
         return process
@@ -67,9 +85,9 @@ def refusal(place, capsys):
 
 
 @pytest.fixture
-def twelve(tmp_path):
+def twelve(place):
     """The stage of twelve units; whatever of it still runs at the end is killed."""
-    made = Twelve(tmp_path)
+    made = Twelve(place)
     yield made
     for process in made.started:
         process.kill()

@@ -10,7 +10,7 @@ import pytest
 
 import drover.pipeline.contract
 import drover.pipeline.contract.stage_work
-from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.loading import config_hash, load_config
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
@@ -31,7 +31,8 @@ def test_a_finished_stage_is_up_to_date_and_its_manifest_says_what_it_was_made_o
     assert list(shard.fingerprint["files"]) == ["t/corpus.txt"]
     assert shard.outputs[0]["bytes"] == 10 and len(shard.outputs[0]["sha256"]) == 64
     assert shard.software["python"] and shard.code["pipeline/shard.py"] and shard.wall_s > 0
-    assert load_config(place / "runs/a/config.yaml").name == "a"
+    config = load_config(place / "runs/a/config.yaml")
+    assert config.name == "a" and shard.config_sha256 == tokenizer.config_sha256 == config_hash(config)
 
 
 def test_a_changed_setting_is_refused_until_drift_is_accepted_which_leaves_its_trace(place, refusal):

@@ -5,11 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from drover.pipeline.contract.locks import lock
 from drover.pipeline.core.errors import UserError
 from tests.conftest import REPOSITORY, environment
+from tests.refusal import refused
 from tests.waiting import wait_for
 
 HOLD = """
@@ -43,8 +42,7 @@ def test_in_one_allocation_only_starts_of_one_submission_wait_for_each_other(tmp
     held, slept = lock(tmp_path, "train"), []
     monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", slept.append)
     monkeypatch.setenv("DROVER_CHAIN", "b")
-    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on .*, Slurm job 12, chain a, since"):
-        lock(tmp_path, "train")
+    refused(UserError, f"in use by process {os.getpid()} on .*, Slurm job 12, chain a, since", lock, tmp_path, "train")
     assert len(slept) == 1
     monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", lambda seconds: held.close())
     monkeypatch.setenv("DROVER_CHAIN", "a")

@@ -1,6 +1,5 @@
 """A run folder that was moved, renamed or copied is the run where it is: for stages, launcher and tools alike."""
 
-import json
 import shutil
 
 import pytest
@@ -13,6 +12,8 @@ from drover.pipeline.contract.run import Run, run_in
 from drover.pipeline.core.command_line import find_run
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.metrics import plan_changes, read_metrics
+from tests.data.source_files import write_jsonl
+from tests.refusal import refused
 from tests.stand_ins import call, copy_corpus, count_bytes, never
 
 
@@ -64,8 +65,7 @@ def test_a_run_in_its_place_keeps_its_config_as_written(place, monkeypatch):
 
 def test_a_folder_name_that_is_none_is_refused_with_its_place(moved):
     odd = moved.rename(moved.with_name("b (copy)"))
-    with pytest.raises(UserError, match=r"the run folder .*b \(copy\): 'name' is 'b \(copy\)'"):
-        load_config(odd / "config.yaml")
+    refused(UserError, r"the run folder .*b \(copy\): 'name' is 'b \(copy\)'", load_config, odd / "config.yaml")
 
 
 def test_a_reused_run_that_moved_along_is_found_next_to_it(place, capsys):
@@ -80,24 +80,20 @@ def test_a_reused_run_that_moved_along_is_found_next_to_it(place, capsys):
     assert f"up to date, reused from {elsewhere / 'a/shard'}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("first", "again", "changes", "expected"), [
-    (4, {3: 47.0, 4: 46.0, 5: 45.0}, [], {1: 4.0, 2: 3.0, 3: 47.0, 4: 46.0, 5: 45.0}),
-    (5, {3: 47.0, 4: 46.0}, [0, 2], {1: 4.0, 2: 3.0, 3: 47.0, 4: 46.0}),
-    (5, {3: 47.0, 4: 46.0}, [0, 2, 3], {1: 4.0, 2: 3.0, 3: 47.0})])
-def test_metrics_of_killed_runs_count_their_last_lines_and_none_of_a_former_plan(tmp_path, first, again, changes,
-                                                                                expected):
-    """Steps done again, by a restart and by a rollback, and the half line of a kill; and what was logged beyond the
-    step from which a start continued along another plan, whatever the clocks say."""
-    def write(name, records, rest=""):
-        (tmp_path / name).write_text("".join(f"{json.dumps(record)}\n" for record in records) + rest)
-        return tmp_path / name
-    metrics = write("metrics.jsonl", [
-        *({"step": step, "loss": 5.0 - step, "time": 90} for step in range(1, first + 1)),
-        *({"step": step, "loss": loss, "time": 80, "plan_changes": min(len(changes), 1)}
-          for step, loss in again.items())], '{"step": 6')
-    write("events.jsonl", [{"event": "plan_changed", "step": step, **({"number": number} if number else {})}
-                           for number, step in enumerate(changes)])
-    assert [(record["step"], record["loss"]) for record in read_metrics(str(metrics))] == [*expected.items()]
+@pytest.mark.parametrize(("changes", "losses"), [
+    ([], [4, 3, 47, 46, 0]), ([0, 2], [4, 3, 47, 46]), ([0, 2, 3], [4, 3, 47])])
+def test_metrics_of_killed_runs_count_their_last_lines_and_none_of_a_former_plan(tmp_path, changes, losses):
+    """Steps 3 and 4 are done again, by a restart or by a rollback, and a kill leaves half a line. `changes`: the steps
+    from which a start continued along another plan, whatever the clocks say; the first has no number."""
+    metrics = tmp_path / "metrics.jsonl"
+    again = {"time": 80, "plan_changes": min(len(changes), 1)}
+    write_jsonl(metrics, [*({"step": step, "loss": 5 - step, "time": 90} for step in range(1, 6)),
+                          *({"step": step, "loss": 50 - step, **again} for step in (3, 4))])
+    metrics.write_text(metrics.read_text() + '{"step": 6')
+    write_jsonl(tmp_path / "events.jsonl", [
+        {"event": "plan_changed", "step": step, **({"number": number} if number else {})}
+        for number, step in enumerate(changes)])
+    assert [(record["step"], record["loss"]) for record in read_metrics(str(metrics))] == [*enumerate(losses, 1)]
     assert plan_changes(tmp_path) == max(len(changes) - 1, 0)
     metrics.unlink()
     assert read_metrics(str(metrics)) == []

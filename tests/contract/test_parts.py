@@ -16,6 +16,7 @@ from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.files import read_json
 from drover.pipeline.shard import shard
 from tests.contract.conftest import ended
+from tests.refusal import table
 from tests.waiting import wait_for
 
 
@@ -105,18 +106,19 @@ def test_parts_of_other_settings_are_not_done(twelve):
     assert list(twelve.records()) == [11]
 
     def done(*overrides, parts=13):
-        return done_parts(Run(load_config(twelve.config, list(overrides))), "shard", parts, "read")
+        return done_parts(Run(load_config(twelve.place / "c.yaml", list(overrides))), "shard", parts, "read")
     assert done() == done("launch.processes=2") == {11, 12}
     assert done(parts=2) == done("shard.heldout_share=0.5") == done("name=b") == set()
     (twelve.place / "corpus.txt").write_text("other text\n")
     assert done() == set()
 
 
-@pytest.mark.parametrize(("stage", "arguments", "told"), [
-    ("shard", ["--part", "2/2"], "--part 2/2 is not a part"), ("shard", ["--part=-1/2"], "--part -1/2 is not"),
-    ("shard", ["--part", "one"], "--part one is not"),
-    ("shard", ["--part", "0/2", "--force"], "--force-id"),
-    ("tokenizer", ["--part", "0/2"], "cannot be done in parts; shard, encode can")])
+@pytest.mark.parametrize(("stage", "arguments", "told"), table("""
+    shard -> --part 2/2 -> --part 2/2 is not a part
+    shard -> --part=-1/2 -> --part -1/2 is not
+    shard -> --part one -> --part one is not
+    shard -> --part 0/2 --force -> --force-id
+    tokenizer -> --part 0/2 -> cannot be done in parts; shard, encode can""", str, str.split))
 def test_what_is_no_part_is_refused(place, capsys, stage, arguments, told):
     assert stage_main(stage, shard, ["--config", str(place / "c.yaml"), *arguments]) == 2
     assert told in capsys.readouterr().err and not (place / "runs").exists()

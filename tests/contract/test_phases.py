@@ -5,35 +5,32 @@ import fcntl
 import itertools
 import os
 import signal
-from collections import Counter
 
 import pytest
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract import stage_work
-from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run, done_parts
 from drover.pipeline.contract.stage_work import Unit
-from drover.pipeline.contract.stages import STAGES, Stage
 from drover.pipeline.contract.tasks import PARTS, Ledger
 from drover.pipeline.core.errors import UnusableInputError, UserError
 from drover.pipeline.core.files import output_record, read_json, write_text
+from tests.contract.conftest import OwnStage
 from tests.cut_off import cut_off
-from tests.stages.test_shard import files_source, write_config
+from tests.refusal import table
+
+PHASES = ("read", "sort", "sum")
 
 
-class Count:
+class Count(OwnStage):
     """A stage that writes a file for each of its units, by phase; `refuses`: the error that those of `sum` end with."""
 
-    def __init__(self, place):
-        self.place, self.made, self.scratch, self.refuses = place, Counter(), (), None
+    def __init__(self, place, patch):
+        super().__init__(place, patch, "count", phases=PHASES)
+        self.scratch, self.refuses = (), None
         self.units = {"read": [f"n-{number:05d}" for number in range(40)], "sort": [f"ten-{at}" for at in range(4)],
                       "sum": [f"sum-{digit}" for digit in range(10)]}
-
-    def __call__(self, *arguments, name="a"):
-        return stage_main("count", self.body, ["--config", str(self.place / "c.yaml"), "launch.processes=1",
-                                               f"name={name}", *arguments])
 
     def body(self, work):
         assert work.part or not list(work.folder.rglob("*.tmp")), "what a killed start left takes no room"
@@ -53,20 +50,10 @@ class Count:
         return {"outputs": [output_record(folder, folder / f"{name}.txt")]}
 
 
-PHASES = ("read", "sort", "sum")
-
-
 @pytest.fixture
-def count(tmp_path, monkeypatch):
+def count(place, monkeypatch):
     """The stage, and a run to do it in."""
-    (tmp_path / "corpus.txt").write_text("some text\n")
-    write_config(tmp_path, [files_source("t", tmp_path / "corpus.txt")])
-    monkeypatch.setitem(STAGES, "count", Stage("count", needs=(), reads=(), code=(), phases=PHASES, own_module="x"))
-    return Count(tmp_path)
-
-
-def folder(count, name="a"):
-    return count.place / "runs" / name / "count"
+    return Count(place, monkeypatch)
 
 
 def contents(path):
@@ -79,7 +66,7 @@ def test_phases_in_parts_each_once_the_one_before_is_done_make_what_one_run_make
         raise OSError(errno.ENOLCK, "No locks available")
     assert count() == 0
     monkeypatch.setattr(fcntl, "flock", none)
-    ours = contents(folder(count))
+    ours = contents(count.folder())
     count.made.clear()
     for number, (phase, left) in enumerate(zip(PHASES, (
             "13 of 40 units are not done (n-00001, n-00004, n-00007 and 10 more)", "in the phase sort, 1 of 4 units",
@@ -93,26 +80,22 @@ def test_phases_in_parts_each_once_the_one_before_is_done_make_what_one_run_make
             said, told = capsys.readouterr()
             assert left in told and f"--phase {phase}" in told and (number or "without locks" in said)
         assert count("--part", "1/3", "--phase", phase, name="b") == 0
-    assert read_manifest(folder(count, "b")) is None and set(count.made.values()) == {1}
+    assert read_manifest(count.folder("b")) is None and set(count.made.values()) == {1}
     assert count(name="b") == 0 and set(count.made.values()) == {1}, "the last call did units again"
-    one, other = read_manifest(folder(count)), read_manifest(folder(count, "b"))
-    assert contents(folder(count, "b")) == ours and (one.outputs, one.counts) == (other.outputs, other.counts)
+    one, other = read_manifest(count.folder()), read_manifest(count.folder("b"))
+    assert contents(count.folder("b")) == ours and (one.outputs, one.counts) == (other.outputs, other.counts)
 
 
 OTHER = "shard.heldout_share=0.5"
 
 
-@pytest.fixture
-def settings(monkeypatch):
-    """The stage is made of settings, so that others can be asked for."""
-    monkeypatch.setitem(STAGES, "count", Stage("count", (), ("shard",), (), phases=PHASES, own_module="x"))
-
-
 def marks(count):
-    return {key for key in ("failed", "unusable") if read_json(folder(count) / "started.json").get(key)}
+    return {key for key in ("failed", "unusable") if read_json(count.folder() / "started.json").get(key)}
 
 
-def test_a_refusal_that_is_none_of_the_input_gives_no_leave_to_remove_units(count, settings, capsys):
+def test_a_refusal_that_is_none_of_the_input_gives_no_leave_to_remove_units(count, capsys):
+    count.register(reads=("shard",))
+
     def others_are_refused():
         for arguments in ([], ["--part", "1/2"], ["--accept-drift"]):
             capsys.readouterr()
@@ -131,7 +114,8 @@ def test_a_refusal_that_is_none_of_the_input_gives_no_leave_to_remove_units(coun
     assert count() == 0 and set(count.made.values()) == {1}
 
 
-def test_what_is_removed_after_a_refused_input_is_told_and_a_part_that_goes_on_forgets_it(count, settings, capsys):
+def test_what_is_removed_after_a_refused_input_is_told_and_a_part_that_goes_on_forgets_it(count, capsys):
+    count.register(reads=("shard",))
     for units in (44, 49):
         count.refuses = UnusableInputError
         assert count() == 2 and marks(count) == {"failed", "unusable"}
@@ -147,15 +131,14 @@ def test_what_is_removed_after_a_refused_input_is_told_and_a_part_that_goes_on_f
     assert count.made["n-00000"] == 2
 
 
-def test_phases_without_units_are_done_at_once_the_last_included(count, monkeypatch):
-    phases = (*PHASES, "end")
-    monkeypatch.setitem(STAGES, "count", Stage("count", (), (), (), phases=phases, own_module="x"))
+def test_phases_without_units_are_done_at_once_the_last_included(count):
+    count.register(phases=(*PHASES, "end"))
     del count.units["sort"]
-    for phase in phases:
+    for phase in (*PHASES, "end"):
         assert count("--part", "0/1", "--phase", phase) == 0
-    assert {name: record["units"] for name, _, record in Ledger(folder(count) / PARTS).lines()} == {
+    assert {name: record["units"] for name, _, record in Ledger(count.folder() / PARTS).lines()} == {
         "read.0-of-1": 40, "sort.0-of-1": 0, "sum.0-of-1": 10, "end.0-of-1": 0}
-    assert read_manifest(folder(count)) is None
+    assert read_manifest(count.folder()) is None
     assert count() == 0 and set(count.made.values()) == {1}
 
 
@@ -175,7 +158,7 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
     count.scratch = "staging", "never-made"
     first = None
     for number in itertools.count():
-        here = folder(count, f"k{number}")
+        here = count.folder(f"k{number}")
         write_text(here / "staging/deep/x", "much")
         status = cut_off(lambda here=here: count(name=here.parent.name), here.parent, number)
         recorded = {name for path in here.glob("units/[rs]*") for name, _, _ in Ledger(path).lines()}
@@ -199,20 +182,20 @@ def test_killed_before_any_of_its_changes_the_next_start_ends_it(count, monkeypa
     assert left(here) == LASTING
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
-    (["--part", "0/2", "--phase", "write"], "has no phase write to divide into parts. Give --phase one of read, sort"),
-    (["--phase", "read"], "Give --part I/N, too")])
+@pytest.mark.parametrize(("arguments", "told"), table("""
+    --part 0/2 --phase write -> has no phase write to divide into parts. Give --phase one of read, sort
+    --phase read -> Give --part I/N, too""", str.split))
 def test_what_is_no_phase_is_refused(count, capsys, arguments, told):
     assert count(*arguments) == 2
-    assert told in capsys.readouterr().err and not folder(count).exists()
+    assert told in capsys.readouterr().err and not count.folder().exists()
 
 
 def test_a_unit_whose_output_is_lost_cut_or_too_long_is_done_again(count, capsys):
     assert count() == 0
     for content in (None, "4", "x" * 99):
-        (folder(count) / "n-00017.txt").unlink()
+        (count.folder() / "n-00017.txt").unlink()
         if content is not None:
-            write_text(folder(count) / "n-00017.txt", content)
+            write_text(count.folder() / "n-00017.txt", content)
         count.made.clear()
         assert count() == 0 and set(count.made) == {"n-00017"}
     assert capsys.readouterr().out.count(": making it again") == 3

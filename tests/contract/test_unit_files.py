@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,31 +9,25 @@ import pytest
 import drover.pipeline.contract.external_inputs
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.content_hash import BLOCK_BYTES, content_hash
-from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.external_inputs import HASHES, gathered
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.contract.stages import STAGES, Stage
 from drover.pipeline.contract.tasks import PARTS, Ledger, Unit
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, write_text
 from tests.block_digests import block_digests
-from tests.stages.test_shard import files_source, write_config
+from tests.contract.conftest import OwnStage
+from tests.refusal import refused
 
 LARGE = BLOCK_BYTES + 100
 """Bytes of the file that two units read."""
 CHANGED = "some of its input files are new, missing or changed since it was started"
 
 
-class Upper:
+class Upper(OwnStage):
     """A stage that writes its files in capitals. Each is a unit, `large` two; `stop_at`: the unit that fails."""
 
-    def __init__(self, place):
-        self.place, self.made, self.stop_at = place, Counter(), None
-
-    def __call__(self, *arguments, body=None):
-        return stage_main("upper", body or self.body, ["--config", str(self.place / "c.yaml"),
-                                                       "launch.processes=1", *arguments])
+    stop_at = None
 
     def body(self, work):
         units = []
@@ -59,27 +52,21 @@ class Upper:
         return {"outputs": [output_record(folder, folder / f"{name}.txt")], "inputs": [{**entry, "digests": digests}]}
 
     @property
-    def folder(self):
-        return self.place / "runs/a/upper"
-
-    @property
     def state(self):
         return Run(load_config(self.place / "c.yaml")).state("upper")
 
 
 @pytest.fixture
-def upper(tmp_path, monkeypatch):
+def upper(place, monkeypatch):
     """The stage and its files; hashing before the units do is counted as `hashed`."""
-    (tmp_path / "in").mkdir()
+    (place / "in").mkdir()
     for name in ("one", "two", "three"):
-        (tmp_path / "in" / f"{name}.txt").write_text(f"text of {name}\n")
-    (tmp_path / "in/large.txt").write_bytes(b"a" * LARGE)
-    write_config(tmp_path, [files_source("t", tmp_path / "in" / "*.txt")])
-    monkeypatch.setitem(STAGES, "upper", Stage(
-        "upper", needs=(), reads=("shard",), code=(), phases=("read",), own_module="x",
-        functions={"unit_files": "drover.pipeline.data.sources:input_files"}))
-    made, hashing = Upper(tmp_path), drover.pipeline.contract.external_inputs.content_hash
-    made.hashed = []
+        write_text(place / f"in/{name}.txt", f"text of {name}\n")
+    (place / "in/large.txt").write_bytes(b"a" * LARGE)
+    write_text(place / "c.yaml", (place / "c.yaml").read_text().replace("corpus.txt", "in/*.txt"))
+    made = Upper(place, monkeypatch, "upper", reads=("shard",), phases=("read",),
+                 functions={"unit_files": "drover.pipeline.data.sources:input_files"})
+    made.hashed, hashing = [], drover.pipeline.contract.external_inputs.content_hash
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
                         lambda path, like: made.hashed.append(path.name) or hashing(path, like))
     return made
@@ -94,7 +81,7 @@ def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
         assert upper() == 130
     assert upper.state.kind == "done" and upper() == 0
     assert upper.hashed == [] and set(upper.made.values()) == {1}
-    manifest = read_manifest(upper.folder)
+    manifest = read_manifest(upper.folder())
     hashes = {f"t/{name}.txt": content_hash(upper.place / "in" / f"{name}.txt", "blocks:" * (name == "large"))
               for name in ("large", "one", "three", "two")}
     assert {record["name"]: record["sha256"] for record in manifest.files} == manifest.fingerprint["files"] == hashes
@@ -134,9 +121,9 @@ def test_files_that_change_after_the_start_are_read_again_and_no_others(upper, c
     assert upper() == 0 and CHANGED in capsys.readouterr().out
     again = ["one-0", "two-0", "zero-0"]
     assert sorted(upper.made) == again and upper.state.kind == "done"
-    assert [record["path"] for record in read_manifest(upper.folder).outputs] == [
+    assert [record["path"] for record in read_manifest(upper.folder()).outputs] == [
         f"{name}.txt" for name in ("large-0", f"large-{BLOCK_BYTES}", *again)]
-    assert (upper.folder / "one-0.txt").read_text() == "ANOTHER TEXT\n"
+    assert (upper.folder() / "one-0.txt").read_text() == "ANOTHER TEXT\n"
 
 
 def test_parts_that_see_other_files_say_so_and_the_last_call_decides(upper, capsys):
@@ -144,9 +131,9 @@ def test_parts_that_see_other_files_say_so_and_the_last_call_decides(upper, caps
     (upper.place / "in/one.txt").write_text("another text\n")
     assert upper("--part", "1/2") == 0
     assert CHANGED in capsys.readouterr().out
-    assert len({key for _, key, _ in Ledger(upper.folder / PARTS).lines()}) == 2
+    assert len({key for _, key, _ in Ledger(upper.folder() / PARTS).lines()}) == 2
     assert upper() == 0 and upper.state.kind == "done"
-    assert (upper.folder / "one-0.txt").read_text() == "ANOTHER TEXT\n"
+    assert (upper.folder() / "one-0.txt").read_text() == "ANOTHER TEXT\n"
 
 
 def test_a_file_that_changes_while_the_stage_runs_is_not_committed(upper, capsys):
@@ -155,7 +142,7 @@ def test_a_file_that_changes_while_the_stage_runs_is_not_committed(upper, capsys
                                    for record in work.listing()])
     assert upper(body=body) == 2
     assert "1 input files were changed while upper was reading them (t/one.txt)" in capsys.readouterr().err
-    assert read_manifest(upper.folder) is None and upper() == 0
+    assert read_manifest(upper.folder()) is None and upper() == 0
 
 
 def entry(name="s/a", **more):
@@ -166,5 +153,5 @@ def entry(name="s/a", **more):
 @pytest.mark.parametrize("other", [{"bytes": 21}, {"mtime_ns": 6}, {"digests": ["ab"]}])
 def test_units_that_saw_other_files_are_not_brought_together(other):
     assert [record["name"] for record in gathered([entry("s/b"), entry(), entry()])] == ["s/a", "s/b"]
-    with pytest.raises(UserError, match=r"1 input files changed between two units that read them \(s/a\)"):
-        gathered([entry(), entry("s/b"), entry(**other)])
+    refused(UserError, r"1 input files changed between two units that read them \(s/a\)", gathered,
+            [entry(), entry("s/b"), entry(**other)])

@@ -13,6 +13,7 @@ from drover.pipeline.contract.stopping import StopRequest
 from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.errors import UserError
+from tests.refusal import refused
 from tests.waiting import HANG_S, wait_for
 
 PHASES, UNITS, AT = 3, 40, 3
@@ -119,8 +120,7 @@ def test_what_dies_between_phases_is_told_in_the_next(tmp_path, forked):
     with closing(Workers(2)) as workers, StopRequest() as stop:
         records = [record for _, record in workers.do(unit, tmp_path, units, stop)]
         os.kill(records[0]["process"], signal.SIGKILL)
-        with pytest.raises(UserError, match=KILLED):
-            list(workers.do(unit, tmp_path, units, stop))
+        refused(UserError, KILLED, list, workers.do(unit, tmp_path, units, stop))
 
 
 KEPT = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from drover.pipeline.core.command_line import (
     in_colour,
 )
 from drover.pipeline.core.errors import UserError
+from tests.refusal import refused, table
 
 
 class Terminal(io.StringIO):
@@ -31,10 +33,10 @@ def program(work=lambda options: 0, **about):
     return Program("python -m p", "What it does.", options, work, **about)
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--stpes", "3"], "there is no option --stpes; did you mean '--steps'?"),
-    (["--stpes=3", "--q"], "did you mean '--steps'? there is no option --q; python -m p --help shows all."),
-    (["--steps", "x"], "argument --steps: invalid int value: 'x'")])
+@pytest.mark.parametrize(("arguments", "said"), table("""
+    --stpes 3 -> there is no option --stpes; did you mean '--steps'?
+    --stpes=3 --q -> did you mean '--steps'? there is no option --q; python -m p --help shows all.
+    --steps x -> argument --steps: invalid int value: 'x'""", shlex.split))
 def test_a_wrong_option_is_answered_with_the_one_that_was_meant(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
         program()(arguments)
@@ -64,8 +66,7 @@ def test_what_a_user_can_mend_is_said_in_one_way(error, status, said, capsys):
 
 
 def test_a_defect_keeps_its_traceback():
-    with pytest.raises(ValueError, match="ours"):
-        failing(ValueError("ours"))([])
+    refused(ValueError, "ours", failing(ValueError("ours")), [])
 
 
 def test_errors_are_red_on_a_terminal_that_is_not_asked_to_do_without(monkeypatch):
@@ -77,8 +78,9 @@ def test_errors_are_red_on_a_terminal_that_is_not_asked_to_do_without(monkeypatc
     assert not in_colour(screen)
 
 
-@pytest.mark.parametrize("arguments", [["demo"], ["runs/demo"], ["--run", "demo"], ["--run", "./runs/demo/"]])
+@pytest.mark.parametrize("arguments", ["demo", "runs/demo", "--run demo", "--run ./runs/demo/"])
 def test_a_run_is_given_by_name_or_folder(arguments, tmp_path, monkeypatch, capsys):
+    arguments = arguments.split()
     monkeypatch.chdir(tmp_path)
     Path("runs/demo").mkdir(parents=True)
     found = Program("p", "", add_run, lambda options: print(options.run))

@@ -7,11 +7,18 @@ import pytest
 
 from drover.pipeline.core import console
 from drover.pipeline.core.console import ProgressBar, duration, say, spelled
+from tests.refusal import table
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0.04, "0.0 s"), (9.94, "9.9 s"), (10, "10 s"), (59.4, "59 s"), (60, "1 m 00 s"), (185, "3 m 05 s"),
-    (3599.6, "1 h 00 m"), (7800, "2 h 10 m")])
+@pytest.mark.parametrize(("seconds", "text"), table("""
+    0.04 -> 0.0 s
+    9.94 -> 9.9 s
+    10 -> 10 s
+    59.4 -> 59 s
+    60 -> 1 m 00 s
+    185 -> 3 m 05 s
+    3599.6 -> 1 h 00 m
+    7800 -> 2 h 10 m""", float))
 def test_durations(seconds, text):
     assert duration(seconds) == text
 

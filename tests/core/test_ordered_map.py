@@ -5,6 +5,7 @@ import time
 import pytest
 
 from drover.pipeline.core.ordered_map import ordered_map
+from tests.refusal import refused
 
 
 @pytest.mark.parametrize(("threads", "batch"), [(2, 1), (5, 1), (3, 4)])
@@ -24,5 +25,4 @@ def test_results_keep_the_order_of_slow_and_fast_items(threads, batch):
 def test_an_error_reaches_who_takes_its_result(count):
     def make(item):
         raise OSError("disk gone")
-    with pytest.raises(OSError, match="disk gone"):
-        next(ordered_map(make, range(count), 2))
+    refused(OSError, "disk gone", next, ordered_map(make, range(count), 2))

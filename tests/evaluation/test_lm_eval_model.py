@@ -20,7 +20,7 @@ from drover.pipeline.evaluation.tasks import find_tasks, write_absolute
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.lm_eval import main
 from tests.evaluation.test_task_packs import FILES
-from tests.refusal import printed, refused
+from tests.refusal import printed, refused, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None,
@@ -88,12 +88,15 @@ def test_a_run_gives_its_settings_and_arguments_go_before(home):
     assert DroverModel(run=str(home / "hf"), device="cpu", batch_size=7).batch == 7
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({}, "run= is missing"), ({"run": "run", "pretrained": "x"}, "and not pretrained"),
-    ({"run": "run", "checkpoint": 3}, "no checkpoint after step 3"), ({"run": "run", "checkpoint": "last"}, "neither"),
-    ({"run": "hf", "checkpoint": 2}, "needs run= to be the folder of a run"),
-    ({"run": "run", "dtype": "float16"}, "float32 or bfloat16"), ({"run": "run", "max_length": 513}, "context of 512"),
-    ({"run": "nowhere"}, "is no folder")])
+@pytest.mark.parametrize(("arguments", "message"), table("""
+    {} -> run= is missing
+    {"run": "run", "pretrained": "x"} -> and not pretrained
+    {"run": "run", "checkpoint": 3} -> no checkpoint after step 3
+    {"run": "run", "checkpoint": "last"} -> neither
+    {"run": "hf", "checkpoint": 2} -> needs run= to be the folder of a run
+    {"run": "run", "dtype": "float16"} -> float32 or bfloat16
+    {"run": "run", "max_length": 513} -> context of 512
+    {"run": "nowhere"} -> is no folder""", json.loads))
 def test_what_is_not_there_is_said(home, arguments, message):
     refused(UserError, message, DroverModel,
             **{**arguments, **({"run": str(home / arguments["run"])} if "run" in arguments else {})})

@@ -20,7 +20,7 @@ from tests.formats import meta_reference
 from tests.formats.cutting import read_alike
 from tests.formats.meta_reference import parts_of, write_folder
 from tests.formats.test_huggingface import built, write
-from tests.refusal import refused
+from tests.refusal import refused, table
 
 WIDE = ModelConfig(dim=64, layers=2, heads=16, kv_heads=4, ffn_dim=96, vocab_size=160, context_length=4096)
 EXTENDED = WIDE.model_copy(update={"context_length": 16384, "rope_scaling": RopeScaling(factor=8)})
@@ -138,19 +138,19 @@ def test_any_width_can_be_said():
             assert config_of(params, vocab_size=160, kv_heads=4, tied=False).hidden == width
 
 
-@pytest.mark.parametrize(("config", "parts", "said"), [
-    (WIDE.model_copy(update={"vocab_size": 161}), 2, r"the vocabulary \(161\).*Give --parts 1\."),
-    (WIDE.model_copy(update={"heads": 4}), 8, r"heads \(4\).*Give --parts 1 or 2 or 4\."),
-    (WIDE.model_copy(update={"kv_heads": 16, "heads": 16, "ffn_dim": 100}), 8, r"feed-forward width \(100\)"),
-    (WIDE.model_copy(update={"qk_norm": True}), 1, r"normed queries and keys.*Give --format hf"),
-    (WIDE.model_copy(update={"head_dim": 6}), 1, r"heads of another width.*Give --format hf"),
-    (WIDE.model_copy(update={"qkv_bias": True}), 1, r"biases.*Give --format hf"),
-    (WIDE.model_copy(update={"sliding_window": 8}), 1, r"sliding windows.*Give --format hf"),
-    (WIDE.model_copy(update={"no_rope_layer_interval": 2}), 1, r"without a rotary embedding.*Give --format hf"),
-    (EXTENDED.model_copy(update={"rope_scaling": RopeScaling(factor=32)}), 1,
-     r"readers assume factor 8 .*here it is factor 32")])
-def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(config, parts, said, tmp_path):
-    write(built(config), tmp_path / "hf")
+@pytest.mark.parametrize(("changes", "parts", "said"), table(r"""
+    {"vocab_size": 161} -> 2 -> the vocabulary \(161\).*Give --parts 1\.
+    {"heads": 4} -> 8 -> heads \(4\).*Give --parts 1 or 2 or 4\.
+    {"kv_heads": 16, "heads": 16, "ffn_dim": 100} -> 8 -> feed-forward width \(100\)
+    {"qk_norm": true} -> 1 -> normed queries and keys.*Give --format hf
+    {"head_dim": 6} -> 1 -> heads of another width.*Give --format hf
+    {"qkv_bias": true} -> 1 -> biases.*Give --format hf
+    {"sliding_window": 8} -> 1 -> sliding windows.*Give --format hf
+    {"no_rope_layer_interval": 2} -> 1 -> without a rotary embedding.*Give --format hf
+    {"context_length": 16384, "rope_scaling": {"factor": 32}} -> 1 -> readers assume factor 8 .*here it is factor 32
+    """, json.loads, int))
+def test_what_metas_form_cannot_hold_is_refused_and_leaves_nothing(changes, parts, said, tmp_path):
+    write(built(ModelConfig.model_validate({**WIDE.model_dump(), **changes})), tmp_path / "hf")
     refused(UserError, said, convert, tmp_path / "hf", tmp_path / "meta", "meta", None, 10**9, parts)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -197,14 +197,17 @@ def test_a_forged_size_and_a_missing_part_are_said(folder):
     refused(UserError, "of these numbers there are: 01", open_weights, folder)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"dim": 96}, "dim is 96, and the embedding is 64 wide"),
-    ({"multiple_of": 256}, r"w1.weight is \[48, 64\]; by its params.json in 2 parts it is \[128, 64\]"),
-    ({"n_layers": 3}, "layers.2.* is missing"),
-    ({"n_layers": 1}, "layers.1.* is no parameter"), ({"vocab_size": 161}, "vocab_size is 161"),
-    ({"n_heads": 5}, "cannot be built: .*divisible"), ({"n_kv_heads": 0.5}, "n_kv_heads"),
-    ({"n_layers": 10**12}, "n_layers is"),
-    ({"use_qk_norm": True}, "use_qk_norm"), ({"moe_args": {"num_experts": 8}}, "moe_args")])
+@pytest.mark.parametrize(("change", "said"), table(r"""
+    {"dim": 96} -> dim is 96, and the embedding is 64 wide
+    {"multiple_of": 256} -> w1.weight is \[48, 64\]; by its params.json in 2 parts it is \[128, 64\]
+    {"n_layers": 3} -> layers.2.* is missing
+    {"n_layers": 1} -> layers.1.* is no parameter
+    {"vocab_size": 161} -> vocab_size is 161
+    {"n_heads": 5} -> cannot be built: .*divisible
+    {"n_kv_heads": 0.5} -> n_kv_heads
+    {"n_layers": 1000000000000} -> n_layers is
+    {"use_qk_norm": true} -> use_qk_norm
+    {"moe_args": {"num_experts": 8}} -> moe_args""", json.loads))
 def test_params_that_do_not_fit_are_said(folder, change, said):
     params = json.loads((folder / "params.json").read_text())
     (folder / "params.json").write_text(json.dumps(params | change))

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from drover.model.config import ModelConfig, RopeScaling
@@ -17,7 +18,7 @@ from drover.pipeline.formats.weights import load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model
 from tests.formats.test_meta import Hostile
-from tests.refusal import refused
+from tests.refusal import refused, table
 from tests.tiny_models import as_checkpoint, opinionated
 
 SHAPES = {
@@ -126,26 +127,29 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"vocab_size": 91}, r"is \[90, 48\]; by its config.json it is \[91, 48\]"),
-    ({"num_hidden_layers": 3}, "layers.2.* is missing"), ({"hidden_size": "removed"}, "it has no 'hidden_size'"),
-    ({"model_type": "mamba"}, "model_type = 'mamba'; only llama, qwen3, smollm3, qwen2 and mistral"),
-    ({"attention_bias": True},
-     r"layers\.0\.self_attn\.q_proj\.bias is missing"), ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ({"head_dim": 128}, r"is \[48, 48\]; by its config.json it is \[768, 48\]"),
-    ({"sliding_window": 4096}, "sliding_window = 4096"),
-    ({"use_qk_norm": True}, "use_qk_norm = True"), ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary"),
-    ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked_attention"] * 2}, "'chunked_atten"),
     ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-     "layer_types that do not repeat every n layers"),
-    ({"model_type": "mistral", "rms_norm_eps": "removed"}, "no rms_norm_eps. transformers has a default for mistral"),
-    ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "but no sliding_window"),
-    ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "no_rope_layers that do not repeat every n"),
-    ({"rope_parameters": {"rope_type": "yarn", "truncate": False}}, "rope_parameters.truncate = False"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type = 'longrope'"),
-    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type = 'linear'"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor = 0.25"),
-    ({"rope_parameters": [1]}, "does not describe"), ({"num_attention_heads": 5}, "cannot be built")])
+     "layer_types that do not repeat every n layers"), *table(r"""
+    {vocab_size: 91} -> is \[90, 48\]; by its config.json it is \[91, 48\]
+    {num_hidden_layers: 3} -> layers.2.* is missing
+    {hidden_size: removed} -> it has no 'hidden_size'
+    {model_type: mamba} -> model_type = 'mamba'; only llama, qwen3, smollm3, qwen2 and mistral
+    {attention_bias: true} -> layers\.0\.self_attn\.q_proj\.bias is missing
+    {hidden_act: gelu} -> hidden_act = 'gelu'
+    {head_dim: 128} -> is \[48, 48\]; by its config.json it is \[768, 48\]
+    {sliding_window: 4096} -> sliding_window = 4096
+    {use_qk_norm: true} -> use_qk_norm = True
+    {quantization_config: {bits: 4}} -> quantization_config
+    {partial_rotary_factor: 0.5} -> partial_rotary
+    {model_type: mistral, sliding_window: 8, layer_types: [chunked_attention, chunked_attention]} -> 'chunked_atten
+    {model_type: mistral, rms_norm_eps: removed} -> no rms_norm_eps. transformers has a default for mistral
+    {model_type: qwen3, layer_types: [sliding_attention, sliding_attention]} -> but no sliding_window
+    {model_type: smollm3, no_rope_layers: [0, 1]} -> no_rope_layers that do not repeat every n
+    {rope_parameters: {rope_type: yarn, truncate: false}} -> rope_parameters.truncate = False
+    {rope_parameters: {rope_type: longrope}} -> rope_parameters.rope_type = 'longrope'
+    {rope_parameters: null, rope_scaling: {type: linear, factor: 2.0}} -> rope_scaling.type = 'linear'
+    {rope_parameters: {rope_type: default, partial_rotary_factor: 0.25}} -> partial_rotary_factor = 0.25
+    {rope_parameters: [1]} -> does not describe
+    {num_attention_heads: 5} -> cannot be built""", yaml.safe_load)])
 def test_what_the_config_says_of_another_network_is_refused_by_the_key(changes, said, folder):
     reconfigured(folder, changes)
     assert "\n" not in refused(UserError, said, open_weights, folder)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drover.model.devices import automatic, exact, find_device
+from tests.refusal import refused
 
 
 def test_what_computes_where_nobody_says_it(monkeypatch):
@@ -15,8 +16,7 @@ def test_what_computes_where_nobody_says_it(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpu", "mps:1:2", "xpu:99"])
 def test_a_device_that_is_not_there_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} cannot be used here"):
-        find_device(name)
+    refused(ValueError, f"{name} cannot be used here", find_device, name)
 
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu")])

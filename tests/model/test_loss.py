@@ -25,6 +25,13 @@ def golden(hidden, weight, labels, z_loss=0.0):
     return losses + z_loss * logits.logsumexp(dim=-1).square() * (labels != -100)
 
 
+def in_double(hidden, weight, labels, scale=1.0):
+    """The sum of the losses by torch's cross-entropy in float64, and its gradients."""
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    loss = golden(exact[0] * scale, exact[1], labels).sum()
+    return loss.item(), torch.autograd.grad(loss, exact)
+
+
 @pytest.mark.parametrize("passes", [None, Passes(log_sum_exp, into_gradient)])
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
 @pytest.mark.parametrize("chunk", [1, 4, 100, None])
@@ -42,11 +49,9 @@ def test_equals_torch(chunk, z_loss, passes):
 def test_float32_and_peaked_logits(scale):
     hidden, weight, labels = example(rows=70, dim=16, vocabulary=40, dtype=torch.float32)
     loss = cross_entropy_sum(hidden * scale, weight, labels, 32)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected = golden(exact[0] * scale, exact[1], labels).sum()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for actual, known in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, exact),
-                             strict=True):
+    expected, gradients = in_double(hidden, weight, labels, scale)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    for actual, known in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
         # A logit of a thousand is known to 1e-4 in float32, and so is its probability.
         assert (actual - known).abs().max() <= (1e-6 if scale == 1 else 1e-3) * known.abs().max()
 
@@ -54,14 +59,12 @@ def test_float32_and_peaked_logits(scale):
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_compiled_passes_are_as_exact_and_serve_any_number_of_rows(dtype, bound):
     hidden, weight, labels = example(rows=70, dim=16, vocabulary=40, dtype=dtype)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected = golden(*exact, labels).sum()
-    gradients = torch.autograd.grad(expected, exact)
+    expected, gradients = in_double(hidden, weight, labels)
     torch._dynamo.reset()
     graphs, passes = compiled_graphs(), Passes.compiled()
     for chunk in (64, 32, 7):  # and what is left of 70: 6
         loss = cross_entropy_sum(hidden, weight, labels, chunk, z_loss=0.0, passes=passes)
-        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=bound)
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected, rel=bound)
         for actual, known in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
             assert actual.dtype == dtype and (actual.double() - known).norm() <= bound * known.norm()
     assert 2 <= compiled_graphs() - graphs <= 4, "one graph for the first number of rows, and one for all others"
@@ -108,7 +111,6 @@ def test_bfloat16_sums_in_float32():
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.bfloat16]
     logits = (hidden @ weight.T).float()
     assert loss.item() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item(), rel=1e-5)
-    exact_weight = weight.detach().double().requires_grad_()
-    (known,) = torch.autograd.grad(golden(hidden.detach().double(), exact_weight, labels).sum(), exact_weight)
+    _, (_, known) = in_double(hidden, weight, labels)
     # One rounding of the result, at most 2^-9, and few before; 512 bfloat16 additions would lose far more.
     assert (gradients[1].double() - known).norm() / known.norm() < 2**-8

@@ -3,9 +3,11 @@
 
 import pydantic
 import pytest
+import yaml
 
-from drover.model.config import ModelConfig, RopeScaling
+from drover.model.config import ModelConfig
 from drover.model.presets import PRESETS
+from tests.refusal import table
 
 # Computed once from Meta's params.json files, independently of this code: parameters, bytes of the KV cache for each
 # token in 16 bits, width of the feed-forward layer, sequence length, training FLOPs per token with full attention.
@@ -58,28 +60,29 @@ def test_causal_halves_only_attention():
     assert config.flops_per_token(256, causal=True) == matmul + 6 * 6 * 288 * 256
 
 
-@pytest.mark.parametrize(("changes", "sentences"), [
-    ({"dim": 100, "heads": 8}, ["dim (100) must be divisible by heads (8)"]),
-    ({"heads": 8, "kv_heads": 3}, ["heads (8) must be divisible by kv_heads (3)"]),
-    ({"dim": 24, "heads": 8}, ["24 / 8 = 3) must be even"]),
-    ({"layers": 0, "kv_heads": -1, "norm_eps": 0.0, "vocab_size": 0}, [
-        "layers must be above 0, not 0", "kv_heads must be above 0, not -1", "norm_eps must", "vocab_size must"]),
-    ({"ffn_dim": 512, "ffn_dim_multiplier": 1.3}, ["ffn_dim (512) and ffn_dim_multiplier (1.3)"]),
-    ({"context_length": 16384, "rope_scaling": RopeScaling(
-        factor=0.5, low_freq_factor=0, high_freq_factor=0, original_context_length=0)}, [
-        "factor must be at least 1, not 0.5", "low_freq_factor must be above 0", "high_freq_factor (0.0) must be above",
-        "original_context_length must be above 0"]),
-    ({"context_length": 64, "rope_scaling": RopeScaling(factor=1, original_context_length=64)},
-     ["original_context_length (64) must be below context_length (64)"]),
-    ({"heads": 0, "kv_heads": 0, "dim": 0}, ["dim must", "heads must", "kv_heads must"]),
-    ({"sliding_window": 1}, ["sliding_window must be at least 2, not 1"]),
-    ({"full_attention_interval": 2}, ["full_attention_interval (2) selects layers that see beyond a sliding_window"]),
-    ({"sliding_window": 8, "full_attention_interval": 1}, ["full_attention_interval (1) lets every layer see all"]),
-    ({"no_rope_layer_interval": 0}, ["no_rope_layer_interval must be above 0, not 0"])])
+PROBLEMS = """
+{dim: 100, heads: 8} -> dim (100) must be divisible by heads (8)
+{heads: 8, kv_heads: 3} -> heads (8) must be divisible by kv_heads (3)
+{dim: 24, heads: 8} -> 24 / 8 = 3) must be even
+{layers: 0, kv_heads: -1, norm_eps: 0.0, vocab_size: 0} -> layers must be above 0, not 0; kv_heads must be above 0, \
+not -1; norm_eps must; vocab_size must
+{ffn_dim: 512, ffn_dim_multiplier: 1.3} -> ffn_dim (512) and ffn_dim_multiplier (1.3)
+{context_length: 16384, rope_scaling: {factor: 0.5, low_freq_factor: 0, high_freq_factor: 0, original_context_length: \
+0}} -> factor must be at least 1, not 0.5; low_freq_factor must be above 0; high_freq_factor (0.0) must be above; \
+original_context_length must be above 0
+{context_length: 64, rope_scaling: {factor: 1, original_context_length: 64}} -> original_context_length (64) must be \
+below context_length (64)
+{heads: 0, kv_heads: 0, dim: 0} -> dim must; heads must; kv_heads must
+{sliding_window: 1} -> sliding_window must be at least 2, not 1
+{full_attention_interval: 2} -> full_attention_interval (2) selects layers that see beyond a sliding_window
+{sliding_window: 8, full_attention_interval: 1} -> full_attention_interval (1) lets every layer see all
+{no_rope_layer_interval: 0} -> no_rope_layer_interval must be above 0, not 0
+"""
+
+
+@pytest.mark.parametrize(("changes", "sentences"), table(PROBLEMS, yaml.safe_load))
 def test_problems_are_sentences_with_numbers(changes, sentences):
-    problems = ModelConfig(**changes).problems()
-    assert len(problems) == len(sentences)
-    for problem, sentence in zip(problems, sentences, strict=True):
+    for problem, sentence in zip(ModelConfig(**changes).problems(), sentences.split("; "), strict=True):
         assert sentence in problem
 
 

@@ -54,8 +54,8 @@ class Recorded:
             self.step, self.train_s = self.step + 1, self.train_s + STEP_S
             if self.step % log_every == 0:
                 self._write(Path("train/metrics.jsonl"), {
-                    "step": self.step, "loss": 3.0, "time": BEGIN + self.clock, "step_s": STEP_S,
-                    "train_s": self.train_s,
+                    "step": self.step, "loss": 3.0, "samples": [self.step - 1, self.step], "time": BEGIN + self.clock,
+                    "step_s": STEP_S, "train_s": self.train_s,
                     **({"look_s": self.look_s} if self.look_s else {})})
 
     def look(self, seconds: float) -> None:
@@ -83,7 +83,7 @@ class Recorded:
         self.clock += seconds
         for rank in range(2):
             write_record(hang_folder(self.folder / "train", key),
-                         HungRank(rank, "n1", self.step, seconds, BEGIN + self.clock, ()))
+                         HungRank(rank, "n1", self.step, seconds, BEGIN + self.clock, ("/x/train.py:9 train",)))
 
     def end(self, event: str, stall_s: float = 0.0, **details: Any) -> None:
         """Asked to stop, or finished."""

@@ -7,6 +7,7 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
 from drover.pipeline.records.generation_settings import FILE, keep_settings, read_settings, settings_file
+from tests.refusal import refused
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run
 
 
@@ -54,5 +55,4 @@ def test_a_training_from_random_weights_has_none_of_an_earlier_one(tmp_path):
 
 def test_a_file_that_is_none_is_named(tmp_path):
     (tmp_path / FILE).write_text("[")
-    with pytest.raises(UserError, match=f"{tmp_path / FILE} is damaged"):
-        read_settings(tmp_path / FILE)
+    refused(UserError, f"{tmp_path / FILE} is damaged", read_settings, tmp_path / FILE)

@@ -5,6 +5,7 @@ import pytest
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.weight_files import input_files, weight_files, weights_folder
+from tests.refusal import refused
 
 FORMS = {
     "a training checkpoint": (["COMPLETE.json", "index.json", "rank-00000.safetensors"], ["COMPLETE.json"]),
@@ -35,8 +36,7 @@ def test_what_decides_the_weights_is_named_and_nothing_else(form, tmp_path):
 
 def test_of_a_run_it_is_the_newest_whole_checkpoint(tmp_path):
     run = write(tmp_path / "run", ["config.yaml"])
-    with pytest.raises(UserError, match="has no complete checkpoint yet"):
-        weights_folder(run)
+    refused(UserError, "has no complete checkpoint yet", weights_folder, run)
     for step, names in ((4, ["COMPLETE.json"]), (8, ["COMPLETE.json"]), (12, ["index.json"])):
         write(run / f"train/checkpoints/step-{step:08d}", names)
     assert weights_folder(run).name == "step-00000008"
@@ -46,7 +46,6 @@ def test_of_a_run_it_is_the_newest_whole_checkpoint(tmp_path):
 def test_a_place_without_weights_is_named_with_the_setting(tmp_path, path):
     write(tmp_path / "empty", ["notes.txt"])
     (tmp_path / "c.yaml").write_text(f"train: {{init_from: {tmp_path / path}}}\n")
-    with pytest.raises(UserError, match=f"train.init_from: .*{path}"):
-        input_files(load_config(tmp_path / "c.yaml", check=False))
+    refused(UserError, f"train.init_from: .*{path}", input_files, load_config(tmp_path / "c.yaml", check=False))
     (tmp_path / "c.yaml").write_text("name: c\n")
     assert input_files(load_config(tmp_path / "c.yaml", check=False)) == []

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
 from drover.pipeline.reporting.document import Bars, Table, filled, pairs, written
+from tests.refusal import table
 
 RECORD = {"steps": 1200, "text": {"train": 11_828_804, "gzip -9": 2.05}, "part": 3, "whole": 8, "nothing": 0,
           "kind": "bpe", "seconds": 172.4, "sha": "ab" * 32, "yes": True,
@@ -42,16 +45,13 @@ NUMBERS = """
 """
 
 
-@pytest.mark.parametrize("case", FILLED.split("\n")[1:-1])
-def test_what_a_format_string_makes_of_a_record(case):
-    template, text = case.split(" -> ")
+@pytest.mark.parametrize(("template", "text"), table(FILLED))
+def test_what_a_format_string_makes_of_a_record(template, text):
     assert filled(template, RECORD) == text
 
 
-@pytest.mark.parametrize("case", NUMBERS.split("\n")[1:-1])
-def test_numbers_are_short_and_take_few_letters(case):
-    value, text, compact = case.split(" -> ")
-    number = float(value) if set(value) & set(".e") else int(value)
+@pytest.mark.parametrize(("number", "text", "compact"), table(NUMBERS, json.loads))
+def test_numbers_are_short_and_take_few_letters(number, text, compact):
     assert (written(number), written(number, "k")) == (text, compact)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.reporting.facts import earlier, shareable
+from tests.refusal import table
 
 MANIFEST = Manifest("encode", {}, [], {}, {}, wall_s=20.0, finished="2026-03-01T10:00:00+00:00")
 """Its last start began at 9:59:40."""
@@ -41,10 +42,13 @@ def test_training_itself_says_when_it_ran():
     assert earlier("train", MANIFEST, attempt("10:00", "10:30", stage="train"), spent) == [60.0]
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("paths: [/home/me/data/notes/**/*.txt, data/x/y.txt]", "paths: […/**/*.txt, data/x/y.txt]"),
-    ("runs_dir: /home/me/runs\n", "runs_dir: …/runs\n"), ('"/Users/me/a/b/c"', '"…/b/c"'),
-    ("(/data/web)", "(…/data/web)"), ("in /data/web.", "in …/data/web."), ("/mnt/store/x/y", "…/x/y"),
-    ("s3://bucket/a/b/c", "s3://bucket/a/b/c"), ("1/2/3 and a/b/c/d", "1/2/3 and a/b/c/d")])
+@pytest.mark.parametrize(("text", "told"), [("runs_dir: /home/me/runs\n", "runs_dir: …/runs\n"), *table("""
+    paths: [/home/me/data/notes/**/*.txt, data/x/y.txt] -> paths: […/**/*.txt, data/x/y.txt]
+    "/Users/me/a/b/c" -> "…/b/c"
+    (/data/web) -> (…/data/web)
+    in /data/web. -> in …/data/web.
+    /mnt/store/x/y -> …/x/y
+    s3://bucket/a/b/c -> s3://bucket/a/b/c
+    1/2/3 and a/b/c/d -> 1/2/3 and a/b/c/d""")])
 def test_paths_are_cut_to_their_ends(text, told):
     assert shareable(text) == told

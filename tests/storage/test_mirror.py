@@ -19,6 +19,7 @@ from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror
 from drover.pipeline.storage.store import Missing, Store
 from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from tests.data.stored.made import CLOUDS, make_shards
+from tests.refusal import refused
 
 
 @pytest.fixture
@@ -61,8 +62,7 @@ def test_what_is_there_is_not_sent_again(store, files, copy, request, kind):
     Mirror(store).compare(files[1], lambda: None)
     assert (copy(url=store.url).sent, copy(url=store.url, ledger="lost").sent) == (0, 0)
     store.put("6.bin", bytes(6000))  # another content of the same size
-    with pytest.raises(UserError, match=r"6\.bin: sha256"):
-        Mirror(store).compare(files[1], lambda: None)
+    refused(UserError, r"6\.bin: sha256", Mirror(store).compare, files[1], lambda: None)
     store.delete(["4.bin"])
     assert copy(url=store.url).sent == 2 and objects(store) == meant(files)
 
@@ -117,19 +117,15 @@ def test_cut_off_before_any_change_a_copy_is_the_old_one_the_new_one_or_none_and
 
 def test_a_place_of_somebody_else_is_left_as_it_is(store, copy):
     store.put("precious", b"x")
-    with pytest.raises(UserError, match=r"holds precious and perhaps more, but no owner\.json"):
-        copy()
+    refused(UserError, r"holds precious and perhaps more, but no owner\.json", copy)
     store.delete(["precious"])
     copy(4)
     before = objects(store)
-    with pytest.raises(UserError, match="holds files of mini, not of other"):
-        copy(name="other")
+    refused(UserError, "holds files of mini, not of other", copy, name="other")
     store.put(OWNER, b'{"format": 1, "name": "mini", "writer": "a", "id": "b"}')
-    with pytest.raises(UserError, match="holds checkpoints of mini, and no files of mini"):
-        copy()
+    refused(UserError, "holds checkpoints of mini, and no files of mini", copy)
     store.put(OWNER, b"{}")
-    with pytest.raises(UserError, match="was not written by Drover"):
-        copy()
+    refused(UserError, "was not written by Drover", copy)
     assert objects(store) == before
 
 
@@ -151,17 +147,14 @@ def test_of_many_who_claim_a_place_at_once_one_has_it(store, of, request):
 def test_the_last_process_that_claims_a_place_has_it(store):
     first, second = Owner(store), Owner(store)
     first.claim(name="mini", id="1")
-    with pytest.raises(UserError, match=r"process \d+ on .* took it over"):
-        second.claim(name="mini", id="2")
+    refused(UserError, r"process \d+ on .* took it over", second.claim, name="mini", id="2")
     again = Owner(store)
     assert again.content["id"] == "1"
     again.claim(name="mini", id="1")
-    with pytest.raises(UserError, match=r"process \d+ on .* took it over"):
-        first.refuse_lost()
+    refused(UserError, r"process \d+ on .* took it over", first.refuse_lost)
     again.refuse_lost()
     store.delete([OWNER])
-    with pytest.raises(UserError, match=r"owner\.json was removed"):
-        again.refuse_lost()
+    refused(UserError, r"owner\.json was removed", again.refuse_lost)
 
 
 def test_a_claim_whose_answer_was_lost_is_ours(store, monkeypatch):
@@ -183,20 +176,17 @@ def test_a_process_that_lost_the_place_finishes_no_copy(store, copy, monkeypatch
         Owner(store).claim(name="mini", files=[])
         return send(self, *arguments)
     monkeypatch.setattr(Mirror, "send", meanwhile)
-    with pytest.raises(UserError, match="took it over"):
-        copy()
+    refused(UserError, "took it over", copy)
     with pytest.raises(Missing):
         Mirror(store).read()
 
 
 def test_a_place_without_a_finished_copy_gives_none(store, copy, tmp_path):
     """What a finished one gives, tests/stages/test_convert.py shows."""
-    with pytest.raises(UserError, match="holds no copy that Drover made"):
-        fetch_copy(store.url, tmp_path / "there")
+    refused(UserError, "holds no copy that Drover made", fetch_copy, store.url, tmp_path / "there")
     copy()
     store.delete([COPY])
-    with pytest.raises(UserError, match=r"not finished\. Wait for the run mini"):
-        fetch_copy(store.url, tmp_path / "there")
+    refused(UserError, r"not finished\. Wait for the run mini", fetch_copy, store.url, tmp_path / "there")
 
 
 @pytest.mark.parametrize(("change", "told"), [
@@ -204,8 +194,7 @@ def test_a_place_without_a_finished_copy_gives_none(store, copy, tmp_path):
     (lambda path: path.write_bytes(b"x"), "has 1 bytes instead of 6,000"), (Path.unlink, "is missing")])
 def test_a_file_that_has_changed_since_it_was_written_is_not_sent(store, files, copy, change, told):
     change(files[0] / "6.bin")
-    with pytest.raises(UserError, match=rf"6\.bin {told}"):
-        copy()
+    refused(UserError, rf"6\.bin {told}", copy)
     assert store.head("6.bin") is None and store.head(COPY) is None
 
 
@@ -213,8 +202,7 @@ def test_a_file_that_has_changed_since_it_was_written_is_not_sent(store, files, 
 def test_an_object_that_is_not_what_was_put_there_is_named(store, files, copy, tmp_path, content, told):
     copy()
     store.delete(["6.bin"]) if content is None else store.put("6.bin", content)
-    with pytest.raises(DamagedCopyError, match=rf"6\.bin {told}"):
-        Mirror(store).fetch(tmp_path / "there", files[1])
+    refused(DamagedCopyError, rf"6\.bin {told}", Mirror(store).fetch, tmp_path / "there", files[1])
 
 
 def listing(path):
@@ -227,8 +215,7 @@ def listing(path):
         b"", b"{}", b"[1]", b'{"format": 1, "of": "a", "files": [{"path": "a"}]}'))])
 def test_a_list_that_is_torn_or_names_files_outside_of_its_folder_is_damaged(store, content, told):
     store.put(COPY, content)
-    with pytest.raises(DamagedCopyError, match=told):
-        Mirror(store).read()
+    refused(DamagedCopyError, told, Mirror(store).read)
 
 
 def copy_step(copies, files, step, finished=True):
@@ -259,20 +246,16 @@ def made(tmp_path):
 
 def test_a_place_that_does_not_have_these_shards_is_refused(made):
     records, table, url = made.records, ShardTable.of(made.records), made.store.url
-    with pytest.raises(UserError, match=r"copy\.json is not there.*drover copy-tokens"):
-        survey(url, table)
+    refused(UserError, r"copy\.json is not there.*drover copy-tokens", survey, url, table)
     copy_shards(made.folder, records, url)
-    with pytest.raises(UserError, match="holds files of the token shards"):
-        copy_shards(made.folder, records[:4], url)
+    refused(UserError, "holds files of the token shards", copy_shards, made.folder, records[:4], url)
     assert len(survey(url, table)) == 6
     other = [*records[:5], {**records[5], "sha256": "0" * 64}]
-    with pytest.raises(UserError, match=r"holds other token shards.*1 of 6 differ: train/text-00005\.arrow"):
-        survey(url, ShardTable.of(other))
+    refused(UserError, r"holds other token shards.*1 of 6 differ: train/text-00005\.arrow", survey, url,
+            ShardTable.of(other))
     made.store.put(records[0]["path"], b"cut")
     made.store.delete([records[1]["path"]])
-    with pytest.raises(UserError, match=r"2 of 6 token shards") as refused:
-        survey(url, table)
-    assert all(text in str(refused.value) for text in ("00000.arrow has 3 bytes instead", "00001.arrow is missing"))
+    said = refused(UserError, r"2 of 6 token shards", survey, url, table)
+    assert "00000.arrow has 3 bytes instead" in said and "00001.arrow is missing" in said
     made.store.put(COPY, b"{}")
-    with pytest.raises(UserError, match=r"copy\.json is damaged"):
-        survey(url, table)
+    refused(UserError, r"copy\.json is damaged", survey, url, table)

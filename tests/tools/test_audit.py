@@ -9,7 +9,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.records.rollbacks import Rollback, add_rollback
 from drover.pipeline.training.data.token_check import DAMAGED
 from drover.tools.audit import _tolerance, audit, main
-from tests.refusal import printed
+from tests.refusal import printed, table
 from tests.tools.recorded import Recorded
 
 
@@ -52,20 +52,20 @@ def test_rollbacks_and_skipped_updates_are_left_out_on_purpose(recorded):
     assert "proven: every other sample was used exactly once" in found.lines()[-1]
 
 
-@pytest.mark.parametrize("step, changes, expected", [
-    (20, {"samples": [323, 336]}, "samples [320, 323) were lost before step 20"),
-    (20, {"samples": [315, 336]}, "samples [315, 320) were used again in step 20"),
-    (14, {"samples": [192, 208]}, "samples [192, 208) were used again in step 14"),
-    (30, {"samples": [496, 600]}, "checkpoint step-00000030 counts 512 samples, the log 600"),
-    (13, {"left_out": None}, "step 13 used samples [192, 208), which a rollback excludes"),
-    (13, {"left_out": [[192, 210]]}, "step 13 passed over samples [208, 210), which no rollback"),
-    (12, {"samples": [160, 176]}, "step 12 was done twice with different samples"),
-    (12, {"loss": "nan"}, "step 12 was done twice with different loss"),
-    (12, {"skipped": "spike"}, "step 12 was done twice with different skipped"),
-    (17, {"left_out": [[260, 261]]}, "step 17 was done twice with different left_out"),
-    (8, {"skipped": None}, "step 8 counts as an update, with loss nan"),
-    (9, {"grad_norm": "inf"}, "step 9 counts as an update, with loss"),
-    (9, {"skipped": "spike"}, "checkpoint step-00000010 counts 1 skipped updates, the log 2")])
+@pytest.mark.parametrize(("step", "changes", "expected"), table("""
+    20 -> {"samples": [323, 336]} -> samples [320, 323) were lost before step 20
+    20 -> {"samples": [315, 336]} -> samples [315, 320) were used again in step 20
+    14 -> {"samples": [192, 208]} -> samples [192, 208) were used again in step 14
+    30 -> {"samples": [496, 600]} -> checkpoint step-00000030 counts 512 samples, the log 600
+    13 -> {"left_out": null} -> step 13 used samples [192, 208), which a rollback excludes
+    13 -> {"left_out": [[192, 210]]} -> step 13 passed over samples [208, 210), which no rollback
+    12 -> {"samples": [160, 176]} -> step 12 was done twice with different samples
+    12 -> {"loss": "nan"} -> step 12 was done twice with different loss
+    12 -> {"skipped": "spike"} -> step 12 was done twice with different skipped
+    17 -> {"left_out": [[260, 261]]} -> step 17 was done twice with different left_out
+    8 -> {"skipped": null} -> step 8 counts as an update, with loss nan
+    9 -> {"grad_norm": "inf"} -> step 9 counts as an update, with loss
+    9 -> {"skipped": "spike"} -> checkpoint step-00000010 counts 1 skipped updates, the log 2""", int, json.loads))
 def test_planted_faults_are_named(recorded, step, changes, expected, capsys):
     edit(recorded, step, **changes)
     assert main(["--run", str(written(recorded)), "--json"]) == 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from itertools import combinations
 
 import pytest
@@ -13,6 +14,7 @@ from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools.compare import main
 from tests.evaluation.test_contamination import corpus, text_of
 from tests.evaluation.test_task_packs import FILES
+from tests.refusal import table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 TOKENIZER = ByteTokenizer()
@@ -131,13 +133,13 @@ def test_models_of_any_form_in_one_table(home, capsys):
     assert not list(to.glob("*.svg"))
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--models", "{home}/hf", "{home}/hf", "--tasks", "capitals"], "twice"),
-    (["--models", "{home}/hf"], "nothing to measure"),
-    (["--models", "{home}/hf", "--tasks", "capitals", "--limit", "0"], "--limit must be above 0"),
-    (["--models", "{home}/hf", "--tasks", "capitals", "--length", "129"], "{home}/hf: Windows of 129 tokens are more"),
-    (["--models", "{home}/hf", "--heldout", "{home}/empty"], "has no validation text"),
-    (["--checkpoints", "{home}/hf", "--tasks", "capitals"], "There is no run")])
+@pytest.mark.parametrize(("arguments", "message"), table("""
+    --models {home}/hf {home}/hf --tasks capitals -> twice
+    --models {home}/hf -> nothing to measure
+    --models {home}/hf --tasks capitals --limit 0 -> --limit must be above 0
+    --models {home}/hf --tasks capitals --length 129 -> {home}/hf: Windows of 129 tokens are more
+    --models {home}/hf --heldout {home}/empty -> has no validation text
+    --checkpoints {home}/hf --tasks capitals -> There is no run"""))
 def test_what_cannot_be_compared_is_said(home, arguments, message, capsys, tmp_path):
-    compared(home, tmp_path, *(argument.format(home=home) for argument in arguments), expect=2)
+    compared(home, tmp_path, *shlex.split(arguments.format(home=home)), expect=2)
     assert message.format(home=home) in capsys.readouterr().err

@@ -16,6 +16,7 @@ from drover.pipeline.data.shard_table import open_shards
 from drover.tools.export_tokens.__main__ import main
 from drover.tools.export_tokens.exporting import MANIFEST
 from tests.conftest import run_python
+from tests.refusal import printed
 from tests.tools.traced import make_traced
 
 TYPES = {4: "<i4", 8: "<u2"}
@@ -34,8 +35,11 @@ def indexed(prefix):
                          for length, pointer in zip(lengths, pointers, strict=True)], bounds.tolist()
 
 
-def exported(run, form, out, *arguments, expect=0):
-    assert main(["--run", str(run), "--format", form, "--out", str(out), "--processes", "1", *arguments]) == expect
+@pytest.fixture
+def exported(capsys):
+    """Function: export a run, in this process; what was said."""
+    return lambda run, form, out, *arguments, expect=0: printed(
+        capsys, main, "--run", run, "--format", form, "--out", out, "--processes", "1", *arguments, expect=expect)
 
 
 def documents_of(run, split, source):
@@ -58,7 +62,7 @@ def run(tmp_path_factory):
     return make_traced(tmp_path_factory.mktemp("exported")).parent / "runs/mini"
 
 
-def test_megatron_reads_every_document_in_order(wide, tmp_path):
+def test_megatron_reads_every_document_in_order(wide, tmp_path, exported):
     (width, run), out = wide, tmp_path / "out"
     split, without_bos = ("train", False) if width == "uint16" else ("heldout", True)
     exported(run, "megatron", out, "--split", split, *["--without-bos"] * without_bos)
@@ -80,7 +84,7 @@ def test_megatron_reads_every_document_in_order(wide, tmp_path):
 
 @pytest.mark.parametrize("arguments, sources", [([], ["web", "notes"]), (["--without-bos", "--source", "notes"],
                                                                          ["notes"])])
-def test_datasets_reads_every_document_in_order(run, tmp_path, arguments, sources):
+def test_datasets_reads_every_document_in_order(run, tmp_path, exported, arguments, sources):
     exported(run, "hf", tmp_path / "out", *arguments)
     found = datasets.load_from_disk(str(tmp_path / "out"))
     assert found.column_names == ["input_ids", "key", "source", "bytes"]
@@ -104,7 +108,7 @@ main(sys.argv[1:])
 """An export that is killed before its fifth part."""
 
 
-def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, tmp_path, capsys):
+def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, tmp_path, exported):
     """What else may be at the target, or have been begun there, is tested with the weights (test_weights.py)."""
     out, torn = tmp_path / "out", tmp_path / "torn.partial"
     killed = run_python("-c", KILLED, "--run", run, "--format", "megatron", "--out", out, "--processes", "1",
@@ -112,28 +116,26 @@ def test_a_kill_leaves_nothing_under_the_name_and_the_same_command_goes_on(run, 
     assert killed.returncode == -signal.SIGKILL and not out.exists()
     shutil.copytree(tmp_path / "out.partial", torn)
     (torn / "web.bin").write_bytes(b"\xff\xff" + (torn / "web.bin").read_bytes()[2:])
-    exported(run, "megatron", tmp_path / "torn", expect=2)
-    assert "web.bin has other content at byte 0 than was written there" in capsys.readouterr().err
+    said = exported(run, "megatron", tmp_path / "torn", expect=2)
+    assert "web.bin has other content at byte 0 than was written there" in said
     shutil.rmtree(torn)
-    exported(run, "megatron", out)
-    assert "continuing: 4 of" in capsys.readouterr().out
+    assert "continuing: 4 of" in exported(run, "megatron", out)
     exported(run, "megatron", tmp_path / "whole", "--processes", "2")
     assert (out / MANIFEST).read_bytes() == (tmp_path / "whole" / MANIFEST).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-    exported(run, "megatron", out)
-    assert "exists already, with these tokens" in capsys.readouterr().out
+    assert "exists already, with these tokens" in exported(run, "megatron", out)
 
 
-def test_a_source_that_is_not_there_is_refused(run, tmp_path, capsys):
-    exported(run, "megatron", tmp_path / "out", "--source", "books", expect=2)
-    assert "has no source books; it has web, notes" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+def test_a_source_that_is_not_there_is_refused(run, tmp_path, exported):
+    said = exported(run, "megatron", tmp_path / "out", "--source", "books", expect=2)
+    assert "has no source books; it has web, notes" in said and not [*tmp_path.iterdir()]
 
 
-def test_a_changed_token_shard_is_refused(run, tmp_path, capsys):
+def test_a_changed_token_shard_is_refused(run, tmp_path, exported):
     shutil.copytree(run, tmp_path / "mini")
     path = next((tmp_path / "mini/encode/train").iterdir())
     for change, told in ((lambda: path.write_bytes(path.read_bytes()[:-1] + b"x"), "is not what the stage encode"),
                          (path.unlink, "is missing")):
         change()
-        exported(tmp_path / "mini", "hf", tmp_path / "out", expect=2)
-        assert f"{path} {told}" in capsys.readouterr().err and not (tmp_path / "out").exists()
+        said = exported(tmp_path / "mini", "hf", tmp_path / "out", expect=2)
+        assert f"{path} {told}" in said and not (tmp_path / "out").exists()

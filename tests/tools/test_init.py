@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from drover.pipeline.config.loading import load_config
@@ -9,7 +11,7 @@ from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.run import Run
 from drover.pipeline.shard import shard
 from drover.tools.init import look, main, propose
-from tests.refusal import printed
+from tests.refusal import printed, table
 
 
 @pytest.fixture
@@ -48,10 +50,12 @@ def test_a_file_of_a_word_is_a_corpus_too(tmp_path):
     assert propose(look(tmp_path), 1e11, 10, None).steps == 20
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["my notes", "--minutes", "0"], "above 0"), (["my notes", "--params", "many"], "above 0"),
-    (["nowhere"], "is no folder"), (["pictures"], "its files: 1 .png"),
-    (["my notes", "--to", "pictures"], "there already")])
+@pytest.mark.parametrize(("arguments", "said"), table("""
+    'my notes' --minutes 0 -> above 0
+    'my notes' --params many -> above 0
+    nowhere -> is no folder
+    pictures -> its files: 1 .png
+    'my notes' --to pictures -> there already""", shlex.split))
 def test_what_cannot_be_is_refused(notes, arguments, said, capsys):
     (notes.parent / "pictures").mkdir()
     (notes.parent / "pictures/photo.png").touch()

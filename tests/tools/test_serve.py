@@ -21,7 +21,7 @@ from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import serve
 from drover.tools.serving.asked import Reader
 from drover.tools.serving.worker import Worker
-from tests.refusal import printed
+from tests.refusal import printed, table
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_chat import TEMPLATE, continued, greedy, spelled
 from tests.waiting import wait_for
@@ -122,22 +122,26 @@ def name_of(token):
     return content.decode() if content.isascii() else f"bytes:\\x{content.hex()}"
 
 
-def test_log_probabilities_are_those_of_one_forward_pass(run_port, model):
+def test_log_probabilities_are_those_of_one_forward_pass_also_where_a_prompt_is_only_scored(run_port, model):
     """That they are the model's own, however a token is drawn, is tested with the model."""
-    prompt, body = [TOKENIZER.bos_id, *"def é".encode()], {"max_tokens": 24, "temperature": 0, "logprobs": 3}
+    prompt, body = [TOKENIZER.bos_id, *"def é".encode()], {"prompt": ["x", "def é"], "temperature": 0, "logprobs": 3}
     ids = prompt + generate(model, [prompt], 24, temperature=0, top_p=1, seed=0, stop_ids=())[0]
-    [*_, echoed], [bare] = (complete(run_port, prompt=["x", "def é"], **body, echo=True)["choices"],
-                            complete(run_port, prompt="def é", **body)["choices"])
-    told, rows = echoed["logprobs"], model(torch.tensor([ids]))[0].log_softmax(-1)
-    assert echoed["text"] == TOKENIZER.decode(ids) and told["tokens"] == list(map(name_of, ids))
-    assert told["token_logprobs"].pop(0) is told["top_logprobs"].pop(0) is None
-    for row, token, own, top in zip(rows, ids[1:], told["token_logprobs"], told["top_logprobs"], strict=False):
+    echoed, bare, scored = (complete(run_port, **body, **more) for more in (
+        {"max_tokens": 24, "echo": True}, {"max_tokens": 24}, {"max_tokens": 0, "echo": True}))
+    told, rows = echoed["choices"][1]["logprobs"], model(torch.tensor([ids]))[0].log_softmax(-1)
+    assert told["tokens"] == list(map(name_of, ids))
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    for row, token, own, top in zip(rows, ids[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False):
         assert own == pytest.approx(float(row[token]), abs=1e-5)
         best = row.topk(3).indices.tolist()
         assert top == pytest.approx({name_of(one): float(row[one]) for one in (*best, token)}, abs=1e-5)
-    assert bare["text"] == TOKENIZER.decode(ids[len(prompt):])
-    assert bare["logprobs"]["tokens"] == told["tokens"][len(prompt):] and bare["logprobs"]["text_offset"][0] == 0
-    assert bare["logprobs"]["token_logprobs"] == pytest.approx(told["token_logprobs"][len(prompt) - 1:], abs=1e-5)
+    for answer, part in ((echoed, slice(None)), (bare, slice(len(prompt), None)), (scored, slice(len(prompt)))):
+        choice = answer["choices"][1]
+        assert (choice["text"], choice["finish_reason"]) == (TOKENIZER.decode(ids[part]), "length")
+        assert choice["logprobs"]["tokens"] == told["tokens"][part] and choice["logprobs"]["text_offset"][0] == 0
+        found, expected = ([one or 0 for one in own["token_logprobs"]] for own in (choice["logprobs"], told))
+        assert found == pytest.approx(expected[part], abs=1e-5)
+    assert scored["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -161,17 +165,6 @@ def test_a_stream_is_the_same_texts_in_pieces_that_tell_of_the_same_tokens(run_p
     assert (shown < 31) == stop
 
 
-def test_no_tokens_may_be_asked_for_so_that_a_prompt_is_only_scored(run_port):
-    body = {"prompt": ["def é", "x"], "temperature": 0, "logprobs": 1, "echo": True}
-    scored, longer = (complete(run_port, **body, max_tokens=count) for count in (0, 3))
-    assert scored["usage"]["completion_tokens"] == 0
-    for choice, whole, text in zip(scored["choices"], longer["choices"], body["prompt"], strict=True):
-        assert (choice["text"], choice["finish_reason"]) == (text, "length")
-        told, more, count = choice["logprobs"], whole["logprobs"], 1 + len(text.encode())
-        assert told["tokens"] == more["tokens"][:count]
-        assert told["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:count], abs=1e-5)
-
-
 def test_ids_stops_seeds_and_several_choices(run_port, model):
     text = continued(model, "abc", 20)
     [choice] = complete(run_port, prompt=[TOKENIZER.bos_id, *b"abc"], max_tokens=20, temperature=0,
@@ -185,23 +178,27 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     assert set(drawn(seed=4, top_k=1)) == {continued(model, "x", 12)}
 
 
-@pytest.mark.parametrize(("body", "said", "status"), [
-    (b"{", "is not JSON", 400), (b"[" * 9000, "nested too deeply", 400), (b"[1]", "JSON object", 400),
-    ({}, "prompt is missing", 400),
-    ({"prompt": "x", "model": "gpt-4"}, "The model 'gpt-4' is not here; this server has 'demo'", 404),
-    ({"prompt": "x", "top_p": 0, "min_p": 2}, "top_p must be above 0 and at most 1, not 0.0. min_p must be", 400),
-    ({"prompt": "x", "max_tokens": "9", "logprobs": 6}, "max_tokens: Input should be a valid integer. logprobs", 400),
-    ({"prompt": "x", "presence_penalty": 1.0}, "presence_penalty is not supported: take repetition_penalty", 400),
-    ({"prompt": "x", "temprature": 1}, "temprature is not a known field", 400),
-    ({"prompt": "x", "n": 6}, "asks for 6 texts; this server takes 5 at once", 400),
-    ({"prompt": "x", "stop": ["x"] * 200_000}, "stop: Value should have at most 16 items", 400),
-    ({"prompt": "x", "stop": "x" * 257}, "stop.0: String should have at most 256 characters", 400),
-    ({"prompt": "x" * (32 * CONTEXT + 10_001)}, "prompt has a text of more than 9610000 characters", 400),
-    ({"prompt": ["x", []]}, "at least 1 item", 400),
-    ({"prompt": [512]}, r"outside 0 .. 511", 400), ({"prompt": ["x", [-1]]}, r"outside 0 .. 511", 400),
-    (b'{"prompt": "x\\ud800"}', "half of a character", 400), (b" " * (2**24 + 1), "larger than 16777216 bytes", 413),
-    ({"prompt": "x", "max_tokens": CONTEXT}, f"exceeds the model's context of {CONTEXT}", 400)])
-def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, said, status):
+@pytest.mark.parametrize(("body", "status", "said"), [
+    (b"[" * 9000, 400, "nested too deeply"), (b" " * (2**24 + 1), 413, "larger than 16777216 bytes"),
+    ({"prompt": "x", "stop": ["x"] * 200_000}, 400, "stop: Value should have at most 16 items"),
+    ({"prompt": "x", "stop": "x" * 257}, 400, "stop.0: String should have at most 256 characters"),
+    ({"prompt": "x" * (32 * CONTEXT + 10_001)}, 400, "prompt has a text of more than 9610000 characters"),
+    ({"prompt": "x", "max_tokens": CONTEXT}, 400, f"exceeds the model's context of {CONTEXT}"),
+    *table(r"""
+    { -> 400 -> is not JSON
+    [1] -> 400 -> JSON object
+    {} -> 400 -> prompt is missing
+    {"prompt": "x", "model": "gpt-4"} -> 404 -> The model 'gpt-4' is not here; this server has 'demo'
+    {"prompt": "x", "top_p": 0, "min_p": 2} -> 400 -> top_p must be above 0 and at most 1, not 0.0. min_p must be
+    {"prompt": "x", "max_tokens": "9", "logprobs": 6} -> 400 -> max_tokens: Input should be a valid integer. logprobs
+    {"prompt": "x", "presence_penalty": 1.0} -> 400 -> presence_penalty is not supported: take repetition_penalty
+    {"prompt": "x", "temprature": 1} -> 400 -> temprature is not a known field
+    {"prompt": "x", "n": 6} -> 400 -> asks for 6 texts; this server takes 5 at once
+    {"prompt": ["x", []]} -> 400 -> at least 1 item
+    {"prompt": [512]} -> 400 -> outside 0 .. 511
+    {"prompt": ["x", [-1]]} -> 400 -> outside 0 .. 511
+    {"prompt": "x\ud800"} -> 400 -> half of a character""", str.encode, int)])
+def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, status, said):
     error = ask(run_port, "/v1/completions", body, expect=status)["error"]
     assert said in error["message"] and error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}

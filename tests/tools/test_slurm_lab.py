@@ -36,15 +36,8 @@ def command(*arguments):
 
 def processes_of(folder):
     """The command lines of all that was started for a lab: they or their environment name its folder."""
-    found = []
-    for identity in set(psutil.pids()) - {os.getpid()}:
-        try:
-            words, variables = (Path(f"/proc/{identity}/{name}").read_bytes() for name in ("cmdline", "environ"))
-        except OSError:
-            continue
-        if str(folder).encode() in words + variables:
-            found.append(words.replace(b"\0", b" ").decode())
-    return found
+    found = [process.info for process in psutil.process_iter(["pid", "cmdline", "environ"])]
+    return [info["cmdline"] for info in found if info["pid"] != os.getpid() and str(folder) in str(info)]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 from unittest.mock import Mock
@@ -25,7 +26,7 @@ from tests.conftest import run_python
 from tests.cut_off import cut_off
 from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
-from tests.refusal import printed, refused
+from tests.refusal import printed, refused, table
 from tests.stages.limited import LARGE_TENSORS
 from tests.tiny_models import write_run
 from tests.tokenization.conftest import rank_lines
@@ -214,11 +215,11 @@ def test_what_is_at_the_target_is_left_as_it_is(source, tmp_path, capsys, monkey
     assert [path.name for path in new.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    (["--format", "meta", "--shard-gb", "1"], "--shard-gb does not go with"),
-    (["--format", "hf", "--parts", "2"], "--parts goes with --format meta only"),
-    (["--format", "hf", "--shard-gb", "nan"], "--shard-gb must be above 0"),
-    (["--format", "meta", "--parts", "8"], r"heads (4) cannot be divided. Give --parts 1 or 2 or 4.")])
+@pytest.mark.parametrize(("more", "said"), table("""
+    --format meta --shard-gb 1 -> --shard-gb does not go with
+    --format hf --parts 2 -> --parts goes with --format meta only
+    --format hf --shard-gb nan -> --shard-gb must be above 0
+    --format meta --parts 8 -> heads (4) cannot be divided. Give --parts 1 or 2 or 4.""", shlex.split))
 def test_what_makes_no_sense_is_refused(more, said, source, tmp_path, capsys):
     assert said in printed(capsys, main, "--from", source, "--to", tmp_path / "x", *more, expect=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.partial").exists()

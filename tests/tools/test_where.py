@@ -1,11 +1,12 @@
 """Which documents a step saw: as logged, around what rollbacks left out, and for steps that are still to come."""
 
 import re
+import shlex
 
 import pytest
 
 from drover.tools.where.__main__ import main
-from tests.refusal import printed
+from tests.refusal import printed, table
 from tests.tools.recorded import Recorded
 
 
@@ -45,8 +46,11 @@ def test_steps_undone_by_a_rollback_are_shown_as_they_will_be(capsys, tmp_path, 
     assert "done 12 steps" in head and numbers == list(range(208, 224))
 
 
-@pytest.mark.parametrize("arguments", [["--step", "0"], ["--step", "3", "--rank", "4", "--ranks", "4"],
-                                       ["--step", "3", "--rank", "0", "--ranks", "3"], ["--samples", "5", "5"],
-                                       ["--samples", "5", "9", "--rank", "0"]])
+@pytest.mark.parametrize(("arguments",), table("""
+    --step 0
+    --step 3 --rank 4 --ranks 4
+    --step 3 --rank 0 --ranks 3
+    --samples 5 5
+    --samples 5 9 --rank 0""", shlex.split))
 def test_what_makes_no_sense_is_refused(capsys, recorded, arguments):
     assert "asked: " in printed(capsys, main, "--run", recorded.folder, *arguments, expect=2)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import shutil
 from collections import defaultdict
 
@@ -15,7 +16,7 @@ from drover.tools.where.inverse import Tracer
 from drover.tools.where.search import Wanted
 from drover.tools.where.steps import Steps
 from tests.conftest import slow
-from tests.refusal import printed
+from tests.refusal import printed, table
 from tests.tools.recorded import Recorded
 from tests.tools.traced import PLANNED, make_traced
 
@@ -102,6 +103,9 @@ def test_text_leads_to_file_and_record(capsys, whole, traced):
     assert "No document that holds 'note 7:'" in asked(capsys, whole, "--find", "note 7:", expect=2)
     [same] = asked(capsys, whole, "--document", note["key"][:9], "--text")["documents"]
     assert same.pop("text").startswith("Note 7: ") and same == note
+    text = "".join(path.read_text() for path in (traced.parent / "in").iterdir())
+    for piece in asked(capsys, whole, "--samples", "0", "3", "--text")["pieces"]:
+        assert len(piece["text"]) > 5 and piece["text"] in text
 
 
 def test_processes_find_what_one_finds_and_the_limit_is_told(capsys, whole):
@@ -148,11 +152,14 @@ def test_a_document_is_told_by_its_key_where_the_text_is_gone(capsys, tmp_path, 
         (tmp_path / "aside").rename(path)
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["--document", "xyz"], "asked: xyz"), (["--document", "00000000"], "No document whose key begins with 00000000"),
-    (["--find", ""], "asked: nothing"), (["--find", "says", "--limit", "0"], "asked: 0"),
-    (["--find", "says", "--source", "books"], "There is no such source; there are web, notes"),
-    (["--id", "p3", "--ranks", "3"], "asked: 3"), (["--find", "says", "--processes", "0"], "asked: 0")])
+@pytest.mark.parametrize(("arguments", "told"), table("""
+    --document xyz -> asked: xyz
+    --document 00000000 -> No document whose key begins with 00000000
+    --find '' -> asked: nothing
+    --find says --limit 0 -> asked: 0
+    --find says --source books -> There is no such source; there are web, notes
+    --id p3 --ranks 3 -> asked: 3
+    --find says --processes 0 -> asked: 0""", shlex.split))
 def test_what_is_not_there_or_makes_no_sense_is_said(capsys, whole, arguments, told):
     assert told in printed(capsys, main, "--run", whole.folder, *arguments, expect=2)
 
