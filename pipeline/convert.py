@@ -52,7 +52,7 @@ def _convert(work: Work) -> None:
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.generation_settings import FILE, read_settings
     from drover.pipeline.tokenization.export import SETTINGS, settings_text
-    from drover.pipeline.tokenization.kinds import FILES
+    from drover.pipeline.tokenization.kinds import MODEL_FILE
 
     if problem := export_problem(work.config.model):
         raise UserError(problem)
@@ -86,7 +86,7 @@ def _convert(work: Work) -> None:
                                                   generation))
         vocabulary, copied = _tokenizer(work), sorted((tokenizer_folder / "hf").iterdir())
         if vocabulary.merges_by_score:  # llama.cpp takes the scores from it; those of unigram it would take for merges'
-            copied.append(tokenizer_folder / FILES["sentencepiece"])
+            copied.append(tokenizer_folder / MODEL_FILE)
         for path in copied:
             shutil.copyfile(path, temporary / path.name)
         if (beside := temporary / SETTINGS).is_file():

@@ -25,13 +25,12 @@ from drover.pipeline.tokenization.export import (
     settings_text,
     write_hugging_face,
 )
-from drover.pipeline.tokenization.kinds import load_tokenizer, open_tokenizer, vocabulary_record
+from drover.pipeline.tokenization.kinds import MODEL_FILE, load_tokenizer, open_tokenizer, vocabulary_record
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")
 """Files of a Hugging Face folder that are copied with its weights."""
 TEMPLATES = "additional_chat_templates"
-MODEL_FILE = "tokenizer.model"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 """The files of a tokenizer in a Hugging Face folder."""
 _KEPT_BY_THE_HUB = f"original/{MODEL_FILE}"
