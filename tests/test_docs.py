@@ -54,7 +54,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     for page, part in {"made/settings": "train.lr", "made/commands": "drover rehearse", "made/interfaces": "on_step",
-                       "made/changelog": "0.1.0", "getting-started": "bits per byte"}.items():
+                       "made/changelog": "0.1.0", "made/comparison": "torchtitan",
+                       "getting-started": "bits per byte"}.items():
         assert part in (tmp_path / f"site/{page}.html").read_text()
 
 
