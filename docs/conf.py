@@ -32,6 +32,8 @@ MADE = HERE / "made"
 COPIED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md",
           "results.md": "benchmarks/RESULTS.md", "tasks.md": "configs/tasks/README.md"}
 """Page of the site: file of the repository."""
+COMPARISON = "how-it-compares"
+"""The anchor of a part of README.md that is a page of the site."""
 INTERFACES = {
     "Filter": "drover.pipeline.data.filters.base.Filter",
     "Optimizer": "drover.pipeline.training.optimizers.base.Optimizer",
@@ -47,6 +49,7 @@ def setup(app: Sphinx) -> None:
     """Make the generated pages before Sphinx looks for pages."""
     MADE.mkdir(exist_ok=True)
     pages = {"settings.md": settings(), "commands.md": commands(), "interfaces.md": interfaces(),
+             "comparison.md": comparison(),
              **{page: (REPOSITORY / path).read_text() for page, path in COPIED.items()}}
     for name, text in pages.items():
         path = MADE / name
@@ -59,10 +62,20 @@ def _lead_links(app: Sphinx, page: str, source: list[str]) -> None:
     """Links to a file of the repository lead to its page; where the site has none, only their text stays."""
     if page.startswith("made/"):
         source[0] = re.sub(r"\]\((?:\.\./)*docs/", "](../", source[0])
+        for name, path in COPIED.items():
+            source[0] = source[0].replace(f"]({path})", f"]({name})")
         return
+    source[0] = source[0].replace(f"](../README.md#{COMPARISON}", "](made/comparison.md")
     for name, path in COPIED.items():
         source[0] = source[0].replace(f"](../{path}", f"](made/{name}")
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", source[0])
+
+
+def comparison() -> str:
+    """The parts of README.md that say whether to use Drover: other projects, and what was run on which hardware."""
+    text = (REPOSITORY / "README.md").read_text()
+    parts = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## )", text, re.DOTALL | re.MULTILINE))
+    return f"# How Drover compares\n{parts['How it compares']}## Hardware and packages\n{parts['Install']}"
 
 
 def settings() -> str:

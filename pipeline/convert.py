@@ -52,6 +52,7 @@ def _convert(work: Work) -> None:
     from drover.pipeline.records.checkpoints import CHECKPOINTS, checkpoint_name, read_marker
     from drover.pipeline.records.generation_settings import FILE, read_settings
     from drover.pipeline.tokenization.export import SETTINGS, settings_text
+    from drover.pipeline.tokenization.kinds import MODEL_FILE
 
     if problem := export_problem(work.config.model):
         raise UserError(problem)
@@ -83,10 +84,13 @@ def _convert(work: Work) -> None:
                **{name: generation[name] for name in ("pad_token_id",) if name in generation}}
         write_folder(temporary, huggingface_files(Source(config, dtype, read), int(settings.max_shard_mb * 1e6), ids,
                                                   generation))
-        for path in sorted((tokenizer_folder / "hf").iterdir()):
+        vocabulary, copied = _tokenizer(work), sorted((tokenizer_folder / "hf").iterdir())
+        if vocabulary.merges_by_score:  # llama.cpp takes the scores from it; those of unigram it would take for merges'
+            copied.append(tokenizer_folder / MODEL_FILE)
+        for path in copied:
             shutil.copyfile(path, temporary / path.name)
         if (beside := temporary / SETTINGS).is_file():
-            write_text(beside, settings_text(beside, config.context_length))
+            write_text(beside, settings_text(beside, config.context_length, vocabulary.prefix_space))
         counts = _prove(work, temporary, config, read)
     for path in temporary.iterdir():
         sync(path)

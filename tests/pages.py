@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.conftest import REPOSITORY, environment
 from tests.waiting import HANG_S
 
-BLOCK = re.compile(r"(?:<!-- (?:needs|takes) (a cluster|torchao|an object store|minutes) -->\n)?```bash\n(.*?)```",
-                   re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- (?:needs|takes) (a cluster|torchao|an object store|the network|fastapi|minutes) -->\n)?"
+                   r"```bash\n(.*?)```", re.DOTALL)
 
 
 def commands(*pages: str) -> list[str]:

@@ -15,9 +15,11 @@ from tests.conftest import REPOSITORY
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
+INCLUDED = [REPOSITORY / path for path in re.findall(r': "([\w/]+\.md)"', (REPOSITORY / "docs/conf.py").read_text())]
+"""Files of other folders that are pages of the site."""
 FSTRING = getattr(kinds, "FSTRING_MIDDLE", STRING)
 """Python 3.12 splits f-strings into tokens."""
-WRITTEN = [page for page in PAGES if page.stem not in ("matrix", "style")]  # one is made, the other names the words
+WRITTEN = [page for page in [*PAGES, *INCLUDED] if page.stem not in ("matrix", "style")]  # made; names the words
 FORBIDDEN = re.compile(
     r"\b((is|are|was|were|be) (said|told|asked)|which (is said|says)|afresh|anew|laid over|likeliest|owed|let go|"
     r"near[- ]copies|time lost by waiting|last words?|set aside|goes on|go on|went on|told|tells?|mend(s|ed)?|torn|"
@@ -52,7 +54,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     for page, part in {"made/settings": "train.lr", "made/commands": "drover rehearse", "made/interfaces": "on_step",
-                       "made/changelog": "0.1.0", "getting-started": "bits per byte"}.items():
+                       "made/changelog": "0.1.0", "made/comparison": "torchtitan",
+                       "getting-started": "bits per byte"}.items():
         assert part in (tmp_path / f"site/{page}.html").read_text()
 
 
@@ -60,7 +63,7 @@ def test_the_readme_is_short():
     assert words(prose(README.read_text())) <= 900
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_sentences_are_short_and_in_the_words_of_the_field(page):
     text = page.read_text()
     lengths = [words(sentence) for sentence in sentences(text)]
@@ -83,3 +86,24 @@ def test_strings_and_comments_use_the_words_of_the_field(room):
 def test_every_page_is_in_the_contents():
     named = set(re.findall(r"^[\w/-]+$", (REPOSITORY / "docs/index.md").read_text(), re.MULTILINE))
     assert {page.stem for page in PAGES if page not in (README, REPOSITORY / "docs/index.md")} <= named
+
+
+def anchors(page):
+    """Of the headings of a page, as code hosts name them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *INCLUDED], ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_links_work_where_the_site_is_not_built(page):
+    """As on a code host: they lead to files that are in the repository, and to headings that are there."""
+    kept = set(subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True,
+                              check=True).stdout.splitlines())
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)):
+        if not re.match(r"\w+:", link):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            name = target.relative_to(REPOSITORY).as_posix()
+            assert name in kept or any(file.startswith(f"{name}/") for file in kept), link
+            assert not anchor or anchor in anchors(target), link

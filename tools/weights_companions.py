@@ -25,17 +25,17 @@ from drover.pipeline.tokenization.export import (
     settings_text,
     write_hugging_face,
 )
-from drover.pipeline.tokenization.kinds import open_tokenizer, vocabulary_record
+from drover.pipeline.tokenization.kinds import MODEL_FILE, load_tokenizer, open_tokenizer, vocabulary_record
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json")
 """Files of a Hugging Face folder that are copied with its weights."""
 TEMPLATES = "additional_chat_templates"
-MODEL_FILE = "tokenizer.model"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 """The files of a tokenizer in a Hugging Face folder."""
 _KEPT_BY_THE_HUB = f"original/{MODEL_FILE}"
-"""Llama 3's tokenizer.model in the Hub's folders. Readers would take one next to the weights for sentencepiece's."""
+"""Llama 3's tokenizer.model in the Hub's folders. llama.cpp would take one next to the weights for
+sentencepiece's of type BPE. A run's unigram model is kept there for the same reason."""
 _PROBE = "  Two  spaces,\ttabs\n\nlines; ﬁve ½ Ａ e\u0301 don't 1234567 \U0001f44b "
 """A text that every normaliser changes."""
 
@@ -50,6 +50,7 @@ class Companions:
         tokenizer: the tokenizer of that file; None if there are files that transformers reads.
         token_ids: as config.json names them.
         context_length: of a run's model, which its tokenizer files do not have; None for other weights.
+        trained_with: the tokenizer of a run, if it is a sentencepiece model.
     """
 
     files: dict[str, Path] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Companions:
     tokenizer: Tokenizer | None = None
     token_ids: dict[str, Any] = field(default_factory=dict)
     context_length: int | None = None
+    trained_with: Tokenizer | None = None
 
 
 def companions_of(weights: Weights) -> Companions:
@@ -98,29 +100,31 @@ def _of_run(checkpoint: Path, context_length: int) -> Companions:
     found = _in_folder(folder / "hf")
     found.vocabulary = folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else None
     found.context_length = context_length
-    if (kept := settings_file(checkpoint)).is_file():
-        found.files[kept.name] = kept
-        found.token_ids = {name: value for name, value in read_settings(kept).items() if name in IDS}
-        return found
     try:
         record = vocabulary_record(folder)
         found.token_ids = {"bos_token_id": record["bos_id"], "eos_token_id": record["eos_id"]}
+        found.trained_with = load_tokenizer(folder) if record["kind"] == "sentencepiece" else None
     except UserError:
         pass  # the tokenizer is gone: `carried_files` prints that there is none
+    if (kept := settings_file(checkpoint)).is_file():
+        found.files[kept.name] = kept
+        found.token_ids = {name: value for name, value in read_settings(kept).items() if name in IDS}
     return found
 
 
 def carried_files(found: Companions, form: str) -> tuple[list[OutputFile], list[str]]:
     """The files to copy with weights into a format, and sentences about what is copied and what is not."""
     files, sentences = dict[str, Callable[[Path], object]](), list[str]()
+    prefix_space = found.trained_with.prefix_space if found.trained_with else None
     for name, path in found.files.items() if form != "meta" else ():
         files[name] = partial(shutil.copyfile, path)
         if name == SETTINGS and (names_code(path) or found.context_length is not None):
-            files[name] = text_file(name, settings_text(path, found.context_length)).write
+            files[name] = text_file(name, settings_text(path, found.context_length, prefix_space)).write
         if name == SETTINGS and names_code(path):
             sentences.append(f"{SETTINGS} named code ({CODE}), which is left out.")
     if found.vocabulary is not None:
-        as_hub_has_it = form == "hf" and not _is_sentencepiece(found.vocabulary)
+        scored = found.trained_with.merges_by_score if found.trained_with else _is_sentencepiece(found.vocabulary)
+        as_hub_has_it = form == "hf" and not scored
         files[_KEPT_BY_THE_HUB if as_hub_has_it else MODEL_FILE] = partial(shutil.copyfile, found.vocabulary)
     carried = [*files]
     if form == "hf" and (tokenizer := found.tokenizer):

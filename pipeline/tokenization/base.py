@@ -57,6 +57,8 @@ class Tokenizer(ABC):
         special_tokens: name -> id of ids without text.
         added: texts, by id, of added tokens, which are matched before all others.
         byte_fallback_ids: ids that spell one byte of a character without a token of its own.
+        merges_by_score: whether it is a sentencepiece model of type BPE, whose pieces have the scores of merges.
+        prefix_space: whether a sentencepiece model puts a space before a text; None for other kinds.
         sha256: hash of the file that defines the vocabulary.
     """
 
@@ -68,6 +70,8 @@ class Tokenizer(ABC):
     special_tokens: Mapping[str, int]
     added: Mapping[int, str] = MappingProxyType({})
     byte_fallback_ids: frozenset[int] = frozenset()
+    merges_by_score: bool = False
+    prefix_space: bool | None = None
     sha256: str
 
     @property

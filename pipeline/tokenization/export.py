@@ -14,6 +14,8 @@ from drover.pipeline.tokenization.huggingface_tokenizer import TAKE_AGAIN
 SETTINGS = "tokenizer_config.json"
 CODE = "auto_map"
 """The key of a transformers config that names Python files to download and run."""
+PREFIX = "add_prefix_space"
+"""Where llama.cpp's converter looks for the rule of a sentencepiece model, which tokenizer.json has, too."""
 
 
 def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
@@ -25,10 +27,13 @@ def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:
     """
     exported = hugging_face_tokenizer(tokenizer)
     bos, eos = tokenizer.bounds
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos,
-                "clean_up_tokenization_spaces": False, "split_special_tokens": True}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos,
+        "clean_up_tokenization_spaces": False, "split_special_tokens": True}
     if PAD in tokenizer.special_tokens:
         settings["pad_token"] = PAD
+    if tokenizer.prefix_space is not None:
+        settings[PREFIX] = tokenizer.prefix_space
     paths = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
     write_text(paths[0], exported.to_str(pretty=True))
     write_json(paths[1], settings)
@@ -54,13 +59,20 @@ def names_code(path: Path) -> bool:
     return CODE in (read_record(path, dict[str, Any], TAKE_AGAIN) or {})
 
 
-def settings_text(path: Path, context_length: int | None = None) -> str:
-    """The text of a tokenizer_config.json without CODE. context_length: replaces `model_max_length` if that is set, in
-    tokens. A ready tokenizer has the value of the model that it came with, and callers truncate texts there."""
+def settings_text(path: Path, context_length: int | None = None, prefix_space: bool | None = None) -> str:
+    """The text of a tokenizer_config.json without CODE.
+
+    Args:
+        context_length: replaces `model_max_length` if that is set, in tokens. A ready tokenizer has the value of the
+            model that it came with, and callers truncate texts there.
+        prefix_space: the tokenizer's; for files from before PREFIX was written.
+    """
     said = read_record(path, dict[str, Any], TAKE_AGAIN) or {}
     settings = {name: value for name, value in said.items() if name != CODE}
     if context_length is not None and settings.get("model_max_length") is not None:
         settings["model_max_length"] = context_length
+    if prefix_space is not None:
+        settings.setdefault(PREFIX, prefix_space)
     if settings == said:
         return path.read_text(encoding="utf-8")
     return json.dumps(settings, indent=1, ensure_ascii=False) + "\n"

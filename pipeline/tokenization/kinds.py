@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 RECORD = "vocabulary.json"
 FORMAT = 1
-FILES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "huggingface": "tokenizer.json",
-         "bpe": "tokenizer.model", "char": "characters.json", "byte": None}
+MODEL_FILE = "tokenizer.model"
+FILES = {"sentencepiece": MODEL_FILE, "tiktoken": MODEL_FILE, "huggingface": "tokenizer.json", "bpe": MODEL_FILE,
+         "char": "characters.json", "byte": None}
 """The file that defines a tokenizer of each kind, in the tokenizer stage's folder. `bpe` trains a tiktoken file, which
 has the kind tiktoken from then on."""
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")

@@ -41,13 +41,15 @@ class SentencePieceTokenizer(Tokenizer):
         self.sha256 = sha256_file(path)
         self._schema: Any = sentencepiece_model_pb2
         self._model = self._schema.ModelProto.FromString(processor.serialized_model_proto())
+        self.merges_by_score = self._model.trainer_spec.model_type == self._schema.TrainerSpec.BPE
+        self.prefix_space = self._model.normalizer_spec.add_dummy_prefix
         if not all(isinstance(piece.piece, str) for piece in self._model.pieces) or \
-                (self.unk_id is None and not self._is_bpe()):
+                (self.unk_id is None and not self.merges_by_score):
             raise UserError(f"The sentencepiece model {path} is damaged: a piece is not UTF-8, or there is no unknown "
                             f"token. Take it from its source again.")
         self.special_tokens = {processor.id_to_piece(token): token for token in range(self.used)
                                if processor.is_control(token)}
-        self._unigram = None if self._is_bpe() else self.hugging_face()
+        self._unigram = None if self.merges_by_score else self.hugging_face()
 
     def encode(self, text: str) -> list[int]:
         # sentencepiece adds up a unigram path's scores in single precision over the whole text, so in long documents
@@ -79,18 +81,15 @@ class SentencePieceTokenizer(Tokenizer):
 
     def hugging_face(self) -> Any:
         from tokenizers import AddedToken, Tokenizer, decoders, normalizers
-        tokenizer = Tokenizer(self._bpe() if self._is_bpe() else self._path_model())
+        tokenizer = Tokenizer(self._bpe() if self.merges_by_score else self._path_model())
         spaces, back = normalizers.Replace(" ", WORD_MARK), decoders.Replace(WORD_MARK, " ")
-        prefix = self._model.normalizer_spec.add_dummy_prefix
+        prefix = self.prefix_space
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_MARK), spaces]) if prefix else spaces
         tokenizer.decoder = decoders.Sequence([back, decoders.ByteFallback(), decoders.Fuse(),
                                                *([decoders.Strip(" ", 1, 0)] if prefix else [])])
         tokenizer.add_tokens([AddedToken(piece.piece.replace(WORD_MARK, " "), normalized=False)
                               for piece in self._model.pieces if piece.type == piece.USER_DEFINED])
         return tokenizer
-
-    def _is_bpe(self) -> bool:
-        return bool(self._model.trainer_spec.model_type == self._schema.TrainerSpec.BPE)
 
     def _bpe(self) -> Any:
         from tokenizers import models

@@ -13,16 +13,18 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.convert import convert
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json
+from drover.pipeline.core.files import output_record, read_json, write_json
 from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.formats.weights import MODEL, HuggingFaceWeights
 from drover.pipeline.storage.__main__ import main
 from drover.pipeline.storage.mirror import COPY, OWNER, SENT
 from drover.pipeline.storage.store import Store, preflight
+from drover.pipeline.tokenization.kinds import load_tokenizer
 from tests.conftest import run_stage
 from tests.stages.small_run import fake_training
 from tests.stages.test_damaged_inputs import flipped
-from tests.stages.training import reusing, run_train, run_with_faults, train_folder
+from tests.stages.training import changed, copy_run, reusing, run_train, run_with_faults, train_folder
+from tests.tokenization.conftest import ODD_TEXTS, texts  # noqa: F401 - a fixture
 
 
 @pytest.fixture
@@ -152,6 +154,56 @@ def converted(tmp_path_factory, encoded):
     fake_training(Run(load_config(config)))
     assert run_convert(config, "convert.max_shard_mb=0.05") == 0
     return config
+
+
+def test_llama_cpp_finds_the_scores_of_sentencepiece_merges(converted, texts):  # noqa: F811
+    """Its converter reads tokenizer.model and `add_prefix_space`; transformers reads tokenizer.json. Ids are equal."""
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    from transformers import AutoTokenizer
+    stages = converted.parent / "runs/mini"
+    tokenizer = load_tokenizer(Run(load_config(converted)).stage_folder("tokenizer"))
+    copy = stages / "convert/hf/tokenizer.model"
+    assert "hf/tokenizer.model" in [record["path"] for record in read_manifest(stages / "convert").outputs]
+    pieces = sentencepiece_model_pb2.ModelProto.FromString(copy.read_bytes()).pieces
+    scores = [piece.score for piece in pieces if piece.type == piece.NORMAL]
+    assert len(set(scores)) == len(scores) > 200 and scores == sorted(scores, reverse=True)
+    assert read_json(copy.with_name("tokenizer_config.json"))["add_prefix_space"] is False
+    processor = SentencePieceProcessor(model_file=str(copy))
+    for exported in (AutoTokenizer.from_pretrained(copy.parent, use_fast=fast) for fast in (True, False)):
+        for text in [*ODD_TEXTS, *texts]:
+            ids = tokenizer.encode(text)
+            assert exported.encode(text, add_special_tokens=False) == ids == processor.encode(text)
+
+
+@pytest.mark.parametrize("settings", [
+    {"algorithm": "unigram"}, pytest.param({"kind": "bpe"}, marks=pytest.mark.slow)], ids=["unigram", "tiktoken"])
+def test_llama_cpp_finds_no_file_that_it_would_misread(encoded, tmp_path, settings):
+    """It would take a unigram model's scores for those of merges, and ranks in base64 for a sentencepiece model."""
+    config = changed(encoded, tmp_path, {"tokenizer": settings})
+    for stage in ("shard", "tokenizer", "encode"):
+        run_stage(stage, config)
+    fake_training(Run(load_config(config)))
+    assert run_convert(config) == 0
+    stages = config.parent / "runs/mini"
+    assert (stages / "tokenizer/tokenizer.model").is_file() and not (stages / "convert/hf/tokenizer.model").exists()
+
+
+@pytest.mark.slow
+def test_a_tokenizer_made_before_the_rule_was_written_is_exported_with_it(encoded, tmp_path):
+    config = copy_run(encoded, tmp_path)
+    stage = config.parent / "runs/mini/tokenizer"
+    path = stage / "hf/tokenizer_config.json"
+    settings = read_json(path)
+    assert settings.pop("add_prefix_space") is False
+    write_json(path, settings)
+    manifest = read_manifest(stage)
+    records = [output_record(stage, stage / record["path"]) for record in manifest.outputs]
+    replace(manifest, outputs=records).write(stage)
+    run_stage("encode", config, "--force")
+    fake_training(Run(load_config(config)))
+    assert run_convert(config) == 0
+    assert read_json(config.parent / "runs/mini/convert/hf/tokenizer_config.json") == {
+        **settings, "add_prefix_space": False}
 
 
 def copying(config, url):

@@ -28,8 +28,8 @@ from tests.formats.cutting import write_checkpoint
 from tests.formats.exporting import write_model
 from tests.refusal import printed, refused, table
 from tests.stages.limited import LARGE_TENSORS
-from tests.tiny_models import write_run
-from tests.tokenization.conftest import rank_lines
+from tests.tiny_models import for_tokenizer, write_run
+from tests.tokenization.conftest import byte_level, files, rank_lines, texts, vocabularies  # noqa: F401
 
 SHAPE = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, vocab_size=512, context_length=128)
 
@@ -130,6 +130,20 @@ def test_of_a_run_its_tokenizer_goes_with_the_newest_checkpoint(model, tmp_path,
         assert (tmp_path / "hf" / name).read_bytes() == (run / "tokenizer/hf" / name).read_bytes()
     said = carry(capsys, run / "train/checkpoints/step-00000007", tmp_path / "meta", "meta")
     assert "Carried over: tokenizer.model." in said and "Not copied" in said
+
+
+@pytest.mark.parametrize(("algorithm", "place"), [("bpe", "tokenizer.model"), ("unigram", "original/tokenizer.model")])
+def test_a_sentencepiece_model_of_a_run_is_put_where_llama_cpp_reads_it_right(
+        vocabularies, files, tmp_path, capsys, algorithm, place):  # noqa: F811
+    """Also the rule of the space in front, which earlier tokenizer stages did not write."""
+    run = write_run(tmp_path / "mini", {7: for_tokenizer(vocabularies[algorithm])}, vocabularies[algorithm])
+    shutil.copy(files[algorithm], run / "tokenizer")
+    _, path = write_hugging_face(vocabularies[algorithm], run / "tokenizer/hf")
+    new = read_json(path)
+    path.write_text(json.dumps({name: value for name, value in new.items() if name != "add_prefix_space"}))
+    assert place in carry(capsys, run, tmp_path / "hf", "hf")
+    assert (tmp_path / "hf" / place).read_bytes() == files[algorithm].read_bytes()
+    assert read_json(tmp_path / "hf" / path.name) == new and new["add_prefix_space"] is False
 
 
 def test_weights_alone_can_be_started_from_and_not_resumed_from(source, model, tmp_path, capsys):

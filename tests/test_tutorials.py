@@ -1,0 +1,122 @@
+"""The tutorials on TinyStories and on exports do what they say: their commands, in order, on stories of our own."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from drover.pipeline.contract.manifest import read_manifest
+from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
+from tests.conftest import MINI, REPOSITORY, environment, merged
+from tests.object_store import free_ports
+from tests.pages import BLOCK, checkout, typed
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+CONFIG = "configs/tinystories.yaml"
+STORIES, EXPORT = ((REPOSITORY / f"docs/tutorial-{name}.md").read_text() for name in ("tinystories", "export"))
+
+
+def commands(page: str, *needs: str) -> list[str]:
+    """The shell commands of a page that need nothing, or one of `needs`; lines of a quoted program stay together."""
+    found = [command.strip() for needed, block in BLOCK.findall(page) if not needed or needed in needs
+             for command in re.findall(r'(?:[^"\n]|"[^"]*")+', block)]
+    return [command for command in found if not command.startswith("pip ")]
+
+
+def stories(count: int) -> list[str]:
+    """Short texts with enough words for a vocabulary."""
+    chance = random.Random(0)
+    names = ["".join(chance.choices(("ba", "lo", "mi", "ren", "tu", "ska", "dor", "fi"), k=3)) for _ in range(200)]
+    return [f"Once upon a time, {chance.choice(names).title()} found a {chance.choice(names)}.\n" + " ".join(
+        f"The {chance.choice(names)} was {chance.choice(names)}, and {chance.choice(names)} said hello."
+        for _ in range(12)) + f" Story {number} ends here." for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like the checkout in which TinyStories are our stories, and the model is a miniature."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = checkout(tmp_path_factory.mktemp("home"))
+    (folder / "data/stories").mkdir(parents=True)
+    texts = stories(400)
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "data/stories/train.parquet")
+    (folder / "data/TinyStories-train.txt").write_text("\n<|endoftext|>\n".join(texts))
+    config = merged(yaml.safe_load((REPOSITORY / CONFIG).read_text()),
+                    {name: section for name, section in MINI.items() if name not in ("name", "shard", "evaluate")})
+    config["shard"]["sources"][0]["dataset"] = "data/stories"
+    config["evaluate"] |= {"prompt_tokens": 8}
+    config["shard"] |= {"heldout_share": 0.05, "shard_mb": 0.1}
+    (folder / CONFIG).write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(home: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    """The result of every command of the pages, in their order; the exports' demo is the run of the stories."""
+    found = {command: typed(command, home) for command in commands(STORIES, "the network")}
+    (home / "runs/demo").symlink_to("tinystories")
+    return found | {command: typed(command, home) for command in commands(EXPORT)}
+
+
+def test_the_page_shows_the_configuration_that_is_shipped() -> None:
+    [shown] = re.findall(rf"```yaml\n# {CONFIG}\n(.*?)```", STORIES, re.DOTALL)
+    assert yaml.safe_load(shown) == yaml.safe_load((REPOSITORY / CONFIG).read_text())
+
+
+def test_every_command_runs(outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    assert len(outcomes) >= 10
+    for command, result in outcomes.items():
+        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+        assert "Traceback" not in result.stderr
+
+
+def test_the_text_file_has_the_stories_of_the_parquet_file(
+        home: Path, outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    taken = []
+    for folder in (home / "runs/tinystories/shard", home / "runs/from-files/shard"):
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        taken.append({document.text.strip() for split in SPLITS for record in shard_records(manifest, split)
+                      for document in read_shard(folder, record)})
+    assert taken[0] == taken[1] and len(taken[0]) == 400
+
+
+def greedy(outcomes: dict[str, subprocess.CompletedProcess[str]]) -> str:
+    """The text that transformers wrote of the export."""
+    return next(result.stdout for command, result in outcomes.items() if "model.generate" in command).strip()
+
+
+def test_transformers_and_drover_write_the_same_text(
+        outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    chat = next(result.stdout for command, result in outcomes.items() if "chat --model runs/demo" in command)
+    assert greedy(outcomes) == chat.strip() != "def main():"
+
+
+@pytest.mark.skipif(find_spec("fastapi") is None or find_spec("openai") is None,
+                    reason="the packages of transformers serve are not installed: pip install 'transformers[serving]'")
+def test_transformers_serve_writes_the_same_text(
+        home: Path, outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    [port] = free_ports(1)
+    serve, ask = (command.replace("8001", str(port)) for command in commands(EXPORT, "fastapi")
+                  if "8001" in command)
+    program, *arguments = shlex.split(serve)
+    server = subprocess.Popen([Path(sys.executable).with_name(program), *arguments], cwd=home, env=environment())
+    try:
+        wait_for(lambda: typed(f"curl -s http://localhost:{port}/health", home).stdout, of=server)
+        answer = json.loads(typed(ask, home).stdout)
+    finally:
+        server.terminate()
+        server.wait()
+    assert greedy(outcomes) == f"def main():{answer['choices'][0]['text']}".strip()
