@@ -40,8 +40,7 @@ class Flex(Backend):
         batch, length = numbers.shape
         make: Any = _compiled(create_block_mask) if numbers.is_cuda else create_block_mask
         first = first_tokens(numbers, documents.window)
-        mask: BlockMask = make(rule(first), batch, None, length, length, device=str(numbers.device))
-        return mask
+        return make(rule(first), batch, None, length, length, device=str(numbers.device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: BlockMask) -> Tensor:
         """See Backend."""

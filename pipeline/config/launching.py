@@ -236,5 +236,4 @@ class LaunchConfig(Resources):
 
     def of(self, stage: str) -> Resources:
         """What the jobs of a stage ask for; nothing of its own for one that a plugin adds."""
-        own: Resources = getattr(self, stage, None) or Resources()
-        return own
+        return getattr(self, stage, None) or Resources()

@@ -121,8 +121,7 @@ class Baselines:
         """
         while not self.ranks.same(self.ranks.leads and bool(wait([self._future], ASKED_EVERY).done)):
             pass
-        found: dict[str, dict[str, float]] = self.ranks.by_leader(self._received)
-        return found
+        return self.ranks.by_leader(self._received)
 
     def _received(self) -> dict[str, dict[str, float]]:
         try:

@@ -46,11 +46,10 @@ def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
 def _heldout_entry(counts: dict[str, Any], compared: dict[str, float]) -> dict[str, Any]:
     """One source, or all of them."""
     found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
-    entry: dict[str, Any] = rounded({
+    return rounded({
         **counts, "bits_per_byte": found.bits_per_byte, "loss": found.loss, "perplexity": found.perplexity,
         "compressed_bytes": compared["compressed_bytes"], "entropy": compared["entropy"],
         "baselines": {name: compared[name] for name in MEANING}})
-    return entry
 
 
 def rounded(value: Any) -> Any:

@@ -62,8 +62,7 @@ class Ranks:
         """Sums over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self.exact)
         dist.all_reduce(total)
-        sums: list[float] = total.tolist()
-        return sums
+        return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on every rank. What values may be: `messages`."""

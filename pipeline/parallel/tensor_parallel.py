@@ -93,8 +93,7 @@ class SplitEmbedding(ParallelStyle):
         columns, here = TensorParallelVocabulary(mesh, part.shape[0]).columns(tokens)  # (batch, length, 1) both
         found = F.embedding(columns.squeeze(-1), part).masked_fill_(~here, 0.0)
         sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
-        scattered: Tensor = sums.redistribute(placements=[SEQUENCE], async_op=True).to_local()
-        return scattered
+        return sums.redistribute(placements=[SEQUENCE], async_op=True).to_local()
 
 
 def _split_by_vocabulary(name: str, module: nn.Module, mesh: DeviceMesh) -> None:

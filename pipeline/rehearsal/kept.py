@@ -40,5 +40,4 @@ def norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Replaces `drover.model.llama.swiglu`, as in a compiled block."""
-    out: Tensor = _Kept.apply(gate, up)
-    return out
+    return _Kept.apply(gate, up)

@@ -138,8 +138,7 @@ class Engine(ABC):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum of nats over a micro-batch's targets."""
-        loss: Tensor = model(**self.inputs(batch))
-        return loss
+        return model(**self.inputs(batch))
 
     def trial(self, batch: Batch, targets: int) -> None:
         """A forward and a backward pass over one sequence of a step's batch, for hooks that observe activations and
