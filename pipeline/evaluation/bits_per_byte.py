@@ -26,11 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drover.model.devices import exact
+from drover.model.loss import IGNORED
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit
 from drover.pipeline.evaluation.measurement import Measurement
-
-IGNORED = -100
-"""Label of a place that has no target."""
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(tokens, labels, documents, positions), each (batch, length) -> the nats of each target, (batch, length)."""

@@ -75,8 +75,13 @@ def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, An
         "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
         "definitions": DEFINITIONS,
-        "versions": {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")},
+        "versions": library_versions(),
     }
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that measure."""
+    return {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")}
 
 
 def say_results(results: dict[str, Any]) -> Iterator[str]:
