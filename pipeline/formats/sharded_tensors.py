@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -186,27 +186,15 @@ class CheckpointReader:
         """The stored element type."""
         return DTYPES[self._tensors[name].dtype]
 
-    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None,
-             out: Tensor | None = None) -> Tensor:
-        """The rectangle of tensor `name` that starts at `offset` (default: the beginning).
-
-        shape: of the rectangle; default: that of `out`, or else up to the tensor's end. out: the tensor to fill and
-        return, instead of a new one on the host. It may be strided, on any device, and of another element type.
-        Raises ValueError if the rectangle is not inside the tensor, or `out` has another shape.
-        """
-        offset, size = rectangle_in(self.shape(name), offset, out.shape if shape is None and out is not None else shape)
-        target = torch.empty(size, dtype=self.dtype(name)) if out is None else out
-        if tuple(target.shape) != size:
-            raise ValueError(f"out is {tuple(target.shape)}, and {size} of {name} are to be read.")
-        with torch.no_grad():
-            for number, (at, held) in self.pieces(name, offset, size):
-                place, inside = overlap(offset, size, at, held)
-                self._copy(target[place], number, name, at, held, inside)
+    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+        """The rectangle of tensor `name` that starts at `offset` (default: the beginning) and has `shape` (default: up
+        to the tensor's end), on the host. Raises ValueError if it is not inside the tensor."""
+        offset, size = rectangle_in(self.shape(name), offset, shape)
+        target = torch.empty(size, dtype=self.dtype(name))
+        for number, (at, held) in overlapping(self._cuts[self._tensors[name].cut], offset, size):
+            place, inside = overlap(offset, size, at, held)
+            self._copy(target[place], number, name, at, held, inside)
         return target
-
-    def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
-        """(number of its file, rectangle) of all pieces that overlap with a rectangle of tensor `name`."""
-        yield from overlapping(self._cuts[self._tensors[name].cut], offset, size)
 
     def _copy(self, target: Tensor, number: int, name: str, at: Sequence[int], size: Sequence[int],
               inside: tuple[int, ...]) -> None:

@@ -166,10 +166,8 @@ class TensorFile:
         self._file.close()
 
     def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape.
-
-        The target may have another element type, to which values are converted. It may be strided, and on any device.
-        """
+        """Fill `target`, on the host and of the stored element type, with the rectangle of the tensor `name` that
+        starts at `offset` and has target's shape. The target may be strided."""
         layout, start = self.layouts[name], self._starts[name]
         if not layout.shape:  # read a scalar as a row of one
             layout, target, offset = Layout(layout.dtype, (1,)), target.view(1), (0,)
@@ -179,8 +177,7 @@ class TensorFile:
     def _fill(self, target: Tensor, layout: Layout, start: int, offset: tuple[int, ...]) -> None:
         first, inner = offset[0], Layout(layout.dtype, layout.shape[1:])
         whole_rows = tuple(target.shape[1:]) == inner.shape
-        straight = target.dtype == layout.dtype and target.device.type == "cpu"
-        if whole_rows and straight and target.is_contiguous():
+        if whole_rows and target.is_contiguous():
             self._read(_bytes(target), start + first * inner.size)
         elif not whole_rows and target[0].numel() * layout.dtype.itemsize >= _RUN:
             for index, row in enumerate(target):
