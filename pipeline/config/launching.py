@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from drover.pipeline.config.section import Section
+from drover.pipeline.config.section import Section, nested
 
 
 def minutes(time: int | str) -> int:
@@ -179,7 +179,7 @@ class LaunchConfig(Resources):
     runner_python: str | None = None
     """Python outside of a container. It runs the runner, which starts the stages, and the program that makes each
     process a rank. null: `python`; with `wrap`, the one that submits."""
-    container: Container = Field({}, validate_default=True)
+    container: Container = nested()
     """Container of the Slurm jobs."""
     wrap: list[str] = []
     """Command that starts every stage, such as a site's own container program. See also `container`."""
@@ -205,24 +205,24 @@ class LaunchConfig(Resources):
     health_check: list[str] = []
     """A site's own test of a node: a command that the preflight runs on each. If it fails, the node is excluded and its
     last line of output is the reason."""
-    limits: SiteLimits = Field({}, validate_default=True)
+    limits: SiteLimits = nested()
     """Limits of the site."""
     check_fit: bool = True
     """Refuse, before anything starts, training whose weights, gradients and optimizer state alone exceed the memory.
     Also refuse a run that may write more than the free disk space. false: start anyway."""
-    shard: ArrayResources = Field({}, validate_default=True)
+    shard: ArrayResources = nested()
     """Jobs of shard."""
-    tokenizer: Resources = Field({}, validate_default=True)
+    tokenizer: Resources = nested()
     """The job of tokenizer."""
-    encode: ArrayResources = Field({}, validate_default=True)
+    encode: ArrayResources = nested()
     """Jobs of encode."""
-    train: TrainResources = Field({}, validate_default=True)
+    train: TrainResources = nested()
     """Jobs of train."""
-    convert: Resources = Field({}, validate_default=True)
+    convert: Resources = nested()
     """The job of convert."""
-    evaluate: EvaluateResources = Field({}, validate_default=True)
+    evaluate: EvaluateResources = nested()
     """Jobs of evaluate."""
-    report: Resources = Field({}, validate_default=True)
+    report: Resources = nested()
     """The job of report."""
 
     @model_validator(mode="before")
