@@ -131,9 +131,9 @@ class Bench:
         return statistics.median(self.seconds(lambda: [action() for _ in range(group)]) / group
                                  for _ in range(rounds))
 
-    def random(self, *shape: int, grad: bool = False) -> Tensor:
+    def random(self, *shape: int) -> Tensor:
         """Draw a bf16 tensor."""
-        return torch.randn(shape, device=self.device, dtype=torch.bfloat16, requires_grad=grad)
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def matrix(self, case: Row, report: Callable[..., None]) -> None:
         """Products of bf16 matrices at shapes that occur in Llamas: what the device can do at its best."""

@@ -146,10 +146,11 @@ def machine() -> dict[str, str]:
     """The machine that writes the report."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"host": platform.node(), "system": f"{platform.system()} {platform.release()}",
-            "processor": _processor(), "cores": str(os.cpu_count()), "memory": f"{memory / 1e9:.0f} GB"}
+            "processor": processor(), "cores": str(os.cpu_count()), "memory": f"{memory / 1e9:.0f} GB"}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, as far as the system says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
