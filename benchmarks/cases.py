@@ -29,7 +29,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch, pack
-from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.huggingface import config_to_json
 from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid, own
