@@ -14,6 +14,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drover.model.devices import exact
 from drover.model.generation.sampling import Sampling
@@ -158,10 +159,7 @@ class HarnessModel(TemplateLM):
     @torch.inference_mode()
     def _score(self, batch: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Log-probability and greediness of each continuation of one batch, padded on the right."""
-        rows = [context + continuation for context, continuation in batch]
-        tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-        for number, row in enumerate(rows):
-            tokens[number, :len(row)] = torch.tensor(row)
+        tokens = pad_sequence([torch.tensor(context + continuation) for context, continuation in batch], True)
         logits: Tensor = self.model(tokens[:, :-1].to(self.device))  # (batch, length - 1, vocabulary)
         logits = logits.to(exact(self.device))
         results = []
