@@ -14,7 +14,7 @@ from drover.model.config import ModelConfig
 from drover.model.names import parameter_shapes
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.huggingface import Read
-from drover.pipeline.formats.tensor_file import rectangle_in
+from drover.pipeline.formats.tensor_file import Dims, rectangle_in
 
 
 class Weights(ABC):
@@ -44,7 +44,7 @@ class Weights(ABC):
         """The stored element type."""
 
     @abstractmethod
-    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
         """As `read`, for a valid rectangle."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Weights(ABC):
         """The name of a parameter in the files."""
         return name
 
-    def _fit(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]],
+    def _fit(self, found: Mapping[str, Dims], expected: Mapping[str, Dims],
              passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
         """Close, and raise UserError, unless the files have exactly the expected tensors, each with its shape.
 

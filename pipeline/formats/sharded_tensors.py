@@ -28,12 +28,14 @@ from torch import Tensor
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, Inside, atomic_file, parsed_json, typed
-from drover.pipeline.formats.shard_index import Cut, Entry, Index, Rectangle, corners, overlapping
+from drover.pipeline.formats.shard_index import Cut, Entry, Index, corners, overlapping
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
     DamagedFileError,
+    Dims,
     Layout,
+    Rectangle,
     TensorFile,
     overlap,
     rectangle_in,
@@ -55,8 +57,8 @@ class TensorShard:
     """
 
     tensor: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Dims
+    shape: Dims
 
     def __post_init__(self) -> None:
         rectangle_in(self.shape, self.offset, self.tensor.shape)
@@ -71,7 +73,7 @@ def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorSha
         OSError: the disk is full or fails; the file is left incomplete.
         ValueError: a tensor is not contiguous or not in host memory, or its pieces differ in element type or shape.
     """
-    entries = dict[str, tuple[str, tuple[int, ...], list[Rectangle]]]()
+    entries = dict[str, tuple[str, Dims, list[Rectangle]]]()
     tensors: dict[str, Tensor] = {}
     for name, value in pieces.items():
         found = [value] if isinstance(value, TensorShard) else list(value)
@@ -86,7 +88,7 @@ def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorSha
     return Index.of(write_tensors(path, layouts, tensors.values()), entries)
 
 
-def _entry(name: str, pieces: Sequence[TensorShard]) -> tuple[str, tuple[int, ...], list[Rectangle]]:
+def _entry(name: str, pieces: Sequence[TensorShard]) -> tuple[str, Dims, list[Rectangle]]:
     kinds = {(piece.tensor.dtype, tuple(piece.shape)) for piece in pieces}
     if len(kinds) > 1:
         raise ValueError(f"The pieces of {name} differ in element type or shape of the whole: {kinds}.")
@@ -178,7 +180,7 @@ class CheckpointReader:
         """The full names of all tensors that start with `prefix`, in the order in which they were written."""
         return [name for name in self._tensors if name.startswith(prefix)]
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Dims:
         """The whole tensor's shape."""
         return self._tensors[name].shape
 
@@ -197,7 +199,7 @@ class CheckpointReader:
         return target
 
     def _copy(self, target: Tensor, number: int, name: str, at: Sequence[int], size: Sequence[int],
-              inside: tuple[int, ...]) -> None:
+              inside: Dims) -> None:
         """Fill `target` from the piece at `at` in file `number`, starting at `inside`."""
         try:
             file = self._file(number)
