@@ -73,6 +73,8 @@ SLACK = timedelta(minutes=5)
 """Rank 0 stops waiting for the last upload this long before a collective times out."""
 PATIENCE = timedelta(days=365)
 """The longest time that ranks wait for the next upload, and rank 0 for the slowest rank."""
+Files = list[dict[str, Any]]
+"""A checkpoint's files, as the copy lists them."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class Uploads(Hook):
             return problem
         return str(self.ranks.by_leader(wait))
 
-    def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
+    def _claim(self) -> tuple[list[int], Files]:
         """Claim the store. Returns the steps in it and the drift of their training. Called on rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
@@ -342,7 +344,7 @@ class Uploads(Hook):
         final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
-        def ready() -> list[dict[str, Any]]:
+        def ready() -> Files:
             files = _listed(copy, step)
             needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
             if free < needed:
@@ -416,9 +418,9 @@ class Uploads(Hook):
     def _attempt(self, step: int) -> Exception | None:
         """Upload a checkpoint once, each rank its share of the files. Returns the error."""
         copy, folder, ranks = self._copies.of(step), self.checkpoints.path(step), self.ranks
-        files = list[dict[str, Any]]()
+        files: Files = []
 
-        def opened() -> list[dict[str, Any]]:
+        def opened() -> Files:
             """The files to upload. First makes sure that the store has no complete copy of this step: while its objects
             are replaced one by one, it would be a mixture of both."""
             files.extend(read_marker(folder)["files"])
@@ -453,7 +455,7 @@ class Uploads(Hook):
         self._copies.prune(self.config.keep, self.config.permanent_every)
 
 
-def _listed(copy: Mirror, step: int) -> list[dict[str, Any]]:
+def _listed(copy: Mirror, step: int) -> Files:
     """The files of a listed copy; DamagedCopyError if its copy.json is missing, damaged or of another step."""
     try:
         found = copy.read()
