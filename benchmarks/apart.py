@@ -62,8 +62,7 @@ class Apart:
             pipe = ready[0]
             assert isinstance(pipe, Connection)
             try:
-                message: Message = pipe.recv()
-                return message
+                return pipe.recv()
             except (EOFError, OSError):
                 process = self.processes[self.pipes.index(pipe)]
                 process.join(5)

@@ -29,7 +29,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch, pack
-from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.huggingface import config_to_json
 from drover.pipeline.parallel.compiling import compiled_share
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid, own
@@ -131,9 +131,9 @@ class Bench:
         return statistics.median(self.seconds(lambda: [action() for _ in range(group)]) / group
                                  for _ in range(rounds))
 
-    def random(self, *shape: int, grad: bool = False) -> Tensor:
+    def random(self, *shape: int) -> Tensor:
         """Draw a bf16 tensor."""
-        return torch.randn(shape, device=self.device, dtype=torch.bfloat16, requires_grad=grad)
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def matrix(self, case: Row, report: Callable[..., None]) -> None:
         """Products of bf16 matrices at shapes that occur in Llamas: what the device can do at its best."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import resource
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from drover.pipeline.core.console import markdown
 from drover.pipeline.core.files import write_json, write_text
+from drover.pipeline.reporting.facts import processor
 
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "datatrove", "tokenizers", "fastokens", "numpy",
             "pyarrow", "rensa")
@@ -129,12 +129,8 @@ class Record:
 
 def machine() -> dict[str, Any]:
     """Time, processor, load and versions."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": found[1] if found else platform.machine(),
-            "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": processor(), "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
             **{name: version for name in PACKAGES if (version := version_of(name))}}
 
 

@@ -62,8 +62,7 @@ NOT_MEASURED = ("Not measured", {"": "{name}", "why": "{status}", "message": "{n
 
 def cases_of(name: str) -> list[Row]:
     """The cases of gpu.yaml, layouts.yaml or train.yaml."""
-    found: list[Row] = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
-    return found
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -40,22 +40,12 @@ class RopeScaling(BaseModel):
                 f"{self.low_freq_factor:g} and {self.high_freq_factor:g}")
 
     def problems(self) -> list[str]:
-        """Every impossible value as a sentence; empty if there is none."""
-        found = []
-        if self.factor < 1:
-            found.append(f"rope_scaling.factor must be at least 1, not {self.factor}.")
-        if self.low_freq_factor <= 0:
-            found.append(f"rope_scaling.low_freq_factor must be above 0, not {self.low_freq_factor}.")
-        if self.high_freq_factor <= self.low_freq_factor:
-            found.append(
-                f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above "
-                f"low_freq_factor ({self.low_freq_factor})."
-            )
-        if self.original_context_length <= 0:
-            found.append(
-                f"rope_scaling.original_context_length must be above 0, not {self.original_context_length}."
-            )
-        return found
+        """Every impossible value of a setting that YaRN does not have, as a sentence; empty if there is none."""
+        return _true_of([
+            (self.low_freq_factor <= 0, f"rope_scaling.low_freq_factor must be above 0, not {self.low_freq_factor}."),
+            (self.high_freq_factor <= self.low_freq_factor,
+             f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be above low_freq_factor "
+             f"({self.low_freq_factor}).")])
 
 
 class YarnScaling(BaseModel):
@@ -86,18 +76,18 @@ class YarnScaling(BaseModel):
                 f"{self.beta_slow:g} and {self.beta_fast:g} turns, amplitude {self.amplitude:.4g}")
 
     def problems(self) -> list[str]:
-        """Every impossible value as a sentence; empty if there is none."""
-        found = []
-        if self.factor < 1:
-            found.append(f"rope_scaling.factor must be at least 1, not {self.factor}.")
-        if not 0 < self.beta_slow < self.beta_fast:
-            found.append(f"rope_scaling.beta_slow ({self.beta_slow}) must be above 0 and below beta_fast "
-                         f"({self.beta_fast}).")
-        for name, value in (("original_context_length", self.original_context_length),
-                            ("attention_factor", self.attention_factor)):
-            if value is not None and value <= 0:
-                found.append(f"rope_scaling.{name} must be above 0, not {value}.")
-        return found
+        """Every impossible value of a setting that Llama 3.1's scaling does not have, as a sentence; empty if there is
+        none."""
+        return _true_of([
+            (not 0 < self.beta_slow < self.beta_fast,
+             f"rope_scaling.beta_slow ({self.beta_slow}) must be above 0 and below beta_fast ({self.beta_fast})."),
+            (self.attention_factor is not None and self.attention_factor <= 0,
+             f"rope_scaling.attention_factor must be above 0, not {self.attention_factor}.")])
+
+
+def _true_of(rules: list[tuple[bool, str]]) -> list[str]:
+    """The sentences whose condition holds."""
+    return [sentence for holds, sentence in rules if holds]
 
 
 def _scaling_kind(value: Any) -> str:
@@ -205,26 +195,23 @@ class ModelConfig(BaseModel):
             return [] if self.full_attention_interval is None else [
                 f"full_attention_interval ({self.full_attention_interval}) selects layers that see beyond a "
                 "sliding_window, but sliding_window is not set: set both or neither."]
-        found = []
-        if self.sliding_window < 2:
-            found.append(
-                f"sliding_window must be at least 2, not {self.sliding_window}: a query sees itself and others."
-            )
-        if self.full_attention_interval == 1:
-            found.append("full_attention_interval (1) lets every layer see all: leave sliding_window out.")
-        return found
+        return _true_of([
+            (self.sliding_window < 2,
+             f"sliding_window must be at least 2, not {self.sliding_window}: a query sees itself and others."),
+            (self.full_attention_interval == 1,
+             "full_attention_interval (1) lets every layer see all: leave sliding_window out.")])
 
     def _scaling_problems(self) -> list[str]:
-        if self.rope_scaling is None:
+        if (scaling := self.rope_scaling) is None:
             return []
-        found, original = self.rope_scaling.problems(), self.rope_scaling.original_context_length
-        if original >= self.context_length:
-            found.append(
-                f"rope_scaling.original_context_length ({original}) must be below context_length "
-                f"({self.context_length}), because rope_scaling extends the context (transformers warns of such a "
-                "model). Raise context_length, or leave rope_scaling out to train from scratch."
-            )
-        return found
+        original = scaling.original_context_length
+        return [*scaling.problems(), *_true_of([
+            (scaling.factor < 1, f"rope_scaling.factor must be at least 1, not {scaling.factor}."),
+            (original <= 0, f"rope_scaling.original_context_length must be above 0, not {original}."),
+            (original >= self.context_length,
+             f"rope_scaling.original_context_length ({original}) must be below context_length ({self.context_length}), "
+             f"because rope_scaling extends the context (transformers warns of such a model). Raise context_length, or "
+             f"leave rope_scaling out to train from scratch.")])]
 
     @property
     def head_width(self) -> int:

@@ -49,39 +49,25 @@ def generate(
         results = []
         for index, prompt in enumerate(prompts):
             generator = torch.Generator(device="cpu").manual_seed(seed + index)
-            tokens: list[int] = []
-            scores = _Scores(model, prompt, max_new_tokens, use_cache, multiple_of)
-            while len(tokens) < max_new_tokens:
+            tokens, most = list(prompt), len(prompt) + max_new_tokens
+            caches = [KeyValueCache(most) for _ in range(model.config.layers)] if use_cache else None
+            while len(tokens) < most:
                 pulse()
-                token = draw(scores.next(tokens), sampling, generator)
+                token = draw(_scores(model, tokens, caches, multiple_of), sampling, generator)
                 if token in stop_ids:
                     break
                 tokens.append(token)
-            results.append(tokens)
+            results.append(tokens[len(prompt):])
         return results
     finally:
         model.train(was_training)
 
 
-class _Scores:
-    """Logits of the next token, from a cache or from scratch."""
-
-    def __init__(
-        self, model: Llama, prompt: Sequence[int], max_new_tokens: int, use_cache: bool, multiple_of: int
-    ) -> None:
-        self.model = model
-        self.multiple_of = multiple_of
-        self.prompt = list(prompt)
-        self.device = next(model.parameters()).device
-        capacity = len(self.prompt) + max_new_tokens
-        self.caches = [KeyValueCache(capacity) for _ in range(model.config.layers)] if use_cache else None
-
-    @torch.no_grad()
-    def next(self, generated: list[int]) -> Tensor:
-        """(vocabulary,) on the CPU, for the token after the prompt and `generated`."""
-        tokens = self.prompt + generated
-        seen = max(cache.length for cache in self.caches) if self.caches else 0  # a pipeline rank fills its own
-        new = tokens[seen:]
-        padding = [0] * (-len(new) % self.multiple_of)  # after the text, where no token sees it
-        logits: Tensor = self.model(torch.tensor([new + padding], device=self.device), caches=self.caches)
-        return logits[0, len(new) - 1].cpu()
+@torch.no_grad()
+def _scores(model: Llama, tokens: list[int], caches: list[KeyValueCache] | None, multiple_of: int) -> Tensor:
+    """Logits of the token after `tokens`, (vocabulary,) on the CPU. caches: of the first tokens; None: from scratch."""
+    seen = max(cache.length for cache in caches) if caches else 0  # a pipeline rank fills its own
+    new = tokens[seen:]
+    padding = [0] * (-len(new) % multiple_of)  # after the text, where no token sees it
+    logits = model(torch.tensor([new + padding], device=next(model.parameters()).device), caches=caches)
+    return logits[0, len(new) - 1].cpu()

@@ -68,5 +68,4 @@ def chosen() -> str:
 
 def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T by oneDNN, for plain float32 matrices on a CPU."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return out
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

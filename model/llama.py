@@ -41,8 +41,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
-        out: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
-        return out
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -64,9 +63,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         """x: (batch, length, dim) -> the same; the other arguments go to `Attention`."""
-        h: Tensor = x + self.attention(self.attention_norm(x), layout, cache)
-        h = h + self.feed_forward(self.ffn_norm(h))
-        return h
+        h = x + self.attention(self.attention_norm(x), layout, cache)
+        return h + self.feed_forward(self.ffn_norm(h))
 
 
 @dataclass(frozen=True)
@@ -200,11 +198,9 @@ class Llama(nn.Module):
             return h
         h = self.norm(h[:, -1:] if last_only else h)
         if labels is None:
-            logits: Tensor = self.output(h).to(wide)
-            return logits
+            return self.output(h).to(wide)
         lose = self.losses.total if reduction == "sum" else self.losses.each
-        loss: Tensor = self.output(h, loss=partial(lose, labels=labels))
-        return loss
+        return self.output(h, loss=partial(lose, labels=labels))
 
     def _check_arguments(
         self,

@@ -137,9 +137,8 @@ def cross_entropy_sum(
     assert hidden.shape[0] == labels.shape[0] and hidden.shape[1] == weight.shape[1]
     # Inside a Function gradients always appear disabled, and needs_input_grad ignores no_grad: check here.
     chunk = _chunk(hidden, chunk_tokens)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss, passes,
-                                             torch.is_grad_enabled())
-    return loss
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss, passes,
+                                      torch.is_grad_enabled())
 
 
 @torch.no_grad()

@@ -30,16 +30,16 @@ from drover.pipeline.evaluation.comparing import Candidate, Conditions, differen
 from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
+from drover.pipeline.reporting.document import Lines, Series, Table
 
 FORMAT = 1
-SCORES = {"model": ("model", ""), "tokens": ("tokens", ","), "task": ("task", ""), "version": ("version", ""),
-          "metric": ("metric", ""), "n": ("n", ","), "few-shot": ("few_shot", ""), "score": ("value", ".4f"),
-          "std. error": ("stderr", ".4f"), "chance": ("chance", ".4f")}
-PAIRED = {"first": ("first", ""), "second": ("second", ""), "task": ("task", ""), "metric": ("metric", ""),
-          "n": ("items", ","), "second - first": ("difference", "+.4f"), "std. error": ("stderr", ".4f"),
-          "higher": ("higher", ","), "lower": ("lower", ","), "p (sign test)": ("p_sign", ".3g"),
-          "p (normal)": ("p_normal", ".3g")}
-"""The columns of the two tables: the field of a row, and how it is formatted."""
+SCORES = {"model": "{model}", "tokens": "{tokens:,}", "task": "{task}", "version": "{version}", "metric": "{metric}",
+          "n": "{n:,}", "few-shot": "{few_shot}", "score": "{value:.4f}", "std. error": "{stderr:.4f}",
+          "chance": "{chance:.4f}"}
+PAIRED = {"first": "{first}", "second": "{second}", "task": "{task}", "metric": "{metric}", "n": "{items:,}",
+          "second - first": "{difference:+.4f}", "std. error": "{stderr:.4f}", "higher": "{higher:,}",
+          "lower": "{lower:,}", "p (sign test)": "{p_sign:.3g}", "p (normal)": "{p_normal:.3g}"}
+"""The columns of the two tables, as of a report's."""
 NOTES = (
     "Scores: std. error of the mean over the items, of bits per byte that of a ratio; chance: right choices / choices, "
     "averaged over the items.",
@@ -144,15 +144,14 @@ def _write(folder: Path, results: dict[str, Any], over_tokens: bool) -> None:
                      str(folder / "comparison.md")]))
 
 
-def _table(columns: dict[str, tuple[str, str]], rows: list[dict[str, Any]]) -> list[list[str]]:
+def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> list[list[str]]:
     """Heading and cells, sorted by task and metric."""
-    return [[*columns], *(["" if row[name] is None else format(row[name], form) for name, form in columns.values()]
-                          for row in sorted(rows, key=lambda row: (row["task"], row["metric"])))]
+    table = Table("", columns, sorted(rows, key=lambda row: (row["task"], row["metric"])))
+    return [[*columns], *(cells for _, cells in table.rows)]
 
 
 def plots(scores: list[dict[str, Any]]) -> dict[str, str]:
     """An SVG of each task's metrics over tokens, by `task.metric`; bars are one standard error up and down."""
-    from drover.pipeline.reporting.document import Lines, Series
     from drover.pipeline.reporting.plots import standalone
 
     found = {}

@@ -310,11 +310,11 @@ class Lab:
         data, settings = self.folder / "database", self.settings
         if not settings.accounting or self.daemon("slurmdbd"):
             return
-        self._start("mariadbd", "mariadbd", "--no-defaults", *_as_user(), f"--datadir={data}",
-                    f"--socket={data}/socket", f"--pid-file={data}/pid", "--skip-networking",
-                    "--innodb-flush-log-at-trx-commit=0")
+        self.start_daemon("mariadbd", "mariadbd", "--no-defaults", *_as_user(), f"--datadir={data}",
+                          f"--socket={data}/socket", f"--pid-file={data}/pid", "--skip-networking",
+                          "--innodb-flush-log-at-trx-commit=0")
         self._wait("mariadbd", lambda: is_open(data / "socket"))
-        self._start("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=f"{data}/socket")
+        self.start_daemon("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=f"{data}/socket")
         self._wait("slurmdbd listening", lambda: is_open(settings.port + 1))
         ask = ["sacct"] if self.daemon("slurmctld") else ["sacctmgr", "--immediate", "add", "cluster", "lab"]
         self._wait("slurmdbd", lambda: self._run(*ask).returncode == 0)
@@ -336,11 +336,12 @@ class Lab:
                 return process
         return None
 
-    def start_daemon(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+    def start_daemon(self, name: str, program: str, *arguments: str, **variables: str) -> None:
         """Start a daemon in its own session. Its output, before its log opens, goes to log/<name>.out."""
         with open(self.folder / "log" / f"{name}.out", "ab") as out:
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder,
-                                     env=environment, start_new_session=True)
+            child = subprocess.Popen([str(_which(program)), *arguments], stdin=subprocess.DEVNULL, stdout=out,
+                                     stderr=out, cwd=self.folder, env={**self._environment(), **variables},
+                                     start_new_session=True)
         self._children.append(child)
         started = 0.0
         with suppress(psutil.Error):
@@ -412,8 +413,9 @@ class Lab:
     def _start_munge(self) -> None:
         paths = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munge.seed",
                  "log-file": "log/munged.log"}
-        self._start("munged", "munged", "--foreground", "--force",  # --force: whatever the rights of the folders above
-                    *(f"--{option}={self.folder / path}" for option, path in paths.items()))
+        # --force: whatever the rights of the folders above
+        self.start_daemon("munged", "munged", "--foreground", "--force",
+                          *(f"--{option}={self.folder / path}" for option, path in paths.items()))
         self._wait("munged", lambda: (self.folder / "munge.sock").exists())
 
     def _make_database(self) -> None:
@@ -427,10 +429,7 @@ class Lab:
 
     def _start_slurm(self, name: str, *arguments: str) -> None:
         if not self.daemon(name):
-            self._start(name, name.partition("-")[0], "-D", "-f", str(self.folder / "slurm.conf"), *arguments)
-
-    def _start(self, daemon: str, program: str, *arguments: str, **variables: str) -> None:
-        self.start_daemon(daemon, [str(_which(program)), *arguments], {**self._environment(), **variables})
+            self.start_daemon(name, name.partition("-")[0], "-D", "-f", str(self.folder / "slurm.conf"), *arguments)
 
     def _environment(self) -> dict[str, str]:
         """Our environment without the variables of a Slurm job that we may be part of."""

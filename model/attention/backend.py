@@ -85,10 +85,15 @@ class Documents:
             raise ValueError(f"The documents have {sum(found)} tokens together; there are {self.numbers.numel()}.")
         return found
 
-    def _read(self) -> tuple[int, ...]:
+    @property
+    def begins(self) -> Tensor:
+        """Whether each token is the first of its document in its row: (batch, length) bool."""
         begins = torch.ones_like(self.numbers, dtype=torch.bool)
         begins[:, 1:] = self.numbers[:, 1:] != self.numbers[:, :-1]
-        places = begins.flatten().nonzero().flatten().tolist()
+        return begins
+
+    def _read(self) -> tuple[int, ...]:
+        places = self.begins.flatten().nonzero().flatten().tolist()
         return tuple(after - place for place, after in zip(places, [*places[1:], self.numbers.numel()], strict=True))
 
 

@@ -70,13 +70,12 @@ class ByDocument(Backend):
         if isinstance(prepared, Tensor):
             return _ALONE.attend(q, k, v, prepared)
         # One split and one concatenation: slicing would create a gradient of the whole row for each document.
-        q_parts = q.flatten(0, 1).split([run.documents * run.length for run in prepared])
+        queries = q.flatten(0, 1).split([run.documents * run.length for run in prepared])
         sizes = [run.documents * run.keys for run in prepared]
         rest = k.shape[0] * k.shape[1] - sum(sizes)  # padding keys
-        k_parts, v_parts = (whole.flatten(0, 1).split([*sizes, rest])[:-1] for whole in (k, v))
-        outputs = [
-            _ALONE.attend(a.unflatten(0, (run.documents, -1)), b.unflatten(0, (run.documents, -1)),
-                          c.unflatten(0, (run.documents, -1)), run.mask).flatten(0, 1)
-            for run, a, b, c in zip(prepared, q_parts, k_parts, v_parts, strict=True)
-        ]
+        keys, values = (whole.flatten(0, 1).split([*sizes, rest])[:-1] for whole in (k, v))
+        outputs = []
+        for run, *parts in zip(prepared, queries, keys, values, strict=True):
+            a, b, c = (part.unflatten(0, (run.documents, -1)) for part in parts)
+            outputs.append(_ALONE.attend(a, b, c, run.mask).flatten(0, 1))
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).view(q.shape)

@@ -39,9 +39,8 @@ class Flex(Backend):
         numbers = documents.numbers
         batch, length = numbers.shape
         make: Any = _compiled(create_block_mask) if numbers.is_cuda else create_block_mask
-        first = first_tokens(numbers, documents.window)
-        mask: BlockMask = make(rule(first), batch, None, length, length, device=str(numbers.device))
-        return mask
+        first = first_tokens(documents)
+        return make(rule(first), batch, None, length, length, device=str(numbers.device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: BlockMask) -> Tensor:
         """See Backend."""
@@ -51,13 +50,12 @@ class Flex(Backend):
         return out.transpose(1, 2)
 
 
-def first_tokens(numbers: Tensor, window: int | None = None) -> Tensor:
+def first_tokens(documents: Documents) -> Tensor:
     """The position of the first key that each token sees, at the begin of its document or of the window: (batch,
-    length) int32, from `Documents.numbers`."""
+    length) int32."""
+    numbers, window = documents.numbers, documents.window
     place = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device)
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    first = torch.where(begins, place, 0).cummax(dim=1).values
+    first = torch.where(documents.begins, place, 0).cummax(dim=1).values
     return first if window is None else first.maximum(place - window + 1)
 
 

@@ -85,8 +85,7 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v)
         k, v = layout.backend.offer(k, v)
         q = self._normed_and_rotated(self.wq(x).view(batch, length, -1, self.head_dim), self.q_norm, layout)
-        joined: Tensor = self.wo(attend(q, k, v, layout, self.windowed).flatten(2))  # (batch, length, dim)
-        return joined
+        return self.wo(attend(q, k, v, layout, self.windowed).flatten(2))  # (batch, length, dim)
 
     def _normed_and_rotated(self, heads: Tensor, norm: nn.Module | None, layout: Layout) -> Tensor:
         """Queries or keys, (batch, length, heads, head_dim), normalized and rotated if the layer does so."""

@@ -75,8 +75,7 @@ class Varlen(Backend):
         seen = (before, 0)  # so many keys back, none ahead
         out: Any = varlen_attn(q_row, k_row, v_row, edges, key_edges, longest, longest_keys, window_size=seen,
                                **options)
-        joined: Tensor = out.view(q.shape)
-        return joined
+        return out.view(q.shape)
 
 
 def _edges(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +11,6 @@ from drover.model.attention.module import KeyValueCache
 
 STEP = 256
 """The capacity in tokens is a multiple of this."""
-
-
-class Pass(NamedTuple):
-    """Arguments of a forward pass with one token per row.
-
-    positions: (rows, 1) int64. mask: (rows, 1, 1, keys), added to the scores: 0 for a row's own tokens and -inf for the
-    places after them; None if all rows are equally long.
-    """
-
-    positions: Tensor
-    mask: Tensor | None
 
 
 class RowCache:
@@ -81,8 +69,12 @@ class RowCaches:
         if not self.lengths:
             self._held, self._views = None, []
 
-    def begin(self, dtype: torch.dtype) -> Pass:
-        """Prepare for one more token in every row. dtype: of queries, keys and values."""
+    def begin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Prepare for one more token in every row. Returns positions and mask for the forward pass.
+
+        positions: (rows, 1) int64. mask: (rows, 1, 1, keys), added to the scores: 0 for a row's own tokens and -inf for
+        the places after them; None if all rows are equally long. dtype: of queries, keys and values.
+        """
         assert self._held is not None
         end = max(self.lengths)
         self._with_room(len(self.lengths), end + 1, self._held)
@@ -91,11 +83,11 @@ class RowCaches:
         positions = lengths.unsqueeze(1)
         if min(self.lengths) == end:
             self._where = end
-            return Pass(positions, None)
+            return positions, None
         self._where = (torch.arange(len(self.lengths), device=lengths.device), lengths)
         behind = torch.arange(end + 1, device=lengths.device) > positions
         mask = torch.zeros(behind.shape, dtype=dtype, device=lengths.device).masked_fill_(behind, -torch.inf)
-        return Pass(positions, mask[:, None, None])
+        return positions, mask[:, None, None]
 
     def extended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `RowCache.extend`, for this layer."""

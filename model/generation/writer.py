@@ -86,18 +86,18 @@ class Writer:
     def __init__(self, model: Llama, token_bytes: Callable[[int], bytes]) -> None:
         self.batch, self.token_bytes = Batch(model), token_bytes
         self._texts: dict[Hashable, _Text] = {}
-        self._keys: dict[int, Hashable] = {}  # by the identity of a row
+        self._keys: dict[Row, Hashable] = {}
 
     def begin(self, key: Hashable, prompt: Sequence[int], sampling: Sampling) -> None:
         """Continue a prompt from the next step on. Raises ValueError as `Batch.add`."""
         row = self.batch.add(prompt, sampling)
-        self._texts[key], self._keys[id(row)] = _Text(row), key
+        self._texts[key], self._keys[row] = _Text(row), key
 
     def drop(self, key: Hashable) -> None:
         """Stop continuing a text. Unknown keys and ended texts are ignored."""
         if key in self._texts:
             row = self._texts.pop(key).row
-            del self._keys[id(row)]
+            del self._keys[row]
             self.batch.drop(row)
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class Writer:
         """One forward pass for all texts. Returns the pieces that have text or end one."""
         pieces = []
         for row, token in self.batch.step():
-            key = self._keys[id(row)]
+            key = self._keys[row]
             piece = self._texts[key].piece(key, None if token is None else self.token_bytes(token))
             if piece.end is not None:
                 self.drop(key)

@@ -17,13 +17,13 @@ from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.pipeline.config.batch import BatchPlan, batch_problems
-from drover.pipeline.config.guarding import FIRST
 from drover.pipeline.config.mixture import mixture_problems
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import in_phases, plan_problems
 from drover.pipeline.config.places import not_a_path, unreadable, unusable_url
 from drover.pipeline.config.shipped import name_of
+from drover.pipeline.config.training import FIRST
 from drover.pipeline.config.tree import Config
 
 UINT16_IDS = 65536

@@ -110,7 +110,7 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     meant = _KEYS.get(name.lower().replace("-", "_"), [])
     very_close, close = ([inside + other for other in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
                          for cutoff in (0.85, 0.5))
-    elsewhere = [other for other in all_keys() if other.rpartition(".")[2] == name]
+    elsewhere = [other for other in keys_of(Config) if other.rpartition(".")[2] == name]
     found = [*(other for other in meant if other.rpartition(".")[0] == section), *very_close, *meant,
              *elsewhere * (len(elsewhere) == 1), *close]
     if not found:
@@ -119,8 +119,3 @@ def suggestion(key: str, known: list[str]) -> tuple[str, str | None]:
     explained = f"'{shown}'" + (f" ({MEANINGS[found[0]]})" if found[0] in MEANINGS else "")
     other_section = found[0] in meant and shown == found[0] and "." in shown
     return f"here that is {explained}." if other_section else f"did you mean {explained}?", found[0]
-
-
-def all_keys() -> list[str]:
-    """Every setting and section of the configuration, dotted, without those of items of lists."""
-    return list(keys_of(Config))

@@ -149,8 +149,7 @@ class OptimizerKind:
 
     def maker(self) -> Callable[..., Any]:
         """The imported factory; UserError if it cannot be imported."""
-        found: Callable[..., Any] = imported(self.make, "train.optimizer")
-        return found
+        return imported(self.make, "train.optimizer")
 
 
 def outside_sources(items: Iterable[Kind]) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from drover.pipeline.config.section import Section
+from drover.pipeline.config.section import Section, nested
 
 
 def minutes(time: int | str) -> int:
@@ -183,7 +183,7 @@ class LaunchConfig(Resources):
     runner_python: str | None = None
     """Python outside of a container. It runs the runner, which starts the stages, and the program that makes each
     process a rank. null: `python`; with `wrap`, the one that submits."""
-    container: Container = Field({}, validate_default=True)
+    container: Container = nested()
     """Container of the Slurm jobs."""
     wrap: list[str] = []
     """Command that starts every stage, such as a site's own container program. See also `container`."""
@@ -209,24 +209,24 @@ class LaunchConfig(Resources):
     health_check: list[str] = []
     """A site's own test of a node: a command that the preflight runs on each. If it fails, the node is excluded and its
     last line of output is the reason."""
-    limits: SiteLimits = Field({}, validate_default=True)
+    limits: SiteLimits = nested()
     """Limits of the site."""
     check_fit: bool = True
     """Refuse, before anything starts, training whose weights, gradients and optimizer state alone exceed the memory.
     Also refuse a run that may write more than the free disk space. false: start anyway."""
-    shard: ArrayResources = Field({}, validate_default=True)
+    shard: ArrayResources = nested()
     """Jobs of shard."""
-    tokenizer: Resources = Field({}, validate_default=True)
+    tokenizer: Resources = nested()
     """The job of tokenizer."""
-    encode: ArrayResources = Field({}, validate_default=True)
+    encode: ArrayResources = nested()
     """Jobs of encode."""
-    train: TrainResources = Field({}, validate_default=True)
+    train: TrainResources = nested()
     """Jobs of train."""
-    convert: Resources = Field({}, validate_default=True)
+    convert: Resources = nested()
     """The job of convert."""
-    evaluate: EvaluateResources = Field({}, validate_default=True)
+    evaluate: EvaluateResources = nested()
     """Jobs of evaluate."""
-    report: Resources = Field({"cpus": 1, "mem": "4G", "time": 30}, validate_default=True)
+    report: Resources = nested(cpus=1, mem="4G", time=30)
     """The job of report."""
 
     @model_validator(mode="before")
@@ -240,5 +240,4 @@ class LaunchConfig(Resources):
 
     def of(self, stage: str) -> Resources:
         """What the jobs of a stage ask for; nothing of its own for one that a plugin adds."""
-        own: Resources = getattr(self, stage, None) or Resources()
-        return own
+        return getattr(self, stage, None) or Resources()

@@ -176,8 +176,7 @@ def _shape(name: str, given: Tree, place: str, config: Path) -> Tree:
     scaling, own = given.get("rope_scaling"), shape["rope_scaling"]
     if isinstance(scaling, dict) and own is not None and ("kind" in scaling) != ("kind" in own):
         shape["rope_scaling"] = None  # another kind replaces it as a whole
-    below: Tree = keyed(shape, f"the preset {name}")
-    return below
+    return keyed(shape, f"the preset {name}")
 
 
 def _validated(tree: Tree, path: str | Path, typed: dict[str, str]) -> Config:

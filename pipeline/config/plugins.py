@@ -68,7 +68,7 @@ def load_plugins(names: Any, config: Path, place: str) -> list[str]:
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
     """--plugin, for programs that open the folder of a run. It may be given several times. Reading the argument imports
     the plugin; UserError if that fails."""
-    parser.add_argument("--plugin", type=_from_command_line, metavar="FILE",
+    parser.add_argument("--plugin", type=lambda name: load_plugins([name], Path(), "--plugin")[0], metavar="FILE",
                         help="import this plugin, a file or module (may be given several times); those that a run's "
                              "config.yaml names are not imported")
 
@@ -97,10 +97,6 @@ def left_out(names: Any, run: Path) -> str:
 def warn(text: str) -> None:
     """Print a warning to stderr, once in this process."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _from_command_line(name: str) -> str:
-    return load_plugins([name], Path(), "--plugin")[0]
 
 
 def _module(name: str) -> str:

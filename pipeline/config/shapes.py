@@ -29,7 +29,7 @@ _ONLY = {
 """Keys for features that our network lacks, with the value that means "not used"; an absent key means the same."""
 _LLAMA_ONLY = {"sliding_window": None, "no_rope_layers": None}
 """The same for a Llama, which ignores these keys in transformers."""
-_NEEDED = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+_NEEDED = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_theta")
 """Required keys in a config.json of a type other than llama, since each type has its own defaults. transformers always
 writes them."""
 
@@ -66,17 +66,13 @@ def shape_of(content: dict[str, Any]) -> ModelConfig:
     for key, value in only.items():
         if content.get(key, value) not in (value, None):
             raise ValueError(f"config.json has {key} = {content[key]!r}; only {value!r} can be read.")
-    for key in () if kind == "llama" else (*_NEEDED, *(["head_dim"] if kind == "qwen3" else [])):
-        if key not in content:
-            raise ValueError(f"config.json has no {key}. transformers has a default for {kind}, but Drover needs the "
-                             f"value: write it.")
-    # Absent values mean LlamaConfig's defaults.
     where = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
     rope = content.get(where) or {}
-    if kind != "llama" and "rope_theta" not in rope and "rope_theta" not in content:
-        raise ValueError(f"config.json has no rope_theta. transformers has a default for {kind}, but Drover needs the "
-                         f"value: write it.")
-    width = content.get("head_dim")
+    for key in () if kind == "llama" else (*_NEEDED, *(["head_dim"] if kind == "qwen3" else [])):
+        if key not in content and key not in rope:  # rope_theta may be in either
+            raise ValueError(f"config.json has no {key}. transformers has a default for {kind}, but Drover needs the "
+                             f"value: write it.")
+    width = content.get("head_dim")  # from here on, absent values mean LlamaConfig's defaults
     return ModelConfig(
         dim=content["hidden_size"],
         layers=content["num_hidden_layers"],

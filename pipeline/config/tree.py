@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from drover.model.config import ModelConfig
 from drover.pipeline.config.data import EncodeConfig, ShardConfig, TokenizerConfig
 from drover.pipeline.config.evaluation import ConvertConfig, EvaluateConfig, ReportConfig
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.section import Section, execution
+from drover.pipeline.config.section import Section, execution, nested
 from drover.pipeline.config.training import TrainConfig
 
 
@@ -32,24 +32,24 @@ class Config(Section):
     loggers or stages. Every process of the run imports them. See docs/extending.md."""
     stages: dict[str, dict[str, JsonValue]] = {}
     """Settings of stages that plugins add, by the stage's name."""
-    shard: ShardConfig = Field({}, validate_default=True)
+    shard: ShardConfig = nested()
     """Stage 1: filter, deduplicate and split the documents of the sources; write them as WebDataset tar shards."""
-    tokenizer: TokenizerConfig = Field({}, validate_default=True)
+    tokenizer: TokenizerConfig = nested()
     """Stage 2: train a tokenizer, or take a ready one."""
-    encode: EncodeConfig = Field({}, validate_default=True)
+    encode: EncodeConfig = nested()
     """Stage 3: tokenize the text shards into token shards."""
-    model: ModelConfig = Field({}, validate_default=True)
+    model: ModelConfig = nested()
     """The network. The key `preset` takes the shape of a published Llama (llama3_8b, llama3.2_1b and others, see
     model/presets.py). It can also take the shape of the weights in a folder. The other keys here override it."""
-    train: TrainConfig = Field({}, validate_default=True)
+    train: TrainConfig = nested()
     """Stage 4: pretraining."""
     parallel: ParallelConfig = execution({}, validate_default=True)
     """How the model is distributed over ranks."""
-    convert: ConvertConfig = Field({}, validate_default=True)
+    convert: ConvertConfig = nested()
     """Stage 5: export the checkpoint as a Hugging Face folder."""
-    evaluate: EvaluateConfig = Field({}, validate_default=True)
+    evaluate: EvaluateConfig = nested()
     """Stage 6: validation bits per byte, tasks, continuations."""
-    report: ReportConfig = Field({}, validate_default=True)
+    report: ReportConfig = nested()
     """Stage 7: write report.html and report.md."""
     launch: LaunchConfig = execution({}, validate_default=True)
     """Processes on one machine, and what jobs request from Slurm."""

@@ -41,6 +41,8 @@ MEANING = {
 }
 ASKED_EVERY = 5.0
 """Seconds between two checks of the ranks whether the process is done."""
+Compared = dict[str, dict[str, float]]
+"""The result of `baselines` of each source, by its name."""
 OVERALL = ""
 """All sources together; no source has an empty name."""
 
@@ -63,8 +65,7 @@ def baselines(text: bytes, counts: np.ndarray, training_counts: np.ndarray) -> d
             "entropy": float(-(shares * np.log2(shares)).sum()), "compressed_bytes": len(text)}
 
 
-def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_bytes: int,
-            most: int) -> dict[str, dict[str, float]]:
+def compare(folder: Path, manifest: Manifest, wanted: dict[str, Wanted], train_bytes: int, most: int) -> Compared:
     """The baselines of each source and, if there are several, of all together under OVERALL.
 
     Every text is checked against its tokens' record. The compressors get whole documents of a source up to `most`
@@ -100,7 +101,7 @@ class Baselines:
     """
 
     def __init__(self, ranks: Ranks, *given: Any) -> None:
-        self.ranks, self._future = ranks, Future[dict[str, dict[str, float]]]()
+        self.ranks, self._future = ranks, Future[Compared]()
         self._executor = ProcessPoolExecutor(1, get_context("spawn"), _prepare, (os.getpid(),))
         if ranks.leads and given[2]:
             self._future = self._executor.submit(compare, *given)
@@ -113,7 +114,7 @@ class Baselines:
             process.terminate()
         self._executor.shutdown()
 
-    def result(self) -> dict[str, dict[str, float]]:
+    def result(self) -> Compared:
         """The result of `compare`, on every rank. Every rank calls it.
 
         Raises:
@@ -121,10 +122,9 @@ class Baselines:
         """
         while not self.ranks.same(self.ranks.leads and bool(wait([self._future], ASKED_EVERY).done)):
             pass
-        found: dict[str, dict[str, float]] = self.ranks.by_leader(self._received)
-        return found
+        return self.ranks.by_leader(self._received)
 
-    def _received(self) -> dict[str, dict[str, float]]:
+    def _received(self) -> Compared:
         try:
             return self._future.result()
         except UserError:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drover.model.devices import exact
+from drover.model.loss import IGNORED
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit
 from drover.pipeline.evaluation.measurement import Measurement
-
-IGNORED = -100
-"""Label of a place that has no target."""
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(tokens, labels, documents, positions), each (batch, length) -> the nats of each target, (batch, length)."""
@@ -60,20 +58,15 @@ class TextPiece:
     stop: int
 
 
-@dataclass(frozen=True)
-class HeldoutBatch:
+class HeldoutBatch(NamedTuple):
     """Windows ready for the model.
 
-    Attributes:
-        windows: their numbers among all windows, (windows,); empty for a batch that only keeps ranks in step.
-        tokens, labels, documents, positions: (batch, length) int64, as the model takes them.
+    windows: their numbers among all windows, (windows,) int64; empty for a batch that only keeps ranks in step. inputs:
+    tokens, labels, documents and positions, (batch, length) int64 each, as the model takes them.
     """
 
-    windows: np.ndarray
-    tokens: Tensor
-    labels: Tensor
-    documents: Tensor
-    positions: Tensor
+    windows: Tensor
+    inputs: tuple[Tensor, ...]
 
 
 class HeldoutBatches:
@@ -137,8 +130,8 @@ class HeldoutBatches:
                 documents[row, place] = number
                 positions[row, place] = np.arange(piece.stop - piece.start)
                 at = place.stop
-        return HeldoutBatch(np.asarray(windows, np.int64), *(torch.from_numpy(array) for array in
-                                                             (tokens, labels, documents, positions)))
+        return HeldoutBatch(torch.tensor(windows, dtype=torch.int64),
+                            tuple(map(torch.from_numpy, (tokens, labels, documents, positions))))
 
 
 def pack_windows(lengths: Sequence[int], window: int) -> list[list[TextPiece]]:
@@ -172,11 +165,10 @@ def measure(forward: Forward, batches: HeldoutBatches, device: torch.device | st
     device = torch.device(device)
     sums = torch.zeros(len(sources), dtype=torch.float64, device=exact(device))
     with together or nullcontext():
-        for batch in batches:
-            parts = (tensor.to(device) for tensor in (batch.tokens, batch.labels, batch.documents, batch.positions))
-            nats = forward(*parts).to(sums.device).sum(dim=1, dtype=torch.float64)
-            if len(batch.windows):
-                sums[torch.from_numpy(batch.windows).to(sums.device)] = nats
+        for windows, inputs in batches:
+            nats = forward(*(tensor.to(device) for tensor in inputs)).to(sums.device).sum(dim=1, dtype=torch.float64)
+            if len(windows):
+                sums[windows.to(sums.device)] = nats
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)  # every window is zero on all ranks but the copies: the sum is exact
         sums /= copies

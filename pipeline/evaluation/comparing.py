@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from drover.pipeline.contract.run import Run
     from drover.pipeline.evaluation.harness import HarnessModel
     from drover.pipeline.evaluation.kept import Kept
+    from drover.pipeline.evaluation.results import Record
     from drover.pipeline.evaluation.tasks import TaskFile
     from drover.pipeline.parallel.ranks import Ranks
 
@@ -50,8 +51,7 @@ class Conditions:
     documents: int | None = None
 
 
-def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ranks,
-             log: Path) -> dict[str, dict[str, Any]]:
+def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ranks, log: Path) -> dict[str, Record]:
     """One candidate's results by task, and for validation text if requested: those of `measure_task`, including
     `per_item`. The model is opened only if a result is not cached.
 
@@ -74,13 +74,13 @@ def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ra
         except UserError as error:
             raise UserError(f"{candidate.name}: {error}") from None
 
-    def by_task(task: TaskFile) -> dict[str, Any]:
+    def by_task(task: TaskFile) -> Record:
         from drover.pipeline.evaluation.running import measure_task
 
         return measure_task(harness(), task, settings.task_limit, settings.bootstrap_iters, log)
 
-    own: dict[str, Any] = {"weights": weights_identity(candidate.path), "dtype": settings.dtype,
-                           "length": settings.sequence_length}
+    own: Record = {"weights": weights_identity(candidate.path), "dtype": settings.dtype,
+                   "length": settings.sequence_length}
     found = {}
     for task in conditions.tasks:
         decides = {**own, "task": [[name, sha256_file(path)] for name, path in task.inputs()],
@@ -93,7 +93,7 @@ def measured(candidate: Candidate, conditions: Conditions, kept: Kept, ranks: Ra
     return found
 
 
-def _heldout(harness: HarnessModel, run: Run, documents: int | None) -> dict[str, Any]:
+def _heldout(harness: HarnessModel, run: Run, documents: int | None) -> Record:
     """Bits per byte on a run's validation documents, as in the stage evaluate. Each model uses its own tokenizer; the
     bytes are the same. UserError if there are none."""
     from drover.pipeline.data.text_shards import read_shard, shard_records
@@ -125,7 +125,7 @@ def weights_identity(path: Path) -> list[list[Any]]:
             for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
-def rows(candidate: Candidate, parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def rows(candidate: Candidate, parts: dict[str, Record]) -> list[Record]:
     """A model's scores, one row a task and metric, each with everything that it needs to be read alone."""
     found = []
     for name, part in parts.items():
@@ -139,8 +139,7 @@ def rows(candidate: Candidate, parts: dict[str, dict[str, Any]]) -> list[dict[st
     return found
 
 
-def differences(pairs: Iterable[tuple[Candidate, Candidate]],
-                measured: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def differences(pairs: Iterable[tuple[Candidate, Candidate]], measured: dict[str, dict[str, Record]]) -> list[Record]:
     """One row a pair, task and metric that can be paired; `measured` has each candidate's parts by its name."""
     found = []
     for first, second in pairs:

@@ -14,6 +14,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drover.model.devices import exact
 from drover.model.generation.sampling import Sampling
@@ -31,6 +32,8 @@ NEW_TOKENS = 256
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """((context, continuation) or None for a window of a text, context ids, continuation ids)"""
+Pair = tuple[list[int], list[int]]
+"""(context ids, continuation ids)"""
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
@@ -77,7 +80,7 @@ class HarnessModel(TemplateLM):
         """Ids of a text, without BOS and EOS."""
         return list(self._tokenizer.encode(string))
 
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def _encode_pair(self, context: str, continuation: str) -> Pair:
         """Ids of both, BOS first.
 
         The pair is encoded as one text, as in a document, and then cut. If a token crosses the cut, context and
@@ -111,7 +114,7 @@ class HarnessModel(TemplateLM):
         return self._summed([[(list(ids[start:start + 1]), list(ids[start + 1:start + 1 + self.length]))
                               for start in range(0, len(ids) - 1, self.length)] for ids in documents])
 
-    def _summed(self, windows: Sequence[list[tuple[list[int], list[int]]]]) -> list[float]:
+    def _summed(self, windows: Sequence[list[Pair]]) -> list[float]:
         """Log-probability of each text, given as windows (context, continuation); all texts' windows share batches."""
         scored = iter(self._loglikelihood_tokens([(None, *pair) for text in windows for pair in text]))
         return [sum(next(scored)[0] for _ in text) for text in windows]
@@ -132,7 +135,7 @@ class HarnessModel(TemplateLM):
                   for number, result in found.items()}
         return [scored[number] for number in range(len(pairs))]
 
-    def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+    def _fit(self, context: list[int], continuation: list[int]) -> Pair:
         """Shorten the context from the left, so that context and continuation fit the window."""
         if len(continuation) > self.length:
             raise UserError(f"A task asks for the probability of an answer of {len(continuation)} tokens, but the "
@@ -144,7 +147,7 @@ class HarnessModel(TemplateLM):
         kept = context[surplus:]
         return ([context[0], *kept[1:]] if context[0] == self.prefix_token_id else kept), continuation
 
-    def _batches(self, order: list[int], pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[int]]:
+    def _batches(self, order: list[int], pairs: Sequence[Pair]) -> list[list[int]]:
         """Request numbers, longest first, in batches that do not depend on the number of ranks."""
         batches: list[list[int]] = []
         at = 0
@@ -156,12 +159,9 @@ class HarnessModel(TemplateLM):
         return batches
 
     @torch.inference_mode()
-    def _score(self, batch: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    def _score(self, batch: list[Pair]) -> list[tuple[float, bool]]:
         """Log-probability and greediness of each continuation of one batch, padded on the right."""
-        rows = [context + continuation for context, continuation in batch]
-        tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-        for number, row in enumerate(rows):
-            tokens[number, :len(row)] = torch.tensor(row)
+        tokens = pad_sequence([torch.tensor(context + continuation) for context, continuation in batch], True)
         logits: Tensor = self.model(tokens[:, :-1].to(self.device))  # (batch, length - 1, vocabulary)
         logits = logits.to(exact(self.device))
         results = []

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.files import sha256_json
+from drover.pipeline.evaluation.results import library_versions
 from drover.pipeline.parallel.ranks import Ranks
-
-LIBRARIES = ("torch", "lm_eval", "datasets")
 
 
 class Kept:
@@ -34,7 +32,7 @@ class Kept:
         self.ledger, self.ranks, self.say = Ledger(folder), ranks, say
         self.seconds: dict[str, float] = {}
         self._keys: dict[str, str] = {}
-        self._made_by = [made_by, {package: metadata.version(package) for package in LIBRARIES}]
+        self._made_by = [made_by, library_versions()]
 
     def get(self, name: str, decides: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """The part `name`: from disk if its inputs are equal, else the result of `measure`, a JSON value.

@@ -83,8 +83,7 @@ def difference(first: Sequence[Item], second: Sequence[Item], form: Form = "rati
     both = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
     if form != "f1" and any(one[1] != other[1] for one, other in both):
         raise ValueError("the items weigh differently: they are not the same ones")
-    (start, before), (end, after) = (_moves(items, form) for items in zip(*both, strict=True)) if both else \
-        (_moves([], form), _moves([], form))
+    (start, before), (end, after) = (_moves([pair[side] for pair in both], form) for side in (0, 1))
     stderr = _stderr(end - start, [late - early for early, late in zip(before, after, strict=True)])
     apart = [_own(other, form) - _own(one, form) for one, other in both]
     higher, lower = sum(value > 0 for value in apart), sum(value < 0 for value in apart)

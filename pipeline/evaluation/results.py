@@ -13,6 +13,8 @@ from drover.pipeline.evaluation.baselines import MEANING, OVERALL
 from drover.pipeline.evaluation.measurement import Measurement
 
 FORMAT = 1
+Record = dict[str, Any]
+"""Results, or a part of them, as JSON."""
 DIGITS = 6
 """Decimals kept. Further ones depend on a machine's order of summation."""
 DEFINITIONS = {
@@ -33,7 +35,7 @@ DEFINITIONS = {
 }
 
 
-def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
+def heldout_results(found: Record) -> Record:
     """The section `heldout` of results.json. found: `sources`, the exact sums by name; `baselines`, the result of
     `baselines.compare`; `without_heldout_text`, the sources without validation text."""
     sources, compared = found["sources"], found["baselines"]
@@ -43,14 +45,13 @@ def heldout_results(found: dict[str, Any]) -> dict[str, Any]:
             "overall": _heldout_entry(everything, whole), "without_heldout_text": found["without_heldout_text"]}
 
 
-def _heldout_entry(counts: dict[str, Any], compared: dict[str, float]) -> dict[str, Any]:
+def _heldout_entry(counts: Record, compared: dict[str, float]) -> Record:
     """One source, or all of them."""
     found = Measurement(counts["nats"], counts["targets"], counts["bytes"])
-    entry: dict[str, Any] = rounded({
+    return rounded({
         **counts, "bits_per_byte": found.bits_per_byte, "loss": found.loss, "perplexity": found.perplexity,
         "compressed_bytes": compared["compressed_bytes"], "entropy": compared["entropy"],
         "baselines": {name: compared[name] for name in MEANING}})
-    return entry
 
 
 def rounded(value: Any) -> Any:
@@ -62,7 +63,7 @@ def rounded(value: Any) -> Any:
     return round(value, DIGITS) if math.isfinite(value) else None
 
 
-def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, Any]) -> dict[str, Any]:
+def as_json(config: Config, model: ModelConfig, window: int, found: Record) -> Record:
     """Everything, ready for results.json."""
     settings = config.evaluate
     tasks = {name: rounded({key: value for key, value in task.items() if key != "per_item"})
@@ -76,11 +77,16 @@ def as_json(config: Config, model: ModelConfig, window: int, found: dict[str, An
         "sampling": {"temperature": settings.temperature, "top_p": settings.top_p, "seed": 0,
                      "max_tokens": settings.prompt_tokens},
         "definitions": DEFINITIONS,
-        "versions": {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")},
+        "versions": library_versions(),
     }
 
 
-def say_results(results: dict[str, Any]) -> Iterator[str]:
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that measure."""
+    return {package: metadata.version(package) for package in ("torch", "lm_eval", "datasets")}
+
+
+def say_results(results: Record) -> Iterator[str]:
     """A summary of the stage in a few lines."""
     total = results["heldout"]["overall"]
     others = ", ".join(f"{name} {value:.3f}" for name, value in total["baselines"].items())
@@ -100,7 +106,7 @@ def say_results(results: dict[str, Any]) -> Iterator[str]:
     yield from doubts(results["tasks"])
 
 
-def doubts(tasks: dict[str, Any]) -> Iterator[str]:
+def doubts(tasks: Record) -> Iterator[str]:
     """Warnings about task scores."""
     for name, task in tasks.items():
         if count := task.get("items_without_right_choice"):
@@ -110,7 +116,7 @@ def doubts(tasks: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {count:,} contexts exceeded the context length and lost their beginning"
 
 
-def _share(entry: dict[str, Any]) -> str:
+def _share(entry: Record) -> str:
     """The measured share of the validation text, as text."""
     if entry["documents"] == entry["of_documents"]:
         return f"all {entry['documents']:,} validation documents"
@@ -118,7 +124,7 @@ def _share(entry: dict[str, Any]) -> str:
             f"{entry['of_tokens']:,} tokens)")
 
 
-def metric_text(entry: dict[str, Any]) -> str:
+def metric_text(entry: Record) -> str:
     """0.425 ± 0.079, or only the value."""
     value = "n/a" if entry["value"] is None else f"{entry['value']:.3f}"
     return value if entry["stderr"] is None else f"{value} ± {entry['stderr']:.3f}"

@@ -49,8 +49,7 @@ def measure_task(model: HarnessModel, task_file: TaskFile, limit: int | None, bo
     for _, reason in outcomes:
         if reason is not None:
             raise UserError(f"The task {task_file.name} ({task_file.path}) failed: {reason}")
-    first: dict[str, Any] = outcomes[0][0]
-    return first
+    return outcomes[0][0]
 
 
 def _measured(model: HarnessModel, task_file: TaskFile, limit: int | None, bootstrap_iters: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Self
 
 import torch
@@ -15,7 +14,7 @@ from drover.model.config import ModelConfig
 from drover.model.names import parameter_shapes
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.formats.huggingface import Read
-from drover.pipeline.formats.tensor_file import rectangle_in
+from drover.pipeline.formats.tensor_file import Dims, rectangle_in
 
 
 class Weights(ABC):
@@ -45,7 +44,7 @@ class Weights(ABC):
         """The stored element type."""
 
     @abstractmethod
-    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
         """As `read`, for a valid rectangle."""
 
     @abstractmethod
@@ -75,7 +74,7 @@ class Weights(ABC):
         """The name of a parameter in the files."""
         return name
 
-    def _fit(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]],
+    def _fit(self, found: Mapping[str, Dims], expected: Mapping[str, Dims],
              passed_over: Collection[str], stated: str, wrong: Sequence[str] = ()) -> None:
         """Close, and raise UserError, unless the files have exactly the expected tensors, each with its shape.
 
@@ -100,8 +99,7 @@ class Weights(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -29,7 +29,7 @@ from drover.pipeline.formats.base import Weights, same_bits
 from drover.pipeline.formats.huggingface import OutputFile, Source, text_file
 from drover.pipeline.formats.meta_params import LLAMA2_THETA, PARAMS, PARTS, config_of, params_of, read_params
 from drover.pipeline.formats.record import recorded_config
-from drover.pipeline.formats.tensor_file import DamagedFileError, PickleFile, overlap
+from drover.pipeline.formats.tensor_file import DamagedFileError, Dims, PickleFile, Rectangle, overlap
 
 _PART = re.compile(r"consolidated\.(\d\d)\.pth")
 _PASSED_OVER = {"rope.freqs"}
@@ -55,7 +55,7 @@ class Split:
             return 0, self.parts
         return axis, self._kv_copies if name.endswith((".wk.weight", ".wv.weight")) else 1
 
-    def rectangle(self, name: str, shape: tuple[int, ...], part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def rectangle(self, name: str, shape: Dims, part: int) -> Rectangle:
         """(offset, size) of a part's slice of a parameter. ValueError if it cannot be cut evenly."""
         axis, copies = self.cut(name)
         groups = self.parts // copies
@@ -123,7 +123,7 @@ class MetaWeights(Weights):
             raise UserError(f"The weights in {self.path} cannot be read: {error}. Fetch or export them again."
                             ) from None
 
-    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
         axis, copies = self._split.cut(name)
         held, at = self._parts[0].layouts[name].shape, [0] * len(shape)
         target = torch.empty(shape, dtype=self.dtype(name))

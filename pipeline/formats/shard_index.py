@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.files import Count
-from drover.pipeline.formats.tensor_file import DTYPES
+from drover.pipeline.formats.tensor_file import DTYPES, Dims, Rectangle
 
-Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size."""
 Cut = NDArray[np.int64]
 """(pieces, 1 + 2 dimensions), in the order of their files: a piece's file, by its number, its offset and its size."""
 
@@ -48,7 +46,7 @@ class Index:
     cuts: tuple[Cut, ...]
 
     @classmethod
-    def of(cls, file: dict[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[Rectangle]]]) -> Index:
+    def of(cls, file: dict[str, Any], tensors: Mapping[str, tuple[str, Dims, Sequence[Rectangle]]]) -> Index:
         """The index of one file. tensors: element type, shape and rectangles of each."""
         cuts, entries = dict[tuple[Rectangle, ...], int](), dict[str, Entry]()
         for name, (dtype, shape, pieces) in tensors.items():
@@ -64,7 +62,7 @@ class Index:
             ValueError: the parts disagree on what a tensor is.
         """
         files, moved = list[dict[str, Any]](), list[list[Cut]]()
-        found: dict[str, tuple[str, tuple[int, ...], list[tuple[int, int]]]] = {}
+        found: dict[str, tuple[str, Dims, list[tuple[int, int]]]] = {}
         for number, part in enumerate(parts):
             for name, entry in part.tensors.items():
                 dtype, shape, held = found.setdefault(name, (entry.dtype, entry.shape, []))
@@ -83,7 +81,7 @@ class Index:
 
     def check(self) -> None:
         """ValueError unless the pieces of each tensor have its dimensions and cover it exactly once."""
-        seen = set[tuple[int, tuple[int, ...]]]()
+        seen = set[tuple[int, Dims]]()
         for name, entry in self.tensors.items():
             if (entry.cut, entry.shape) in seen:
                 continue

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -28,12 +28,14 @@ from torch import Tensor
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, Inside, atomic_file, parsed_json, typed
-from drover.pipeline.formats.shard_index import Cut, Entry, Index, Rectangle, corners, overlapping
+from drover.pipeline.formats.shard_index import Cut, Entry, Index, corners, overlapping
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
     DamagedFileError,
+    Dims,
     Layout,
+    Rectangle,
     TensorFile,
     overlap,
     rectangle_in,
@@ -55,8 +57,8 @@ class TensorShard:
     """
 
     tensor: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Dims
+    shape: Dims
 
     def __post_init__(self) -> None:
         rectangle_in(self.shape, self.offset, self.tensor.shape)
@@ -71,7 +73,7 @@ def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorSha
         OSError: the disk is full or fails; the file is left incomplete.
         ValueError: a tensor is not contiguous or not in host memory, or its pieces differ in element type or shape.
     """
-    entries = dict[str, tuple[str, tuple[int, ...], list[Rectangle]]]()
+    entries = dict[str, tuple[str, Dims, list[Rectangle]]]()
     tensors: dict[str, Tensor] = {}
     for name, value in pieces.items():
         found = [value] if isinstance(value, TensorShard) else list(value)
@@ -86,7 +88,7 @@ def write_part(path: Path, pieces: Mapping[str, TensorShard | Sequence[TensorSha
     return Index.of(write_tensors(path, layouts, tensors.values()), entries)
 
 
-def _entry(name: str, pieces: Sequence[TensorShard]) -> tuple[str, tuple[int, ...], list[Rectangle]]:
+def _entry(name: str, pieces: Sequence[TensorShard]) -> tuple[str, Dims, list[Rectangle]]:
     kinds = {(piece.tensor.dtype, tuple(piece.shape)) for piece in pieces}
     if len(kinds) > 1:
         raise ValueError(f"The pieces of {name} differ in element type or shape of the whole: {kinds}.")
@@ -178,7 +180,7 @@ class CheckpointReader:
         """The full names of all tensors that start with `prefix`, in the order in which they were written."""
         return [name for name in self._tensors if name.startswith(prefix)]
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Dims:
         """The whole tensor's shape."""
         return self._tensors[name].shape
 
@@ -186,30 +188,18 @@ class CheckpointReader:
         """The stored element type."""
         return DTYPES[self._tensors[name].dtype]
 
-    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None,
-             out: Tensor | None = None) -> Tensor:
-        """The rectangle of tensor `name` that starts at `offset` (default: the beginning).
-
-        shape: of the rectangle; default: that of `out`, or else up to the tensor's end. out: the tensor to fill and
-        return, instead of a new one on the host. It may be strided, on any device, and of another element type.
-        Raises ValueError if the rectangle is not inside the tensor, or `out` has another shape.
-        """
-        offset, size = rectangle_in(self.shape(name), offset, out.shape if shape is None and out is not None else shape)
-        target = torch.empty(size, dtype=self.dtype(name)) if out is None else out
-        if tuple(target.shape) != size:
-            raise ValueError(f"out is {tuple(target.shape)}, and {size} of {name} are to be read.")
-        with torch.no_grad():
-            for number, (at, held) in self.pieces(name, offset, size):
-                place, inside = overlap(offset, size, at, held)
-                self._copy(target[place], number, name, at, held, inside)
+    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+        """The rectangle of tensor `name` that starts at `offset` (default: the beginning) and has `shape` (default: up
+        to the tensor's end), on the host. Raises ValueError if it is not inside the tensor."""
+        offset, size = rectangle_in(self.shape(name), offset, shape)
+        target = torch.empty(size, dtype=self.dtype(name))
+        for number, (at, held) in overlapping(self._cuts[self._tensors[name].cut], offset, size):
+            place, inside = overlap(offset, size, at, held)
+            self._copy(target[place], number, name, at, held, inside)
         return target
 
-    def pieces(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
-        """(number of its file, rectangle) of all pieces that overlap with a rectangle of tensor `name`."""
-        yield from overlapping(self._cuts[self._tensors[name].cut], offset, size)
-
     def _copy(self, target: Tensor, number: int, name: str, at: Sequence[int], size: Sequence[int],
-              inside: tuple[int, ...]) -> None:
+              inside: Dims) -> None:
         """Fill `target` from the piece at `at` in file `number`, starting at `inside`."""
         try:
             file = self._file(number)

@@ -33,6 +33,11 @@ DTYPES = {
 """The format's names of element types."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+Dims = tuple[int, ...]
+"""A number for each dimension of a tensor: its shape, or the offset or size of a rectangle in it."""
+Rectangle = tuple[Dims, Dims]
+"""Offset and size."""
+
 _CHUNK = 1 << 20
 """Bytes to hash and write at a time, so few that they are still in the cache when they are written."""
 _BLOCK = 16 << 20
@@ -58,7 +63,7 @@ class Layout:
     """Element type and shape of a tensor in a file."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Dims
 
     @property
     def size(self) -> int:
@@ -67,7 +72,7 @@ class Layout:
 
 
 def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
-                 size: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+                 size: Sequence[int] | None) -> Rectangle:
     """A rectangle of a tensor: offset (default: the beginning) and size (default: up to the end). ValueError if it is
     not inside."""
     start = tuple(offset or (0,) * len(whole))
@@ -80,7 +85,7 @@ def rectangle_in(whole: Sequence[int], offset: Sequence[int] | None,
 
 
 def overlap(offset: Sequence[int], size: Sequence[int], at: Sequence[int],
-            held: Sequence[int]) -> tuple[tuple[slice, ...], tuple[int, ...]]:
+            held: Sequence[int]) -> tuple[tuple[slice, ...], Dims]:
     """The overlap of the rectangle at `offset` with the one at `at`, of size `held`: its slices in the first, and its
     offset in the second. It may be empty."""
     place, inside = list[slice](), list[int]()
@@ -165,22 +170,19 @@ class TensorFile:
         """Close the file."""
         self._file.close()
 
-    def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
-        """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape.
-
-        The target may have another element type, to which values are converted. It may be strided, and on any device.
-        """
+    def read_into(self, target: Tensor, name: str, offset: Dims) -> None:
+        """Fill `target`, on the host and of the stored element type, with the rectangle of the tensor `name` that
+        starts at `offset` and has target's shape. The target may be strided."""
         layout, start = self.layouts[name], self._starts[name]
         if not layout.shape:  # read a scalar as a row of one
             layout, target, offset = Layout(layout.dtype, (1,)), target.view(1), (0,)
         if target.numel():
             self._fill(target, layout, start, offset)
 
-    def _fill(self, target: Tensor, layout: Layout, start: int, offset: tuple[int, ...]) -> None:
+    def _fill(self, target: Tensor, layout: Layout, start: int, offset: Dims) -> None:
         first, inner = offset[0], Layout(layout.dtype, layout.shape[1:])
         whole_rows = tuple(target.shape[1:]) == inner.shape
-        straight = target.dtype == layout.dtype and target.device.type == "cpu"
-        if whole_rows and straight and target.is_contiguous():
+        if whole_rows and target.is_contiguous():
             self._read(_bytes(target), start + first * inner.size)
         elif not whole_rows and target[0].numel() * layout.dtype.itemsize >= _RUN:
             for index, row in enumerate(target):
@@ -267,7 +269,7 @@ class PickleFile:
         """Close the file."""
         self._tensors.clear()
 
-    def read_into(self, target: Tensor, name: str, offset: tuple[int, ...]) -> None:
+    def read_into(self, target: Tensor, name: str, offset: Dims) -> None:
         """Fill `target` with the rectangle of the tensor `name` that starts at `offset` and has target's shape."""
         target.copy_(self._tensors[name][tuple(slice(start, start + size) for start, size
                                                in zip(offset, target.shape, strict=True))])

@@ -41,6 +41,7 @@ from drover.pipeline.formats.sharded_tensors import INDEX, CheckpointReader, wri
 from drover.pipeline.formats.tensor_file import (
     DTYPE_NAMES,
     DamagedFileError,
+    Dims,
     PickleFile,
     TensorFile,
 )
@@ -74,7 +75,7 @@ class CheckpointWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.dtype(MODEL + name)
 
-    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
         return self._reader.read(MODEL + name, offset, shape)
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class MeanWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return self._parts[0].dtype(name)
 
-    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
         first, *others = self._parts
         if not others:
             return first.read(name, offset, shape)
@@ -150,7 +151,7 @@ class HuggingFaceWeights(Weights):
         theirs = their_name(name)
         return self._where[theirs].layouts[theirs].dtype
 
-    def _read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, offset: Dims, shape: Dims) -> Tensor:
         theirs, heads = their_name(name), rotated_heads(name, self.config)
         if heads is None or not all(shape):
             return self._filled(theirs, offset, shape)
@@ -165,7 +166,7 @@ class HuggingFaceWeights(Weights):
         for file in set(self._where.values()):
             file.close()
 
-    def stored_shape(self, theirs: str) -> tuple[int, ...] | None:
+    def stored_shape(self, theirs: str) -> Dims | None:
         """The shape of the tensor with this name in the files; None if there is none."""
         return self._where[theirs].layouts[theirs].shape if theirs in self._where else None
 
@@ -174,7 +175,7 @@ class HuggingFaceWeights(Weights):
         shape = self._where[theirs].layouts[theirs].shape
         return self._filled(theirs, (0,) * len(shape), shape)
 
-    def _filled(self, theirs: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _filled(self, theirs: str, offset: Dims, shape: Dims) -> Tensor:
         file = self._where[theirs]
         target = torch.empty(shape, dtype=file.layouts[theirs].dtype)
         try:

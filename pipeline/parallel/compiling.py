@@ -1,7 +1,9 @@
-"""torch.compile for each block, and the inputs that its graphs need."""
+"""torch.compile for each block, the inputs that its graphs need, and the C or C++ compiler that it needs."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from drover.model.llama import Llama
 from drover.model.loss import Passes
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.core.errors import UserError
 
 GRAPHS = 32
 """How many graphs the blocks of one kind may have in one phase. Training, validation and each shape of a batch have
@@ -128,3 +131,23 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def refuse_without_compiler(train: TrainConfig, device: torch.device) -> None:
+    """Refuse a run that compiles its blocks if torch would find no compiler.
+
+    Raises:
+        UserError: names what is missing. Otherwise the first step would end in a traceback of torch's.
+    """
+    if not compiles(train, device):
+        return
+    gpu = device.type == "cuda"
+    # As torch's inductor and, for GPUs, Triton look for it.
+    variable, names = ("CC", ("gcc", "clang")) if gpu else ("CXX", ("g++",))
+    chosen = os.environ.get(variable)
+    if any(shutil.which(name) for name in ((chosen,) if chosen else names)):
+        return
+    wanted = f"{chosen} ({variable})" if chosen else " or ".join(names)
+    default = ", which is the default on GPUs" if train.compile is None else ""
+    raise UserError(f"train.compile is on{default}, and torch.compile needs a compiler, but there is no {wanted} on "
+                    f"this machine. Install one (apt-get install g++), or set train.compile=false.")

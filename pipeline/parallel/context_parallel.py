@@ -167,8 +167,7 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        waited: Tensor = WAIT(gradient)
-        return waited.to(ctx.dtype)
+        return WAIT(gradient).to(ctx.dtype)
 
 
 class _Packed(torch.autograd.Function):

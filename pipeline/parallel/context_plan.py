@@ -35,8 +35,7 @@ class RowPlan:
         parts = [np.stack([self.edges[:, 0], self.edges[:, chunk], self.edges[:, chunk + 1],
                            np.full(len(self.edges), kind)], axis=1) for kind, chunk in enumerate((rank, tail))]
         both = np.stack(parts, axis=1).reshape(-1, 4)
-        found: np.ndarray = both[both[:, 2] > both[:, 1]]
-        return found
+        return both[both[:, 2] > both[:, 1]]
 
 
 @lru_cache(maxsize=256)

@@ -17,13 +17,12 @@ from drover.model.llama import Llama, Part
 from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.parallel.activation_checkpointing import checkpoint_activations
-from drover.pipeline.parallel.async_tensor_parallel import overlapping
 from drover.pipeline.parallel.compiling import compile_blocks, compiles
 from drover.pipeline.parallel.fp8 import convert_to_fp8
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.initial_values import InitialValues
 from drover.pipeline.parallel.pipeline_parallel import Stage
-from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel
+from drover.pipeline.parallel.tensor_parallel import apply_tensor_parallel, overlapping
 
 EXCHANGE_DURING_PRODUCTS = {"reorder_for_compute_comm_overlap": True,
                             "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"]}

@@ -43,7 +43,7 @@ class LocalShard:
 
 
 class Grid:
-    """All ranks as an array; this rank's place in it.
+    """All ranks as an array; this rank's place in it. Raises UserError with the numbers if they do not fit.
 
     Attributes:
         pipeline, replicate, shard, context, tensor: the lengths of its axes.
@@ -52,7 +52,9 @@ class Grid:
 
     def __init__(self, ranks: Ranks, parallel: ParallelConfig) -> None:
         self.ranks = ranks
-        self.sizes = sizes(parallel, ranks.world)
+        if problems := grid_problems(parallel, ranks.world):
+            raise UserError(listed(problems))
+        self.sizes = parallel.sizes(ranks.world)
         self.pipeline, self.replicate, self.shard, self.context, self.tensor = self.sizes
         self.pipeline_rank, self.replica, self.shard_rank, self.context_rank, self.tensor_rank = self.place(ranks.rank)
 
@@ -161,13 +163,6 @@ class Grid:
 def own(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor that may be spread, as a view of its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sizes(parallel: ParallelConfig, ranks: int) -> GridSizes:
-    """The lengths of the axes. Raises UserError with the numbers if their product is not `ranks`."""
-    if problems := grid_problems(parallel, ranks):
-        raise UserError(listed(problems))
-    return parallel.sizes(ranks)
 
 
 def _slice(length: int, parts: int, number: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class Ranks:
 
     patience: how long a collective waits for other ranks before torch ends the process and names the group.
     memory: the context in which weights are allocated; in a rehearsal it allocates nothing
-    (pipeline/rehearsal/world.py).
+    (pipeline/rehearsal/replacements.py).
     """
 
     rank: int
@@ -62,8 +62,7 @@ class Ranks:
         """Sums over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64, device=self.exact)
         dist.all_reduce(total)
-        sums: list[float] = total.tolist()
-        return sums
+        return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in rank order, on every rank. What values may be: `messages`."""
@@ -185,16 +184,12 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None,
         except ValueError as error:
             raise UserError(f"launch.device {error}") from None
         keep_freed_memory()
+    meeting: dist.Store | None = None if "RANK" in os.environ else dist.HashStore()
     if store is not None:
         meeting = dist.PrefixStore("default_pg", store)
         meeting.set_timeout(patience)
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
-                                device_id=group_device)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=patience, device_id=group_device)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience,
-                                device_id=group_device)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
+                            device_id=group_device)
     return Ranks(rank, world, own, patience=patience)
 
 

@@ -18,15 +18,17 @@ TIGHT = 0.9
 """The share of a GPU's memory that a rehearsed step may use. The rest is for what is not estimated."""
 TRIED, ENOUGH, SEARCH_S = 6, 3, 120.0
 """The search for settings that fit ends after so many rehearsals, so many that fit, or so many seconds."""
+Settings = dict[str, object]
+"""Values of a configuration, by `section.key`."""
 LONG = 32768
 """Sequences of at least so many tokens are split over ranks (cp) before products are (tp)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Settings that were rehearsed, by `section.key`; empty for the configuration itself. peak: bytes of a rank."""
+    """Settings that were rehearsed; empty for the configuration itself. peak: bytes of a rank."""
 
-    settings: dict[str, object]
+    settings: Settings
     peak: int
     lost: Lost
 
@@ -34,7 +36,7 @@ class Layout:
         return f"{named(self.settings) or 'as configured'}: {readable(self.peak)}, {self.lost}"
 
 
-def rehearsed(config: Config, settings: dict[str, object], ranks: int, rank: int = 0, *, gpu: bool = True) -> Layout:
+def rehearsed(config: Config, settings: Settings, ranks: int, rank: int = 0, *, gpu: bool = True) -> Layout:
     """The configuration with other settings: the fullest of the rehearsed ranks, which include `rank`.
 
     Raises:
@@ -94,10 +96,10 @@ def _advice(config: Config, found: Rehearsal, largest: str, memory: float, gpu: 
     return f"Take more ranks.{rest}"
 
 
-def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, object]]:
+def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[Settings]:
     """Settings that need less memory: single ones first, the fastest before others, then several together."""
     train, parallel = config.train, config.parallel
-    single: list[dict[str, object]] = []
+    single: list[Settings] = []
     micro_batch = BatchPlan.of(train, parallel, found.ranks).micro_batch
     if largest in ("activations", "received") and micro_batch > 1:
         single.append({"train.micro_batch": micro_batch // 2})
@@ -105,20 +107,20 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[dict[str, o
         single += [{f"parallel.{name}": less} for name, less in
                    (("dp_replicate", 1), ("reduce", "each"), ("reshard", "always")) if getattr(parallel, name) != less]
     kinds = ("none", "selective", "full")
-    checkpointing: list[dict[str, object]] = [{"train.activation_checkpointing": kind} for kind in
-                                              kinds[kinds.index(train.activation_checkpointing) + 1:]]
+    checkpointing: list[Settings] = [{"train.activation_checkpointing": kind} for kind in
+                                     kinds[kinds.index(train.activation_checkpointing) + 1:]]
     if largest in ("activations", "received"):
         single += checkpointing
     long = train.sequence_length >= LONG
-    split: list[dict[str, object]] = [{f"parallel.{name}": size} for size in (2, 4, 8, 16) for name in
-                                      (("cp", "tp") if long else ("tp", "cp")) if size > getattr(parallel, name)]
-    together: dict[str, object] = dict(checkpointing[-1]) if checkpointing else {}
+    split: list[Settings] = [{f"parallel.{name}": size} for size in (2, 4, 8, 16) for name in
+                             (("cp", "tp") if long else ("tp", "cp")) if size > getattr(parallel, name)]
+    together: Settings = dict(checkpointing[-1]) if checkpointing else {}
     for settings in (*single, *split[:2], *({**together, **way} for way in (split[2:] if together else split))):
         if possible(config, settings, found.ranks):
             yield settings
 
 
-def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
+def possible(config: Config, settings: Settings, ranks: int) -> bool:
     """Whether the settings cause no new problem on so many ranks."""
     try:
         other = changed(config, settings)
@@ -127,14 +129,14 @@ def possible(config: Config, settings: dict[str, object], ranks: int) -> bool:
         return False
 
 
-def named(settings: dict[str, object]) -> str:
+def named(settings: Settings) -> str:
     """Settings in the form of the command line."""
     return " ".join(f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
                     for key, value in settings.items())
 
 
-def changed(config: Config, settings: dict[str, object]) -> Config:
-    """The configuration with other values, by `section.key`."""
+def changed(config: Config, settings: Settings) -> Config:
+    """The configuration with other values."""
     for key, value in settings.items():
         section, _, name = key.partition(".")
         part = getattr(config, section).model_copy(update={name: value})

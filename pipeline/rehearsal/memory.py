@@ -8,9 +8,8 @@ kind.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -102,22 +101,19 @@ class Memory:
         if self._numbers.get(key) == number:
             del self._numbers[key]
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Notice when FSDP2 frees gathered weights: it resizes their storages to zero, without any operator."""
+    def following(self) -> AbstractContextManager[object]:
+        """Notice within when FSDP2 frees gathered weights: it resizes their storages to zero, without any operator."""
         import torch
 
         resize: Any = torch.UntypedStorage.resize_
-        memory = self
 
         def followed(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if (number := memory._numbers.get(storage._cdata)) is not None:
-                memory._resize(number, size)
+            if (number := self._numbers.get(storage._cdata)) is not None:
+                self._resize(number, size)
             return result
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", followed):
-            yield
+        return mock.patch.object(torch.UntypedStorage, "resize_", followed)
 
     def peak(self) -> Peak:
         """The most that was held since the beginning, by kind and item."""
@@ -129,16 +125,11 @@ class Memory:
         held: Counter[int] = Counter()
         for number, change in self._log[:at + 1]:
             held[number] += change
-        kinds = dict.fromkeys(KINDS, 0)
-        alike: dict[tuple[str, tuple[int, ...], str], tuple[int, int]] = {}
+        alike = defaultdict[tuple[str, tuple[int, ...], str], list[int]](list)
         for number, size in held.items():
-            if not size:
-                continue
-            piece = self._pieces[number]
-            kind = piece.kind or "activations"
-            kinds[kind] += size
-            key = (kind, piece.shape, str(piece.dtype).removeprefix("torch."))
-            count, before = alike.get(key, (0, 0))
-            alike[key] = (count + 1, before + size)
-        items = sorted((Item(*key, *found) for key, found in alike.items()), key=lambda item: -item.bytes)
+            if size:
+                piece = self._pieces[number]
+                alike[piece.kind or "activations", piece.shape, str(piece.dtype).removeprefix("torch.")].append(size)
+        items = sorted((Item(*key, len(own), sum(own)) for key, own in alike.items()), key=lambda item: -item.bytes)
+        kinds = {kind: sum(item.bytes for item in items if item.kind == kind) for kind in KINDS}
         return Peak(most, kinds, tuple(items))

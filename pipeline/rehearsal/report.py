@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,15 +95,15 @@ def lines(config: Config, found: Sequence[Rehearsal]) -> list[str]:
 
 def judgements(found: Sequence[Rehearsal]) -> list[str]:
     """Waits, masks and notes, each once."""
-    waits = {place: count for one in found for place, count in one.waits.items()}
-    masks = {place: shape for one in found for place, shape in one.masks.items()}
-    return [f"waits      {_places(waits) or 'none: the host reads nothing but the result of the step'}",
-            f"masks      {_places(masks) or 'none of all pairs of tokens'}",
+    waits, masks = _places(one.waits for one in found), _places(one.masks for one in found)
+    return [f"waits      {waits or 'none: the host reads nothing but the result of the step'}",
+            f"masks      {masks or 'none of all pairs of tokens'}",
             *(f"note       {text}" for text in dict.fromkeys(note for one in found for note in one.notes)),
             "note       CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top"]
 
 
-def _places(places: dict[str, Any]) -> str:
+def _places(of: Iterable[Mapping[str, Any]]) -> str:
+    places = {place: what for one in of for place, what in one.items()}
     return "; ".join(f"{place}: {what}" for place, what in places.items())
 
 

@@ -8,15 +8,14 @@ from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.training import KEPT_ACTIVATIONS
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import NotRehearsedError, UserError
-from drover.pipeline.rehearsal.fitting import TIGHT, Layout, changed, named, possible, rehearsed
+from drover.pipeline.rehearsal.fitting import TIGHT, Layout, Settings, changed, named, possible, rehearsed
 from drover.pipeline.rehearsal.lost_time import GAIN, before_exchanges
 
 KEPT = (("attention",), ("wo",), ("wq", "wk", "wv"), ("w1", "w3"))
 """Groups of `train.kept_activations` that the search adds together."""
 
 
-def spend(config: Config, ranks: int, memory: float,
-          report: Callable[[str], None] = lambda _: None) -> list[Layout]:
+def spend(config: Config, ranks: int, memory: float, report: Callable[[str], None] = lambda _: None) -> list[Layout]:
     """The configuration's layout, then each layout that the search moved to.
 
     The search rehearses every single change (`changes`) that takes memory and may save waiting, recomputing or
@@ -34,7 +33,7 @@ def spend(config: Config, ranks: int, memory: float,
         raise UserError("With parallel.pp_schedule=zbv, --spend cannot search: the bubble of zbv is not known. Take "
                         "1f1b or interleaved.")
 
-    def tried(settings: dict[str, object]) -> Iterator[Layout]:
+    def tried(settings: Settings) -> Iterator[Layout]:
         try:
             layout = rehearsed(config, settings, ranks)
         except (NotRehearsedError, UserError) as error:
@@ -58,7 +57,7 @@ def spend(config: Config, ranks: int, memory: float,
         path.append(min(better, key=lambda layout: (round(layout.lost.time / GAIN), layout.peak)))
 
 
-def changes(config: Config, ranks: int) -> Iterator[dict[str, object]]:
+def changes(config: Config, ranks: int) -> Iterator[Settings]:
     """Single changes that take memory and may save time."""
     train, parallel = config.train, config.parallel
     if train.activation_checkpointing == "full":
@@ -74,7 +73,7 @@ def changes(config: Config, ranks: int) -> Iterator[dict[str, object]]:
         if 2 * train.recomputed_blocks <= config.model.layers:
             yield {"train.recomputed_blocks": 2 * train.recomputed_blocks}
     micro_batch = BatchPlan.of(train, parallel, ranks).micro_batch
-    larger: dict[str, object] = {"train.micro_batch": 2 * micro_batch}
+    larger: Settings = {"train.micro_batch": 2 * micro_batch}
     if BatchPlan.of(changed(config, larger).train, parallel, ranks).micro_batch > micro_batch:
         yield larger
     if parallel.reshard == "always":

@@ -19,12 +19,11 @@ from drover.pipeline.config.tree import Config
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.ranks import Ranks
-from drover.pipeline.rehearsal import attention, kept
+from drover.pipeline.rehearsal import replacements
 from drover.pipeline.rehearsal.apart import refuse
 from drover.pipeline.rehearsal.report import RESULT, Rehearsal, layers_of, network
 from drover.pipeline.rehearsal.traffic import Traffic
 from drover.pipeline.rehearsal.watch import Watch
-from drover.pipeline.rehearsal.world import fake_world
 from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.engines.engine import Engine
 from drover.pipeline.training.guards import StepLimits
@@ -46,7 +45,7 @@ def rehearse(config: Config, ranks: int, rank: int, *, gpu: bool = True, all_mic
     """
     refuse(config, ranks, [rank])
     decided, notes, shape = rehearsable(config, ranks, gpu)
-    with fake_world(rank, ranks) as world, as_on_gpus(config.train) if gpu else nullcontext():
+    with replacements.fake_world(rank, ranks) as world, as_on_gpus(config.train) if gpu else nullcontext():
         found = take_step(decided, shape, world, all_micro_batches)
     found.notes[:0] = notes
     return found
@@ -73,7 +72,7 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
     if gpu:
         where = Where(cpu, DTYPES[precision], train.compile is not False, model.head_width,
                       model.sliding_window is not None, parallel.cp > 1)
-        name, note = attention.on_gpus(name, where)
+        name, note = replacements.on_gpus(name, where)
         notes += [note] if note else []
     if train.compile or (gpu and train.compile is None):
         notes.append("the loss is rehearsed uncompiled: compiled, logits take less memory")
@@ -87,10 +86,10 @@ def _decided(config: Config, gpu: bool) -> tuple[Config, list[str]]:
 @contextmanager
 def as_on_gpus(train: TrainConfig) -> Iterator[None]:
     """Use the sizes and types of GPUs, and keep as much for the backward pass as blocks do there."""
-    swiglu = kept.swiglu if train.compile is not False else drover.model.llama.swiglu
+    swiglu = replacements.swiglu if train.compile is not False else drover.model.llama.swiglu
     with (mock.patch.object(drover.model.loss, "CHUNK_TOKENS_CPU", drover.model.loss.CHUNK_TOKENS_ACCELERATOR),
           mock.patch.dict(muon.COMPUTED_IN, {"cpu": muon.COMPUTED_IN["cuda"]}),
-          mock.patch.object(nn.RMSNorm, "forward", kept.norm),
+          mock.patch.object(nn.RMSNorm, "forward", replacements.norm),
           mock.patch.object(drover.model.llama, "swiglu", swiglu)):
         yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -57,18 +57,16 @@ class Watch(TorchDispatchMode):
         self.memory, self.traffic = Memory(), Traffic()
         self.waits: Counter[str] = Counter()
         self.masks: dict[str, tuple[int, ...]] = {}
-        self._following: AbstractContextManager[None] | None = None
+        self._following = ExitStack()
 
     def __enter__(self) -> Watch:
-        self._following = self.memory.following()
-        self._following.__enter__()
+        self._following.enter_context(self.memory.following())
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert self._following is not None
-        self._following.__exit__(None, None, None)
+        self._following.close()
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):

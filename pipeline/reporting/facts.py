@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from drover.pipeline.core.files import read_lines, read_record
 from drover.pipeline.records.checkpoints import named_after_steps, step_of
 from drover.pipeline.records.goodput import Goodput, goodput
 from drover.pipeline.records.metrics import Event, Line, read_metrics
+from drover.pipeline.reporting.document import Record
 
 ABSOLUTE = re.compile(r"""(?<![\w./:~…])/(?:(?:home|Users)/[^\s/"']+/)?(?:[^\s/"',:\]]+/)*?"""
                       r"""((?:[^\s/"',:\]]+/)?[^\s/"',:\]]+)(?=[\s"',:\]]|$)""")
@@ -48,13 +49,13 @@ class Facts:
 
     config: Config
     manifests: Mapping[str, Manifest]
-    results: Mapping[str, Any] = field(default_factory=dict)
+    results: Record = field(default_factory=dict)
     goodput: Goodput | None = None
-    evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    evaluations: Mapping[int, Record] = field(default_factory=dict)
+    metrics: Sequence[Record] = ()
+    samples: Sequence[Record] = ()
+    events: Sequence[Record] = ()
+    tokenizer: Record = field(default_factory=dict)
     changed_code: Mapping[str, list[str]] = field(default_factory=dict)
     reused: Mapping[str, str] = field(default_factory=dict)
     earlier: Mapping[str, list[float]] = field(default_factory=dict)
@@ -69,16 +70,16 @@ class Facts:
         return self.manifests[stage].wall_s + sum(self.earlier.get(stage, ()))
 
     @property
-    def heldout(self) -> dict[str, Any]:
+    def heldout(self) -> Record:
         """The results of evaluate on validation text; empty if there is none."""
         return self.results.get("heldout", {})
 
     @property
-    def updates(self) -> list[dict[str, Any]]:
+    def updates(self) -> list[Record]:
         """The metrics of steps whose update was applied. The loss of other steps may be NaN, as text."""
         return [record for record in self.metrics if "skipped" not in record]
 
-    def events_of(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[Record]:
         """The events of one kind."""
         return [event for event in self.events if event.get("event") == kind]
 
@@ -106,7 +107,7 @@ def collect(run: Run) -> Facts:
         machine=machine())
 
 
-def earlier(stage: str, manifest: Manifest, attempts: Iterable[dict[str, Any]], spent: Goodput | None) -> list[float]:
+def earlier(stage: str, manifest: Manifest, attempts: Iterable[Record], spent: Goodput | None) -> list[float]:
     """The seconds of each start of a stage before the one that finished it. Training's are from its own records, other
     stages' from the launcher's records since the stage was last done. Overlapping time counts once."""
     last = _at(manifest.finished) - manifest.wall_s
@@ -146,10 +147,11 @@ def machine() -> dict[str, str]:
     """The machine that writes the report."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"host": platform.node(), "system": f"{platform.system()} {platform.release()}",
-            "processor": _processor(), "cores": str(os.cpu_count()), "memory": f"{memory / 1e9:.0f} GB"}
+            "processor": processor(), "cores": str(os.cpu_count()), "memory": f"{memory / 1e9:.0f} GB"}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, as far as the system says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

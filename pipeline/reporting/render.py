@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from drover.pipeline.config.tree import Config
 from drover.pipeline.reporting.chapters.checkpoints import checkpoints
 from drover.pipeline.reporting.chapters.data import data
@@ -58,12 +56,8 @@ def markdown(document: Document) -> str:
 def _rendered(template: str, document: Document, autoescape: bool) -> str:
     environment = TEMPLATES.overlay(autoescape=autoescape)
     environment.filters.update(cell=lambda text: _plain(text).replace("|", "\\|"), draw=draw, fenced=_fenced,
-                               kind=_kind, plain=_plain)
+                               kind=lambda block: type(block).__name__, plain=_plain)
     return environment.get_template(template).render(report=document)
-
-
-def _kind(block: Any) -> str:
-    return type(block).__name__
 
 
 def _plain(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Range, spelled
 

@@ -83,8 +83,7 @@ class Validation(Hook):
             loop.watchdog.pulse(first=self._first)
             if grid.context > 1:
                 return whole_losses(model, grid.mesh["context"], tokens, labels, documents, positions)
-            nats: Tensor = model(tokens, labels, documents=documents, positions=positions, reduction="none")
-            return nats
+            return model(tokens, labels, documents=documents, positions=positions, reduction="none")
         with loop.recorder.looking():
             model.eval()
             measured = measure(forward, self.batches, loop.ranks.device, copies=grid.sample_ranks)

@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -46,11 +46,10 @@ from drover.pipeline.records.checkpoints import (
 )
 from drover.pipeline.records.generation_settings import FILE
 from drover.pipeline.records.rollbacks import ROLLBACKS
-from drover.pipeline.storage.mirror import OWNER, DamagedCopyError, Mirror, Owner, describe
+from drover.pipeline.storage.mirror import COPY, OWNER, DamagedCopyError, Mirror, Owner, describe
 from drover.pipeline.storage.store import Missing, Store, preflight
 from drover.pipeline.training.async_saver import Event, in_turn, tried
 from drover.pipeline.training.checkpoint import Checkpoints
-from drover.pipeline.training.copied_checkpoints import RECORDS, CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED, SET_ASIDE
 from drover.pipeline.training.hooks import Hook
 
@@ -64,6 +63,8 @@ LOGS = (*OF_STEPS, "events.jsonl")
 """Files that only grow: while one is being written, its complete lines are copied."""
 OTHERS = (ROLLBACKS, COMPARED, FILE, "wandb.json", "mlflow.json")
 """The last two hold the run's IDs in W&B and MLflow."""
+RECORDS = "records/"
+"""Folder below a step for the train folder's records that belong to the checkpoint."""
 RETRY_S = (10.0, 30.0, 120.0, 600.0)
 """Seconds before a failed upload is retried, unless a newer checkpoint came; from then on the last of these."""
 END_RETRY_S = 10.0
@@ -72,6 +73,47 @@ SLACK = timedelta(minutes=5)
 """Rank 0 stops waiting for the last upload this long before a collective times out."""
 PATIENCE = timedelta(days=365)
 """The longest time that ranks wait for the next upload, and rank 0 for the slowest rank."""
+Files = list[dict[str, Any]]
+"""A checkpoint's files, as the copy lists them."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The content of the store: steps with a complete copy, and the paths of incomplete ones, by step."""
+
+    whole: list[int]
+    unfinished: dict[int, list[str]]
+
+
+class CopiedCheckpoints:
+    """Uploaded checkpoints in one object store: a mirror for each step, under one owner."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def of(self, step: int) -> Mirror:
+        """The copy of the checkpoint after `step`."""
+        return Mirror(self.store.join(checkpoint_name(step)))
+
+    def found(self) -> Found:
+        """The content of the store, in the order of steps; UserError if it cannot be listed."""
+        objects: dict[int, list[str]] = {}
+        for entry in self.store.list():
+            name, _, rest = entry.path.partition("/")
+            number = name.removeprefix("step-")
+            if rest and name.startswith("step-") and number.isdigit():
+                objects.setdefault(int(number), []).append(entry.path)
+        whole = sorted(step for step, paths in objects.items() if f"{checkpoint_name(step)}/{COPY}" in paths)
+        return Found(whole, {step: paths for step, paths in sorted(objects.items()) if step not in whole})
+
+    def remove(self, steps: Iterable[int]) -> None:
+        """Remove copies, each one's copy.json first."""
+        for step in steps:
+            self.of(step).remove()
+
+    def prune(self, keep: int, permanent_every: int | None) -> None:
+        """Remove all but the newest `keep` copies and permanent ones."""
+        self.remove(step for step in self.found().whole[:-keep] if permanent_every is None or step % permanent_every)
 
 
 @dataclass(frozen=True)
@@ -215,7 +257,7 @@ class Uploads(Hook):
             return problem
         return str(self.ranks.by_leader(wait))
 
-    def _claim(self) -> tuple[list[int], list[dict[str, Any]]]:
+    def _claim(self) -> tuple[list[int], Files]:
         """Claim the store. Returns the steps in it and the drift of their training. Called on rank 0."""
         store, folder = self._copies.store, self.work.folder
         preflight(store)
@@ -292,7 +334,7 @@ class Uploads(Hook):
 
     def _remove(self, steps: Sequence[int], which: str = "Copies of damaged training in") -> None:
         """Remove copies from which no training may continue. Called on rank 0."""
-        self._copies.remove(*steps)
+        self._copies.remove(steps)
         if steps:
             self.say(f"{which} {self.url} are removed: "
                      f"{', '.join(map(checkpoint_name, steps))}.")
@@ -302,7 +344,7 @@ class Uploads(Hook):
         final, copy, ranks = self.checkpoints.path(step), self._copies.of(step), self.ranks
         temporary = final.with_name(f"{final.name}.tmp")
 
-        def ready() -> list[dict[str, Any]]:
+        def ready() -> Files:
             files = _listed(copy, step)
             needed, free = sum(record["bytes"] for record in files), shutil.disk_usage(self.work.folder).free
             if free < needed:
@@ -376,9 +418,9 @@ class Uploads(Hook):
     def _attempt(self, step: int) -> Exception | None:
         """Upload a checkpoint once, each rank its share of the files. Returns the error."""
         copy, folder, ranks = self._copies.of(step), self.checkpoints.path(step), self.ranks
-        files = list[dict[str, Any]]()
+        files: Files = []
 
-        def opened() -> list[dict[str, Any]]:
+        def opened() -> Files:
             """The files to upload. First makes sure that the store has no complete copy of this step: while its objects
             are replaced one by one, it would be a mixture of both."""
             files.extend(read_marker(folder)["files"])
@@ -413,7 +455,7 @@ class Uploads(Hook):
         self._copies.prune(self.config.keep, self.config.permanent_every)
 
 
-def _listed(copy: Mirror, step: int) -> list[dict[str, Any]]:
+def _listed(copy: Mirror, step: int) -> Files:
     """The files of a listed copy; DamagedCopyError if its copy.json is missing, damaged or of another step."""
     try:
         found = copy.read()

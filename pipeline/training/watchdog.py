@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from drover.pipeline.config.guarding import FIRST
+from drover.pipeline.config.training import FIRST
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.console import duration

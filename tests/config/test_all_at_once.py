@@ -5,8 +5,9 @@ import yaml
 
 from drover.pipeline.config.checks import problems
 from drover.pipeline.config.explaining import explain
-from drover.pipeline.config.field_names import ELSEWHERE, MEANINGS, all_keys, suggestion
+from drover.pipeline.config.field_names import ELSEWHERE, MEANINGS, suggestion
 from drover.pipeline.config.loading import load_config
+from drover.pipeline.config.section import keys_of
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from tests.config.files import refusal, write
@@ -99,7 +100,7 @@ def test_explain_understands_other_names_too():
 
 
 def test_what_other_names_stand_for_exists_and_they_are_no_names_of_ours():
-    known = set(all_keys())
+    known = set(keys_of(Config))
     assert set(ELSEWHERE) <= known and set(MEANINGS) <= known
     for key, names in ELSEWHERE.items():
         section = key.rpartition(".")[0]

@@ -9,7 +9,7 @@ import torch
 from drover.model.config import YarnScaling
 from drover.model.presets import PRESETS
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.huggingface import config_to_json
 from tests.config.files import refusal
 from tests.conftest import REPOSITORY
 from tests.tiny_models import TOKENIZER_OF_BYTES, for_tokenizer, write_huggingface, write_run

@@ -44,7 +44,7 @@ def test_every_target_counts_exactly_once(lengths, batch, world):
     shares = [HeldoutBatches({"x": text}, length=window, batch=batch, rank=rank, world=world) for rank in range(world)]
     assert len({len(list(share)) for share in shares} | {len(share) for share in shares}) == 1
     for part in chain(*shares):
-        for row in zip(*map(Tensor.tolist, (part.tokens, part.labels, part.documents, part.positions)), strict=True):
+        for row in zip(*map(Tensor.tolist, part.inputs), strict=True):
             places = [place for place in zip(*row, strict=True) if place[1] != IGNORED]
             assert all(token + 1 == label for token, label, _, _ in places)
             seen.update(label for _, label, _, _ in places)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from drover.model.config import ModelConfig, RopeScaling, YarnScaling
 from drover.model.llama import Llama, initialise
 from drover.pipeline.config.shapes import shape_of
-from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.huggingface import config_to_json
 from tests.formats.exporting import state_in, write_state
 from tests.refusal import refused
 

@@ -13,7 +13,7 @@ from drover.model.config import ModelConfig, RopeScaling
 from drover.model.names import to_huggingface
 from drover.pipeline.config.shapes import shape_of
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.formats.huggingface_config import config_to_json
+from drover.pipeline.formats.huggingface import config_to_json
 from drover.pipeline.formats.weights import load_model, open_weights
 from tests.formats.cutting import read_alike, write_checkpoint
 from tests.formats.exporting import write_model

@@ -128,7 +128,7 @@ def test_varlen_is_given_padded_edges_and_unrepeated_heads():
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_flex_is_given_the_dense_masks_rule(rows, window):
     documents, length = Documents(numbered(rows), window=window), sum(rows[0])
-    seen = create_mask(rule(first_tokens(documents.numbers, window)), len(rows), 1, length, length, device="cpu")
+    seen = create_mask(rule(first_tokens(documents)), len(rows), 1, length, length, device="cpu")
     assert torch.equal(seen, Sdpa().prepare(documents, torch.float32) == 0)
     three = [whole.detach() for whole in inputs(rows)]
     found, expected = (attended(way, three, rows, window=window) for way in (Flex(), WAYS[0]))

@@ -68,7 +68,7 @@ PROBLEMS = """
 not -1; norm_eps must; vocab_size must
 {ffn_dim: 512, ffn_dim_multiplier: 1.3} -> ffn_dim (512) and ffn_dim_multiplier (1.3)
 {context_length: 16384, rope_scaling: {factor: 0.5, low_freq_factor: 0, high_freq_factor: 0, original_context_length: \
-0}} -> factor must be at least 1, not 0.5; low_freq_factor must be above 0; high_freq_factor (0.0) must be above; \
+0}} -> low_freq_factor must be above 0; high_freq_factor (0.0) must be above; factor must be at least 1, not 0.5; \
 original_context_length must be above 0
 {context_length: 64, rope_scaling: {factor: 1, original_context_length: 64}} -> original_context_length (64) must be \
 below context_length (64)

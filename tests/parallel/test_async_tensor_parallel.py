@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.parallel.async_tensor_parallel import overlapping
 from drover.pipeline.parallel.ranks import start_ranks, stop_ranks
+from drover.pipeline.parallel.tensor_parallel import overlapping
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import Case, lacks
 from tests.refusal import refused

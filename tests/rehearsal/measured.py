@@ -8,7 +8,7 @@ from unittest import mock
 from torch.profiler import ProfilerActivity, profile
 
 from drover.pipeline.config.tree import Config
-from drover.pipeline.rehearsal import attention, step
+from drover.pipeline.rehearsal import replacements, step
 from tests.model.varlen_on_cpu import NAME
 
 MODEL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 2048, "context_length": 1024}
@@ -32,7 +32,8 @@ def measured(ranks, gpu=True, **settings):
     """Of every rank, on rank 0; `allocated`: the most that torch's allocator had given out in a step, beyond what was
     there before it. gpu: with the kernel of GPUs, by its stand-in, whose own temporaries no GPU has."""
     config = config_of(**settings)
-    with mock.patch.object(attention, "NAME", NAME), step.as_on_gpus(config.train) if gpu else contextlib.nullcontext():
+    on_gpus = step.as_on_gpus(config.train) if gpu else contextlib.nullcontext()
+    with mock.patch.object(replacements, "NAME", NAME), on_gpus:
         decided, _, shape = step.rehearsable(config, ranks.world, gpu)
         found = summary(step.take_step(decided, shape, ranks, all_micro_batches=True))
         with profiled() as watching:

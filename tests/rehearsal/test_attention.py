@@ -6,7 +6,7 @@ import torch
 from drover.model.attention.backend import Where
 from drover.model.attention.varlen import Varlen
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.rehearsal.attention import NAME, on_gpus
+from drover.pipeline.rehearsal.replacements import NAME, on_gpus
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 

@@ -8,7 +8,7 @@ import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.storage.store import Store
-from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
+from drover.pipeline.training.uploads import CopiedCheckpoints
 from tests.stages.training import (
     assert_equal_to_the_bit,
     events,

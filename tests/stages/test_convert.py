@@ -48,7 +48,7 @@ def training_model(folder):
         update={"vocab_size": counts["vocab_size"]}))
     with CheckpointReader(folder / "train" / counts["checkpoint"]) as reader:
         for name, parameter in model.named_parameters():
-            reader.read(MODEL + name, out=parameter)
+            parameter.data.copy_(reader.read(MODEL + name))
     return model
 
 

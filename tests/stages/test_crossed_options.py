@@ -13,7 +13,7 @@ from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.opening import used
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.storage.store import Store
-from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
+from drover.pipeline.training.uploads import CopiedCheckpoints
 from tests.conftest import run_stage
 from tests.object_store import SECRET
 from tests.stages.test_damaged_inputs import flipped

@@ -21,8 +21,8 @@ from drover.pipeline.shard import shard
 from drover.pipeline.storage.store import Store
 from drover.pipeline.tokenizer import make_tokenizer
 from drover.pipeline.train import train
-from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.data.token_check import COMPARED
+from drover.pipeline.training.uploads import CopiedCheckpoints
 from tests.stages.small_run import TASK
 from tests.stages.training import copy_run, curve, run_train
 from tests.waiting import wait_for

@@ -21,7 +21,7 @@ from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
 from drover.pipeline.tokenization.kinds import load_tokenizer
 from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
 from drover.tools.verify.__main__ import verify
-from drover.tools.verify.shards import token_problems
+from drover.tools.verify.checks import token_problems
 from tests.conftest import run_stage
 from tests.stages.training import copy_run
 

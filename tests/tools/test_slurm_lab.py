@@ -104,7 +104,7 @@ def test_a_stranger_with_an_old_process_id_is_left_alone(tmp_path):
     for name in ("pids", "log"):
         (tmp_path / name).mkdir()
     lab = Lab(tmp_path)
-    lab.start_daemon("mine", ["sleep", "300"], dict(os.environ))
+    lab.start_daemon("mine", "sleep", "300")
     identity = lab.daemon("mine").pid
     (tmp_path / "pids" / "other").write_text(f"{identity} 1\n")  # the same id, started at another time
     assert lab.daemon("other") is None

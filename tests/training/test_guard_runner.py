@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from drover.pipeline.config.guarding import GuardConfig
+from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.provenance import SeenDocument

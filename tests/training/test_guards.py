@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from drover.pipeline.config.guarding import GuardConfig
 from drover.pipeline.config.section import identity
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import GuardConfig, TrainConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned

@@ -9,8 +9,7 @@ import pytest
 from drover.model.config import ModelConfig
 from drover.model.generate import generate
 from drover.model.llama import Llama
-from drover.pipeline.config.guarding import FIRST
-from drover.pipeline.config.training import TrainConfig
+from drover.pipeline.config.training import FIRST, TrainConfig
 from drover.pipeline.training.monitor import Samples
 from drover.pipeline.training.watchdog import STEP_S, Watchdog
 

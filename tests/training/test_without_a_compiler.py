@@ -8,7 +8,7 @@ import torch
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.parallel.compiler import refuse_without_compiler
+from drover.pipeline.parallel.compiling import refuse_without_compiler
 from tests.stages.training import run_train, train_folder
 
 

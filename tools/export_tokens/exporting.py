@@ -20,7 +20,7 @@ from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.tokenization.kinds import vocabulary_record
 from drover.tools.draft import Draft
 from drover.tools.export_tokens import huggingface, megatron
-from drover.tools.export_tokens.part import Part, Region, region_of
+from drover.tools.export_tokens.part import Counts, Part, Region, region_of
 from drover.tools.processes import in_order
 
 MANIFEST = "export.json"
@@ -44,7 +44,7 @@ class Plan:
     folder: Path
     table: ShardTable
     rows: dict[str, np.ndarray]
-    sources: dict[str, dict[str, int]]
+    sources: Counts
     dtype: str
     vocabulary: dict[str, Any]
     made_of: dict[str, Any]

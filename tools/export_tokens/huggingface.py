@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.core.files import flush, read_json, sha256_json, write_json
-from drover.tools.export_tokens.part import Part, Region, region_of
+from drover.tools.export_tokens.part import Counts, Part, Region, region_of
 
 ROWS_AT_ONCE = 1000
 """Most rows of a record batch. To get one row, a reader reads its whole batch."""
@@ -19,7 +19,7 @@ def file_name(number: int, count: int) -> str:
     return f"data-{number:05d}-of-{count:05d}.arrow"
 
 
-def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> list[Region]:
+def lay_out(folder: Path, sources: Counts, dtype: str) -> list[Region]:
     """Write nothing before the parts."""
     return []
 
@@ -66,6 +66,6 @@ def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> lis
     return ["dataset_info.json", "state.json"]
 
 
-def facts(sources: dict[str, dict[str, int]], dtype: str) -> dict[str, Any]:
+def facts(sources: Counts, dtype: str) -> dict[str, Any]:
     """The manifest's description of the format."""
     return {"layout": "datasets.load_from_disk; columns input_ids, key, source, bytes", "dtype": dtype}

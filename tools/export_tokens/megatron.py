@@ -18,7 +18,7 @@ import numpy as np
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import flush
-from drover.tools.export_tokens.part import Part, Region
+from drover.tools.export_tokens.part import Counts, Part, Region
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -28,7 +28,7 @@ HEADER = struct.calcsize("<9sQBQQ")
 LONGEST = 2**31 - 1
 
 
-def lay_out(folder: Path, sources: dict[str, dict[str, int]], dtype: str) -> list[Region]:
+def lay_out(folder: Path, sources: Counts, dtype: str) -> list[Region]:
     """Make the files of all sources in their full length. Of the content, write only the index's header and the first
     document index, which belong to no shard."""
     written, regions = WRITTEN_AS[dtype], list[Region]()
@@ -79,7 +79,7 @@ def finish(folder: Path, count: int, dtype: str, made_of: dict[str, Any]) -> lis
     return []
 
 
-def facts(sources: dict[str, dict[str, int]], dtype: str) -> dict[str, Any]:
+def facts(sources: Counts, dtype: str) -> dict[str, Any]:
     """The manifest's description of the format."""
     return {"layout": "Megatron Core IndexedDataset, version 1; a document is one sequence",
             "dtype": WRITTEN_AS[dtype], "dtype_code": CODES[WRITTEN_AS[dtype]], "prefixes": list(sources)}

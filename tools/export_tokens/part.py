@@ -15,6 +15,8 @@ from drover.pipeline.data.token_shards import TokenShard
 
 BLOCK_TOKENS = 1 << 22
 """Tokens that a process holds at once."""
+Counts = dict[str, dict[str, int]]
+"""Documents, exported tokens, bytes of text and shards of each source."""
 Region = tuple[str, int, int, str]
 """A written region of a file: its path in the export's folder, first byte, bytes, and their sha256."""
 

@@ -1,4 +1,4 @@
-"""From a document to the steps that trained on it, and to its source file and record."""
+"""From a document to the steps that trained on it, and to its source file and record; and how that is printed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from drover.tools.processes import processes_asked
 from drover.tools.where.origin import Corpus
 from drover.tools.where.search import DROPPED, Hit, Wanted, key_hits, rejections, text_hits
 from drover.tools.where.steps import Steps
-from drover.tools.where.telling import lines_of
 
 TOKEN_SHARD, TEXT_SHARD = ".arrow", ".tar"
 SHORTEST_KEY = 4
+Record = dict[str, Any]
+"""A document that was found, and the samples that read it, as JSON."""
 
 
 def trace(steps: Steps, options: argparse.Namespace) -> None:
@@ -58,12 +59,11 @@ class Tracer:
         self.corpus = Corpus(steps.ledger.run)
         self._rows = {self.table.path(row): row for row in range(len(self.table))}
 
-    def documents(self, wanted: Wanted, source: str | None, processes: int,
-                  limit: int) -> tuple[list[dict[str, Any]], bool]:
+    def documents(self, wanted: Wanted, source: str | None, processes: int, limit: int) -> tuple[list[Record], bool]:
         """The record of each document that was found, and whether there are more than `limit`."""
         if wanted.key:
             return self._of_key(wanted, source, processes, limit)
-        told: list[dict[str, Any]] = []
+        told: list[Record] = []
         if wanted.ids:
             gone = list(self.corpus.duplicates(ids=wanted.ids))
             told = [{"split": "rejected", **{name: line[name] for name in ("source", "file", "record", "reason")}}
@@ -76,8 +76,7 @@ class Tracer:
         told += [self._dropped(hit) if hit.dropped else self._kept(hit.shard, hit.number, hit.excerpt) for hit in hits]
         return self._with_duplicates(told), cut
 
-    def _of_key(self, wanted: Wanted, source: str | None, processes: int,
-                limit: int) -> tuple[list[dict[str, Any]], bool]:
+    def _of_key(self, wanted: Wanted, source: str | None, processes: int, limit: int) -> tuple[list[Record], bool]:
         if places := key_hits(self.tokens, self.table, wanted.key, source, processes):
             return self._with_duplicates([
                 self._kept(Path(self.table.path(row)).with_suffix(TEXT_SHARD).as_posix(), number)
@@ -85,7 +84,7 @@ class Tracer:
         hits, cut = text_hits(self.corpus.folder, self.corpus.manifest, wanted, source, processes, limit, (DROPPED,))
         return [self._dropped(hit) for hit in hits], cut
 
-    def _kept(self, shard: str, number: int, excerpt: str = "") -> dict[str, Any]:
+    def _kept(self, shard: str, number: int, excerpt: str = "") -> Record:
         """A document in a text shard, of either split."""
         row = self._rows.get(Path(shard).with_suffix(TOKEN_SHARD).as_posix())
         if row is None:
@@ -94,7 +93,7 @@ class Tracer:
         about = self.table.record(row)
         tokens = TokenShard(self.tokens / about["path"], about)
         begin, end = tokens.document_span(number)
-        record: dict[str, Any] = {
+        record: Record = {
             "key": tokens.document_key(number), "source": about["source"], "split": about["split"], "shard": shard,
             "document": number, "tokens": end - begin, "bytes": tokens.document_bytes(number)}
         if (document := self.corpus.text_of(shard, number)) is not None:
@@ -107,7 +106,7 @@ class Tracer:
             record["origin"] = f"{self.corpus.folder / shard} is gone, and with it the document's id"
         return {**record, "readings": list(self._readings(row, number))}
 
-    def _readings(self, row: int, document: int) -> Iterator[dict[str, Any]]:
+    def _readings(self, row: int, document: int) -> Iterator[Record]:
         """The readings of a document, in the order of samples."""
         for pool, shards in enumerate(self.data.shards):
             for index in np.flatnonzero(shards.rows == row).tolist():
@@ -118,13 +117,13 @@ class Tracer:
                            "tokens": [one.start, one.stop],
                            **({"why": passage.why} if passage.why else {})}
 
-    def _dropped(self, hit: Hit) -> dict[str, Any]:
+    def _dropped(self, hit: Hit) -> Record:
         assert hit.dropped is not None
         origin = self.corpus.placed(hit.source, hit.place or hit.id)
         return {"split": DROPPED, "source": hit.source, "id": hit.id, "filter": hit.dropped[0],
                 "reason": hit.dropped[1], **({"found": hit.excerpt} if hit.excerpt else {}), **origin}
 
-    def _with_duplicates(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_duplicates(self, told: list[Record]) -> list[Record]:
         """The same, with the duplicates of each kept document, and the key of the kept one for each duplicate."""
         kept = {(record["source"], record["id"]): record for record in told
                 if record["split"] in SPLITS and "id" in record}
@@ -163,3 +162,63 @@ def _nothing(options: argparse.Namespace, corpus: Corpus) -> str:
     unknown = f" There is no such source; there are {', '.join(corpus.sources)}." \
         if options.source not in (None, "", *corpus.sources) else ""
     return f"No document {what}{where} is in the shards of {corpus.folder}{aside}{copies}.{unknown}"
+
+
+def lines_of(record: Record, done: int, planned: int, ranks: int) -> Iterator[str]:
+    """The lines of one document.
+
+    Args:
+        done, planned: steps of the run.
+        ranks: number of data-parallel ranks; with one, no rank is printed.
+    """
+    found = [f"    ... {' '.join(record['found'].split())} ..."] if "found" in record else []
+    origin = [f"    from {record['origin']}"] if "origin" in record else []
+    if record["split"] not in SPLITS:
+        yield from (_gone(record), *found, *origin)
+        return
+    own = f"  id {record['id']}" if "id" in record else ""
+    yield (f"document {record['key']}  source {record['source']}  {record['shard']} document {record['document']}  "
+           f"{record['tokens']:,} tokens, {record['bytes']:,} bytes{own}")
+    yield from (*origin, *found)
+    for copy in record.get("duplicates", ()):
+        yield f"    {copy['source']} {copy['id']} was dropped as a {copy['kind'].replace('_', '-')} of it"
+    yield f"    {_summary(record, done, planned)}"
+    for one in record["readings"]:
+        rank = f"  rank {one['rank']}" if ranks > 1 and one["rank"] is not None else ""
+        what = {"trained": "", "skipped": f"  update skipped ({one.get('why')})", "to come": "  to come",
+                "left out": f"  left out by the rollback of this step ({one.get('why')})"}[one["what"]]
+        yield (f"    step {one['step']}{rank}  sample {one['sample']}  epoch {_epoch(one)}  "
+               f"tokens {one['tokens'][0]}..{one['tokens'][1]}{what}")
+    if "text" in record:
+        yield "    | " + record["text"].replace("\n", "\n    | ")
+
+
+def _gone(record: Record) -> str:
+    what = f"{record['source']} {record.get('id')} was dropped"
+    if record["split"] == "rejected":
+        place = "" if record["record"] is None else f", record {record['record']}"
+        return f"{record['source']}/{record['file']}{place} could not be read, and no step sees it: {record['reason']}"
+    if "kept_id" in record:
+        key = f" (key {record['kept_key']}, see there)" if "kept_key" in record else ""
+        return (f"{what} as a {record['split'].replace('_', '-')} of {record['kept_source']} {record['kept_id']}{key}; "
+                f"no step sees it")
+    return f"{what} by the filter {record['filter']} ({record['reason']}); no step sees it"
+
+
+def _summary(record: Record, done: int, planned: int) -> str:
+    if record["split"] == "heldout":
+        return "validation text: no step trains on it"
+    if not record["readings"]:
+        return f"read in none of the {max(done, planned)} steps that are done or planned"
+    of = {what: sorted({one["step"] for one in record["readings"] if one["what"] == what})
+          for what in ("trained", "skipped", "left out", "to come")}
+    epochs = ", ".join(dict.fromkeys(_epoch(one) for one in record["readings"] if one["what"] == "trained"))
+    told = {f"trained on in {len(of['trained'])} of {done} steps{f' (epochs {epochs})' if epochs else ''}": True,
+            f"skipped in {len(of['skipped'])}": of["skipped"], f"left out of {len(of['left out'])}": of["left out"],
+            f"next in step {(of['to come'] or [0])[0]}": of["to come"]}
+    return "; ".join(text for text, holds in told.items() if holds)
+
+
+def _epoch(one: Record) -> str:
+    """The epoch of a reading. A phase whose sequences do not divide a chunk counts its own epochs."""
+    return str(one["epoch"]) + (f" of phase {one['own_phase']}" if "own_phase" in one else "")

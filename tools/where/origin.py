@@ -9,6 +9,7 @@ from typing import Any
 from drover.pipeline.contract.run import Run
 from drover.pipeline.data.planning.passes import DUPLICATES
 from drover.pipeline.data.text_shards import read_shard
+from drover.tools.where.search import named
 
 _CUT = re.compile(r"\[(\d*):(\d*)\]$")
 
@@ -72,6 +73,5 @@ class Corpus:
                 continue
             for batch in parquet.ParquetFile(self.folder / record["path"]).iter_batches():
                 for row in batch.filter(pc.is_in(batch.column(column), value_set=own)).to_pylist():
-                    source = row["kept_source" if of is not None else "source"]
-                    if (source, row[column]) in wanted or ("", row[column]) in wanted:
+                    if named(wanted, row["kept_source" if of is not None else "source"], row[column]):
                         yield row

@@ -6,7 +6,7 @@ A process gets one or more shards and returns numbers and names. Of the text, on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +54,7 @@ class Wanted:
         names: the document's id, and its file and record if it has an id of its own.
         """
         if self.ids:
-            return 0 if any((asked, name) in self.ids for asked in (source, "") for name in names) else None
+            return 0 if any(named(self.ids, source, name) for name in names) else None
         if self.key:
             return 0 if document_key(digest(text.encode())).startswith(self.key) else None
         if self.ignore_case:
@@ -62,6 +62,11 @@ class Wanted:
             return match.start() if match else None
         found = text.find(self.text)
         return None if found < 0 else found
+
+
+def named(ids: Set[tuple[str, str]], source: str, name: str) -> bool:
+    """Whether a document of this source and id is among (source, id) pairs, in which source "" means any."""
+    return not ids.isdisjoint({(source, name), ("", name)})
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,5 @@ def _keys_in(job: tuple[Path, int, dict[str, Any], str]) -> list[tuple[int, int,
 def rejections(folder: Path, ids: frozenset[tuple[str, str]]) -> Iterator[dict[str, Any]]:
     """The lines of rejected.jsonl whose records have one of these ids."""
     for line in read_lines(folder / "rejected.jsonl"):
-        own = place_in(line["file"], line["record"])
-        if (line["source"], own) in ids or ("", own) in ids:
+        if named(ids, line["source"], place_in(line["file"], line["record"])):
             yield line

@@ -1,4 +1,4 @@
-"""Training: its curves and its figures."""
+"""Training: its curves, its figures and its events."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from drover.pipeline.config.parallel import ParallelConfig
 from drover.pipeline.config.phases import PhasePlan
-from drover.pipeline.reporting.chapters.events import events
-from drover.pipeline.reporting.document import Block, Lines, Record, Series, Table, filled, pairs, spread, value
-from drover.pipeline.reporting.facts import Facts
+from drover.pipeline.reporting.document import (
+    Block,
+    Lines,
+    Record,
+    Series,
+    Table,
+    filled,
+    pairs,
+    spread,
+    value,
+    words,
+    written,
+)
+from drover.pipeline.reporting.facts import Facts, shareable
 
 MOST_ROWS = 6
 """Steps in the table of the loss, and as many with a validation."""
@@ -30,6 +42,12 @@ FIGURES = {
     "failed attempts to save": "{unsaved}", "checkpoints copied to an object store": "{copied}",
     "bytes copied": "{copied_bytes:B}", "longest time from a checkpoint to its copy": "{behind:s}",
     "failed attempts to copy": "{uncopied}"}
+MOST_EVENTS = 50
+"""Rows; a run may skip thousands of steps."""
+REPORTED_ELSEWHERE = ("checkpoint", "checkpoint_copied", "fp8", "norms")
+LABELS = {"startup_s": "startup (s)", "look_s": "validation and sampling (s)", "stall_s": "checkpoint stall (s)",
+          "train_s": "training so far (s)", "lost_s": "lost (s)", "flash": "flash kernels"}
+
 
 
 def training(facts: Facts) -> Iterator[Block]:
@@ -48,7 +66,7 @@ def training(facts: Facts) -> Iterator[Block]:
                     percent="/" in name)
     yield _steps(facts)
     yield _figures(facts)
-    yield events(facts)
+    yield _events(facts)
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -118,3 +136,27 @@ def _figures(facts: Facts) -> Table:
         "copied_bytes": sum(event["bytes"] for event in copied) or None,
         "behind": max((event["behind_s"] for event in copied), default=None),
         "uncopied": len(facts.events_of("checkpoint_copy_failed")) or None})
+
+
+def _events(facts: Facts) -> Table:
+    """A row for each."""
+    shown = [event for event in facts.events if event.get("event") not in REPORTED_ELSEWHERE]
+    return Table("Events", {"time (UTC)": "{time}", "event": "{event}", "details": "{details}"}, [
+        {"time": str(event.get("time", "")).replace("T", " ")[:19], "event": words(event.get("event", "")),
+         "details": shareable(", ".join(f"{LABELS.get(key, words(key))} {written(value)}"
+                                        for key, value in _details(event).items() if value))}
+        for event in shown[:MOST_EVENTS]],
+        f"The first {MOST_EVENTS} of {len(shown):,}; all are in train/events.jsonl."
+        if len(shown) > MOST_EVENTS else "")
+
+
+def _details(event: Record) -> Record:
+    """The fields to show. A skipped step's text contains its numbers, and a few of its documents suffice. Of the layout
+    only values that are not the default."""
+    left_out = ("time", "event", "planned", *(("loss", "grad_norm") if "text" in event else ()))
+    found = {key: value for key, value in event.items() if key not in left_out}
+    if documents := found.get("documents"):
+        found["documents"] = [f"{document.get('source')}/{document.get('key')}" for document in documents[:3]]
+        found["further documents"] = len(documents) - 3 if len(documents) > 3 else 0
+    usual = ParallelConfig().model_dump()
+    return found | {"parallel": {key: value for key, value in found.get("parallel", {}).items() if value != usual[key]}}

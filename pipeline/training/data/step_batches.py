@@ -11,18 +11,23 @@ from numpy.typing import NDArray
 from drover.pipeline.config.batch import BatchPlan
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.contract.stage_work import Work
+from drover.pipeline.core.console import say
+from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch
 from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.sampling.packing import make
+from drover.pipeline.data.shard_table import ShardTable
+from drover.pipeline.data.stored.copying import survey
 from drover.pipeline.data.stored.figures import told
+from drover.pipeline.data.stored.opening import GB, reading, used
 from drover.pipeline.data.stored.read_ahead import ReadAhead
 from drover.pipeline.data.stored.shards import StoredTokens
 from drover.pipeline.parallel.context_parallel import part_of
 from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.data.opening import open_training_data, read_shard_table, refuse_cut_shards
-from drover.pipeline.training.data.stored_data import open_store
 
 
 class StepBatches:
@@ -119,3 +124,30 @@ class StepBatches:
         if self.grid.context == 1:
             return batch
         return part_of(batch, self.grid.context, self.grid.context_rank, self.config.train.across_documents)
+
+
+def open_store(work: Work, table: ShardTable, ranks: Ranks, url: str) -> StoredTokens:
+    """A rank's reader of the shards in a store (`train.tokens_from`). Called on all ranks alike. Rank 0 checks that it
+    holds the encode stage's shards.
+
+    Raises:
+        UserError: it does not, or it cannot be reached, or a node has no space for its cache; the same on every rank.
+    """
+    etags = ranks.by_leader(lambda: survey(url, table))
+    settings = reading(work.config, table, url)
+    tokens = StoredTokens(settings, table, etags,
+                          lambda text: say("train", text if ranks.leads else f"rank {ranks.rank}: {text}"))
+    problem, how = "", "read in parts, which cannot be verified by hashes"
+    if settings.whole:
+        try:
+            how = f"fetched whole into at most {work.config.train.cache.gb:,g} GB of {tokens.cache.folder}"
+        except UserError as error:
+            problem = str(error)
+    elif work.config.train.cache.read == "auto":
+        how += ", as they are more than train.cache.gb"
+    if found := dict.fromkeys(problem for problem in ranks.gather(problem) if problem):
+        raise UserError("\n".join(found))
+    if ranks.leads:
+        size = int(used(work.config, table).sum())
+        say("train", f"token shards from {url} ({size / GB:,.3f} GB), {how}")
+    return tokens

@@ -11,8 +11,7 @@ from drover.model.config import ModelConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.attention import choose_attention, choose_flash
-from drover.pipeline.parallel.compiler import refuse_without_compiler
-from drover.pipeline.parallel.compiling import compiles
+from drover.pipeline.parallel.compiling import compiles, refuse_without_compiler
 from drover.pipeline.parallel.fp8 import refuse_without_fp8
 from drover.pipeline.parallel.grid import Grid
 from drover.pipeline.parallel.initial_values import InitialValues

@@ -138,8 +138,7 @@ class Engine(ABC):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum of nats over a micro-batch's targets."""
-        loss: Tensor = model(**self.inputs(batch))
-        return loss
+        return model(**self.inputs(batch))
 
     def trial(self, batch: Batch, targets: int) -> None:
         """A forward and a backward pass over one sequence of a step's batch, for hooks that observe activations and
@@ -151,8 +150,14 @@ class Engine(ABC):
         """The model's arguments for a micro-batch."""
         if not self.proven:
             self._attending += int(((batch.labels != IGNORED) & (batch.positions > 0)).sum())
-        return {"tokens": batch.tokens, "labels": batch.labels,
-                **_documents(batch, self.across_documents, self.windowed)}
+        whole: dict[str, Any] = {"tokens": batch.tokens, "labels": batch.labels}
+        if not self.across_documents:
+            return {**whole, "documents": batch.documents, "positions": batch.positions,
+                    "document_lengths": [length for row in batch.lengths for length in row]}
+        rows, length = batch.tokens.shape
+        if self.windowed:  # plain causal attention knows no window: a row is one document to the backend
+            return {**whole, "documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
+        return whole
 
     def prove_gradients(self, loss: float, device: torch.device) -> None:
         """Stop, on all ranks alike, if a parameter got no gradient in the first step of this start. A graph that was
@@ -176,17 +181,6 @@ class Engine(ABC):
         attending, *found = total.tolist()
         if loss != 0 and (missing := without_gradient(names, found, attending > 0)):
             raise UserError(missing)
-
-
-def _documents(batch: Batch, across: bool, windowed: bool) -> dict[str, Any]:
-    """The model's arguments that say where a micro-batch's documents lie."""
-    if not across:
-        return {"documents": batch.documents, "positions": batch.positions,
-                "document_lengths": [length for row in batch.lengths for length in row]}
-    rows, length = batch.tokens.shape
-    if windowed:  # plain causal attention knows no window: a row is one document to the backend
-        return {"documents": torch.zeros_like(batch.tokens), "document_lengths": [length] * rows}
-    return {}
 
 
 def without_gradient(names: Sequence[str], counts: Sequence[int], attending: bool) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from drover.model.devices import is_mps
 from drover.pipeline.config.tree import Config
 from drover.pipeline.parallel.grid import Grid, own
-from drover.pipeline.training.optimizers.base import ElementwiseOptimizer, Weight, gradients, parameter_groups
+from drover.pipeline.training.optimizers.base import ElementwiseOptimizer, Weight, divide_gradients, parameter_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state, by torch's names; in a checkpoint `exp_avg.<parameter>`, next to `model.<parameter>`."""
@@ -49,11 +49,11 @@ class AdamW(ElementwiseOptimizer):
         kernel = self.torch
         if self.plain:
             if applied:
-                torch._foreach_div_([own(gradient) for gradient in gradients([*self.weights.values()])], float(clip))
+                divide_gradients(self.weights.values(), float(clip))
                 kernel.step()
             return
         if self.wide:  # the kernel takes its divisor in float32
-            torch._foreach_div_([own(gradient) for gradient in gradients([*self.weights.values()])], clip)
+            divide_gradients(self.weights.values(), clip)
         else:  # it divides gradients by `grad_scale` while it reads them: clipping costs no pass of its own
             kernel.grad_scale = clip.float()  # type: ignore[attr-defined]
         kernel.found_inf = (~applied).float()  # type: ignore[attr-defined]  # where it is 1 the update is left out

@@ -25,7 +25,7 @@ layout of ranks. Optimizers that need whole matrices get them from `whole_matric
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.parallel.grid import Grid
+from drover.pipeline.parallel.grid import Grid, own
 from drover.pipeline.parallel.pipeline_parallel import parameter_names
 
 
@@ -166,8 +166,7 @@ def parameter_groups(weights: Sequence[Weight]) -> list[dict[str, Any]]:
             for (decay, factor), parameters in groups.items()]
 
 
-def gradients(weights: Sequence[Weight]) -> Iterator[Tensor]:
-    """The gradients of those weights that have one."""
-    for weight in weights:
-        if weight.parameter.grad is not None:
-            yield weight.parameter.grad
+def divide_gradients(weights: Iterable[Weight], divisor: float | Tensor) -> None:
+    """Divide this rank's parts of the gradients in place; weights may have none."""
+    torch._foreach_div_([own(weight.parameter.grad) for weight in weights if weight.parameter.grad is not None],
+                        divisor)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.parallel.grid import own
-from drover.pipeline.training.optimizers.base import Optimizer, Weight, gradients
+from drover.pipeline.training.optimizers.base import Optimizer, Weight, divide_gradients
 
 COUNT = "step"
 """The only state that may be a number: the count of updates. It is not saved; `resume` sets it."""
@@ -62,7 +62,7 @@ class Wrapped(Optimizer):
         """See Optimizer."""
         if not bool(applied):
             return
-        torch._foreach_div_([own(gradient) for gradient in gradients([*self.weights.values()])], clip)
+        divide_gradients(self.weights.values(), clip)
         for group, factor in zip(self.inner.param_groups, self.factors, strict=True):
             group["lr"] = lr * factor
         self.inner.step()

@@ -35,7 +35,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,7 +145,7 @@ def kept_id(about: About, sink: str, make: Callable[[], str]) -> tuple[str, bool
     if found := read_record(path, KeptId, "Remove it, and the logger starts a new run."):
         return found.id, False
     made = make()
-    write_json(path, asdict(KeptId(made)))
+    write_json(path, {"id": made})
     return made, True
 
 

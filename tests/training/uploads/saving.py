@@ -14,8 +14,7 @@ from drover.pipeline.storage.mirror import OWNER
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
-from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
-from drover.pipeline.training.uploads import Uploads
+from drover.pipeline.training.uploads import CopiedCheckpoints, Uploads
 from tests.formats.cutting import whole
 from tests.waiting import wait_for
 

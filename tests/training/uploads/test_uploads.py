@@ -14,9 +14,8 @@ from drover.pipeline.records.checkpoints import MARKER, checkpoint_name
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training import uploads as module
-from drover.pipeline.training.copied_checkpoints import CopiedCheckpoints
 from drover.pipeline.training.data.token_check import SET_ASIDE
-from drover.pipeline.training.uploads import Uploads
+from drover.pipeline.training.uploads import CopiedCheckpoints, Uploads
 from tests.training.uploads.saving import after
 
 
