@@ -10,6 +10,7 @@ import pytest
 from tests.launch.fake_house import build_house
 from tests.launch.fake_job import make_job
 from tests.launch.launcher import Launcher
+from tests.launch.recorded_slurm import FakeSlurm
 
 
 @pytest.fixture
@@ -22,6 +23,12 @@ def launcher(tmp_path, monkeypatch):
 def slurm(launcher, monkeypatch):
     """The same where there is Slurm."""
     return launcher.with_slurm(monkeypatch)
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Slurm's programs; only those that a test lets say something are installed."""
+    return FakeSlurm(tmp_path / "bin")
 
 
 @pytest.fixture

@@ -24,20 +24,17 @@ from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
+from tests.launch.recorded_slurm import FakeSlurm
 
 SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
             "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
-SBATCH = """#!/bin/sh
+SBATCH = """\
 n=$(($(ls "$QUEUE" | grep -vc environment) + 101))
 [ "$n" = "$REFUSED" ] && { echo "sbatch: error: invalid partition" >&2; exit 1; }
 [ -z "$SLOW" ] || sleep 60
 cp "$1" "$QUEUE/$n"
 env | grep -E '^(SLURM|SBATCH)' > "$QUEUE/$n.environment" || rm "$QUEUE/$n.environment"
 echo "Submitted batch job $n"
-"""
-SQUEUE = """#!/bin/sh
-[ -n "$SILENT" ] && { echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1; }
-[ -z "$QUEUED" ] || echo "$QUEUED"
 """
 
 
@@ -59,13 +56,13 @@ class Launcher:
 
     Attributes:
         checkout: what jobs get a copy of: little more than the program that looks at it.
-        queue: what sbatch took, by job id, once there is Slurm (`with_slurm`).
+        queue: what sbatch took, by job id, once there is Slurm (`with_slurm`). programs: Slurm's.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.work, self.checkout, self.queue = folder / "a folder", folder / "checkout", folder / "queue"
-        self.tools = folder / "tools"
-        for place in (self.work, self.checkout / "launch/slurm", self.queue, self.tools):
+        self.programs = FakeSlurm(folder / "bin")
+        for place in (self.work, self.checkout / "launch/slurm", self.queue):
             place.mkdir(parents=True)
         shutil.copy(REPOSITORY / "launch/slurm/trust.py", self.checkout / "launch/slurm")
         (self.work / "config.yaml").write_text(SETTINGS)
@@ -87,11 +84,11 @@ class Launcher:
         return self.work / "runs" / "trial"
 
     def with_slurm(self, patch: pytest.MonkeyPatch) -> Launcher:
-        """Put stand-ins for sbatch and squeue on PATH."""
-        for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\nexit 1\n"), ("squeue", SQUEUE)):
-            (self.tools / name).write_text(text)
-            (self.tools / name).chmod(0o755)
-        patch.setenv("PATH", f"{self.tools}:/usr/bin:/bin")
+        """Put a Slurm on PATH whose queue is empty."""
+        self.programs.do("sbatch", SBATCH)
+        self.programs.say("srun", status=1)
+        self.programs.queue()
+        patch.setenv("PATH", f"{self.programs.folder}:/usr/bin:/bin")
         return self
 
     def call(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

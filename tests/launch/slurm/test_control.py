@@ -9,7 +9,7 @@ from drover.launch.slurm.chain import add_job, in_queue, read_chain
 from drover.launch.slurm.control import cancel, logs, stop
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.errors import UserError
-from tests.launch.recorded_slurm import NO_CONTROLLER, FakeSlurm, queue_line
+from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
 from tests.launch.run_folders import HandMade
 
 GO_ON = "to continue: python launch/submit.py --stage all --config configs/demo.yaml --nodes 4"
@@ -24,11 +24,10 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def slurm(tmp_path):
-    """A Slurm that takes every cancellation."""
-    slurm = FakeSlurm(tmp_path / "bin")
-    slurm.say("scancel")
-    return slurm
+def programs(programs):
+    """Of a Slurm that takes every cancellation."""
+    programs.say("scancel")
+    return programs
 
 
 def _add(run, job):
@@ -37,20 +36,20 @@ def _add(run, job):
     add_job(run.folder, chain.id, job)
 
 
-def test_cancel_begins_at_the_end_of_the_chain(run, slurm, capsys):
+def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
     _add(run, run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
-    slurm.queue(("14_1", "RUNNING"), ("14_3", "PENDING"), ("16", "PENDING"), ("11_0", "COMPLETED"), ("17", "PENDING"),
-                ("12", "COMPLETED"), ("30", "RUNNING"))
-    assert cancel(run.folder, slurm.scheduler()) == 0
-    assert slurm.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14", "scancel 30"]
+    programs.queue(("14_1", "RUNNING"), ("14_3", "PENDING"), ("16", "PENDING"), ("11_0", "COMPLETED"),
+                   ("17", "PENDING"), ("12", "COMPLETED"), ("30", "RUNNING"))
+    assert cancel(run.folder, programs.scheduler()) == 0
+    assert programs.calls("scancel") == ["scancel 17", "scancel 16", "scancel 14", "scancel 30"]
     assert capsys.readouterr().out.splitlines() == [
         "cancelled 17 (demo-convert)", "cancelled 16 (demo-train)", "cancelled 14 (demo-encode)",
         "cancelled 30 (demo-evaluate-step-00000100)", f"finished stages are kept; {GO_ON}"]
 
 
-def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, monkeypatch):
-    slurm.queue(("16", "RUNNING"), ("31", "PENDING"))
-    scheduler = slurm.scheduler()
+def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, programs, monkeypatch):
+    programs.queue(("16", "RUNNING"), ("31", "PENDING"))
+    scheduler = programs.scheduler()
     honest = scheduler.cancel
 
     def cancel_16(id):
@@ -60,22 +59,22 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, slurm, 
 
     monkeypatch.setattr(scheduler, "cancel", cancel_16)
     assert cancel(run.folder, scheduler) == 0
-    assert slurm.calls("scancel") == ["scancel 16", "scancel 31"]
+    assert programs.calls("scancel") == ["scancel 16", "scancel 31"]
 
 
 @pytest.mark.parametrize(("name", "said"), [("demo", "no job of "), ("local", "nothing to cancel")])
-def test_nothing_to_cancel(run, slurm, tmp_path, capsys, name, said):
-    slurm.queue(("11_0", "COMPLETED"))
-    assert cancel(tmp_path / name, slurm.scheduler()) == 0 and said in capsys.readouterr().out
-    assert slurm.calls("scancel") == []
+def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, said):
+    programs.queue(("11_0", "COMPLETED"))
+    assert cancel(tmp_path / name, programs.scheduler()) == 0 and said in capsys.readouterr().out
+    assert programs.calls("scancel") == []
 
 
-def test_cancel_when_slurm_is_silent(run, slurm, capsys):
-    slurm.say("squeue", error=NO_CONTROLLER, status=1)
-    assert cancel(run.folder, slurm.scheduler()) == 0
-    assert slurm.calls("scancel") == [f"scancel {id}" for id in range(19, 10, -1)]
-    slurm.say("scancel", error=NO_CONTROLLER, status=1)
-    assert cancel(run.folder, slurm.scheduler()) == 1 and slurm.calls("scancel")[9:] == ["scancel 19"]
+def test_cancel_when_slurm_is_silent(run, programs, capsys):
+    programs.say("squeue", error=NO_CONTROLLER, status=1)
+    assert cancel(run.folder, programs.scheduler()) == 0
+    assert programs.calls("scancel") == [f"scancel {id}" for id in range(19, 10, -1)]
+    programs.say("scancel", error=NO_CONTROLLER, status=1)
+    assert cancel(run.folder, programs.scheduler()) == 1 and programs.calls("scancel")[9:] == ["scancel 19"]
     said = capsys.readouterr().err
     assert "squeue does not answer" in said and f"drover cancel {run.folder}" in said
 
@@ -86,12 +85,12 @@ def test_cancel_when_slurm_is_silent(run, slurm, capsys):
     (None, ("16", "RUNNING"), True, "after its current step"),
     ("running", ("16", "RUNNING"), True, "training (job 16) will stop after its current step"),
     ("running", None, True, "Slurm does not answer, so training may not be running")])
-def test_stop_writes_only_where_something_reads_it(run, slurm, capsys, status, line, written, said):
+def test_stop_writes_only_where_something_reads_it(run, programs, capsys, status, line, written, said):
     if status:
         run.state("train", status, job="16")
     if line:
-        slurm.queue(line)
-    assert stop(run.folder, slurm.scheduler()) == 0
+        programs.queue(line)
+    assert stop(run.folder, programs.scheduler()) == 0
     assert (run.folder / STOP).exists() is written
     shown = capsys.readouterr()
     assert said in shown.out + shown.err and (GO_ON in shown.out) == written
@@ -150,7 +149,7 @@ def test_following_over_a_restart(run, capsys, monkeypatch):
                      f"==> {logged}/16.1/node0.log <==", "three"]
 
 
-def test_jobs_that_another_user_has_queued_are_in_the_queue(run, slurm):
+def test_jobs_that_another_user_has_queued_are_in_the_queue(run, programs):
     """A run may be a group's."""
-    slurm.do("squeue", f"case \"$*\" in *--user*) ;; *) echo '{queue_line('16', 'RUNNING')}';; esac")
-    assert [job.id for job in in_queue(run.folder, slurm.scheduler())[0]] == ["16"]
+    programs.do("squeue", f"case \"$*\" in *--user*) ;; *) echo '{queue_line('16', 'RUNNING')}';; esac")
+    assert [job.id for job in in_queue(run.folder, programs.scheduler())[0]] == ["16"]

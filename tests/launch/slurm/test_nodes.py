@@ -16,7 +16,6 @@ from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
 from tests.launch.fake_job import Slurm
-from tests.launch.recorded_slurm import FakeSlurm
 
 
 def strike(folder, node, hours, job):
@@ -35,25 +34,24 @@ def test_nodes_with_two_strikes_within_a_day_are_left_out(tmp_path):
     assert [few(wanted) for wanted in (1, 64, 4096)] == [1, 3, 204]
 
 
-def test_lost_nodes(tmp_path):
-    slurm = FakeSlurm(tmp_path / "bin")
-    assert lost(["n1"], slurm.scheduler()) == {}, "Slurm does not answer"
+def test_lost_nodes(programs):
+    assert lost(["n1"], programs.scheduler()) == {}, "Slurm does not answer"
     gone = ("down", "down*", "idle*", "drained*", "fail", "failing", "error", "not_responding", "allocated*")
     there = ("idle", "mixed", "allocated", "completing", "drained", "draining", "maint", "maint*", "reboot*",
              "powering_down", "powered_down*")
-    slurm.say("sinfo", "\n".join(f"n-{state}|{state}" for state in gone + there))
-    assert list(lost(["n1"], slurm.scheduler()).values()) == list(gone)
+    programs.say("sinfo", "\n".join(f"n-{state}|{state}" for state in gone + there))
+    assert list(lost(["n1"], programs.scheduler()).values()) == list(gone)
 
 
-def test_a_waiting_job_leaves_out_more(tmp_path):
-    slurm = FakeSlurm(tmp_path / "bin")
+def test_a_waiting_job_leaves_out_more(programs):
     for before, after in (("n9", "n3,n9"), ("(null)", "n3")):
-        slurm.do("scontrol", f'case "$*" in *hostnames*) echo n9;; *) echo "JobId=15 ExcNodeList={before} A=x";; esac')
-        assert slurm.scheduler().leave_out("15", ["n3"]) is None
-        assert slurm.calls()[-1] == f"scontrol update JobId=15 ExcNodeList={after}"
-    slurm.say("scontrol", error="Invalid job id specified", status=1)
-    assert slurm.scheduler().leave_out("15", ["n3"]) == "Invalid job id specified"
-    assert slurm.calls()[-1] == "scontrol --oneliner show job 15"
+        programs.do("scontrol",
+                    f'case "$*" in *hostnames*) echo n9;; *) echo "JobId=15 ExcNodeList={before} A=x";; esac')
+        assert programs.scheduler().leave_out("15", ["n3"]) is None
+        assert programs.calls()[-1] == f"scontrol update JobId=15 ExcNodeList={after}"
+    programs.say("scontrol", error="Invalid job id specified", status=1)
+    assert programs.scheduler().leave_out("15", ["n3"]) == "Invalid job id specified"
+    assert programs.calls()[-1] == "scontrol --oneliner show job 15"
 
 
 def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
