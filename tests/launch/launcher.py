@@ -44,6 +44,13 @@ def git(folder: Path, *arguments: str) -> None:
                    capture_output=True)
 
 
+def commit(folder: Path) -> None:
+    """Make a folder a repository, with all its files in a commit."""
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "all")
+
+
 def snapshot_of(run: Path, checkout: Path) -> Path:
     """The copy of a checkout's code in a run folder."""
     code, content = planned_snapshot(run, checkout)

@@ -12,7 +12,7 @@ from drover.launch.credentials import credential_problems, is_secret, known_form
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.launch.launcher import git, snapshot_of
+from tests.launch.launcher import commit, git, snapshot_of
 
 DRAW = random.Random(0)
 
@@ -113,7 +113,7 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     mine.write_text(f"setup: [login {TOKENS['gitlab']}]\n")
     (checkout / ".gitignore").write_text(".env\n")
     (checkout / "configs/.env").write_text(TOKENS["hf"])
-    git(tmp_path, "init", "-q", str(checkout))
+    git(checkout, "init", "-q")
     with pytest.raises(UserError, match=r"configs/mine\.yaml has a GitLab token") as refused:
         snapshot_of(run, checkout)
     assert "launch.secrets" in str(refused.value) and TOKENS["gitlab"] not in str(refused.value)
@@ -140,9 +140,7 @@ def test_no_canary_reaches_a_file_or_the_terminal(slurm):
     file = slurm.work.parent / "secrets.sh"
     file.touch(0o600)
     file.write_text(f"export AWS={TOKENS['aws']}\n")
-    git(slurm.work.parent, "init", "-q", str(slurm.checkout))
-    git(slurm.checkout, "add", ".")
-    git(slurm.checkout, "commit", "-qm", "all")
+    commit(slurm.checkout)
     git(slurm.checkout, "remote", "add", "origin", TOKENS["address"])
     shown = slurm.accepted("--stage", "all", "launch.encode.array=2", f"launch.setup=['. {file}']",
                            "launch.secrets=[HF_TOKEN, VAULT]", "launch.environment={TOKENIZERS_PARALLELISM: 'false'}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -15,7 +15,8 @@ from drover.launch.slurm.nodes import NODES, failing, few, lost, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
-from tests.launch.fake_job import Slurm
+from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
+from tests.launch.fake_job import Slurm, chain_of
 
 
 def strike(folder, node, hours, job):
@@ -71,18 +72,44 @@ def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
     bind()
 
 
+def runner(job, nodes):
+    """Of a start of the job on so many nodes."""
+    return Runner(job.spec, SlurmHost("12", "12", 0, tuple(f"n{node}" for node in range(nodes)), None, job.slurm))
+
+
+def test_who_was_late_when_training_hung(job):
+    """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
+    job.spec = replace(job.spec, links=2, ranks=4)
+    chain_of(job, "12", "13")
+
+    def late(start, nodes=4):
+        for rank in range(4):
+            place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
+            write_record(hang_folder(job.stage, f"12.0.{start}"), HungRank(rank, f"n{rank}", 5, 9.0, 1.0, (place,)))
+        there = runner(job, nodes)
+        there.number = start
+        return there._hang()
+
+    assert "rank 3 (n3)" in late(0) and strikes(job.run) == {"n3": 1} and not job.slurm.left_out
+    assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n3"]}
+    assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n3": 2}, "of two nodes it is not the nodes"
+
+
+@pytest.mark.parametrize(("count", "struck"), [(3, 3), (4, 0)])
+def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, struck):
+    nodes = [f"n{number}" for number in range(count)]
+    assert runner(job, 64)._strike(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:struck], 1)
+
+
 def test_starts_are_counted_over_restarts(job):
     """Those that left a log, which is not written over, and one that no launcher made."""
-    def number():
-        return Runner(job.spec, SlurmHost("12", "12", 1, ("n1",), None, Slurm())).number
-
-    assert number() == 0
+    assert runner(job, 1).number == 0
     for name in ("12.1", "12.4", "123.9"):
         (job.run / "logs/train" / name).mkdir(parents=True)
     (job.run / "logs/train/latest").symlink_to("12.4")
     for holder, expected in (("13", 5), ("12", 7)):
         write_sealed(job.stage / "STATE.json", asdict(StageState("running", job=holder, attempt=6)))
-        assert number() == expected
+        assert runner(job, 1).number == expected
 
 
 def test_an_element_of_an_array():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler, seconds
+from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler
 from tests.launch.fake_house import runs
 from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, queue_line
 from tests.waiting import wait_for
@@ -77,23 +77,20 @@ def test_cancel_minds_no_ended_job(programs):
     assert programs.scheduler().cancel("9") == NO_CONTROLLER
 
 
-@pytest.mark.parametrize(("lost", "then"), [
-    ("Unexpected message received for job 3", "exit 0"),
+DISABLED = "Requested operation is presently disabled for job 3"
+LOST = "Unexpected message received for job 3"
+
+
+@pytest.mark.parametrize(("first", "then", "patience_s", "problem", "calls"), [
+    (LOST, "exit 0", 20, None, 2),
     ("slurm_requeue error: Unable to contact slurm controller (connect failure)",
-     "echo 'Job is pending execution for job 3' >&2; exit 1")])
-def test_requeue_waits_for_the_controller(programs, lost, then):
-    back = programs.folder / "back"
-    programs.do("scontrol", f"[ -e {back} ] || {{ touch {back}; echo '{lost}' >&2; exit 8; }}\n{then}")
-    assert programs.scheduler().requeue("3") is None
-    assert len(programs.calls("scontrol")) == 2
-
-
-@pytest.mark.parametrize(("error", "patience_s", "calls"), [
-    ("Requested operation is presently disabled for job 3", 20, 1), ("Unexpected message received for job 3", 1.5, 2)])
-def test_requeue_gives_up(programs, error, patience_s, calls):
+     "echo 'Job is pending execution for job 3' >&2; exit 1", 20, None, 2),
+    (DISABLED, "exit 0", 20, DISABLED, 1), (LOST, f"echo '{LOST}' >&2; exit 8", 1.5, LOST, 2)])
+def test_requeue_waits_for_the_controller_for_a_while(programs, first, then, patience_s, problem, calls):
     assert programs.scheduler().requeue("3", 0) == "scontrol cannot be started here: No such file or directory"
-    programs.say("scontrol", error=error, status=8)
-    assert programs.scheduler().requeue("3", patience_s) == error
+    asked = programs.folder / "asked"
+    programs.do("scontrol", f"[ -e {asked} ] || {{ touch {asked}; echo '{first}' >&2; exit 8; }}\n{then}")
+    assert programs.scheduler().requeue("3", patience_s) == problem
     assert programs.calls("scontrol") == ["scontrol requeue 3"] * calls
 
 
@@ -114,9 +111,3 @@ def test_a_users_own_formats_are_left_out(programs):
     assert scheduler.jobs(["1"]) == {"1": JobInfo("1")}
     seen = (programs.folder / "environment").read_text()
     assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen and "SLURM_CLUSTERS" not in seen
-
-
-@pytest.mark.parametrize("text, value", [
-    ("3:04", 184), ("1-02:03:04", 93784), ("INVALID", 0)])
-def test_seconds(text, value):
-    assert seconds(text) == value

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import judge
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo
 from drover.launch.slurm.wait_reasons import is_stuck, meaning
-from tests.launch.run_folders import NOW, SETTINGS, HandMade
 
 DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
 WORDS = [
@@ -46,13 +42,3 @@ def test_reasons_in_plain_words(reason, words):
         said = meaning(reason, "12", several=several)
         assert words in said and "{" not in said
     assert is_stuck(reason) == (reason in STUCK)
-
-
-@pytest.mark.parametrize(("nodes", "offered"), [(4, True), (1, False)])
-def test_a_job_that_could_have_fewer_nodes(tmp_path, nodes, offered):
-    """As much of the reason as the column of squeue holds."""
-    run = HandMade(tmp_path / "demo", {**SETTINGS, "launch": {"train": {"nodes": nodes}}})
-    run.submitted(run.job("16", "train"))
-    found = judge(read_run(run.folder), {"16": JobInfo("16", "PENDING", DOWN[:dict(COLUMNS)["Reason"]])}, NOW)
-    said, = found.remarks
-    assert said.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in said) == offered

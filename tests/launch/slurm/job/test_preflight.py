@@ -1,16 +1,22 @@
-"""Preflight: who is judged bad from which reports, what a rank finds, and what the runner does with it."""
+"""Preflight: who is judged bad from which reports, what a rank finds, and what the runner does with it.
+
+The sick nodes are blamed and never the slow ones, whatever the number of nodes.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
-from drover.launch.slurm.job import node_trial
+from drover.launch.host import StepEnd
+from drover.launch.slurm.job import node_trial, preflight
 from drover.launch.slurm.job.node_trial import (
     EXCHANGE,
     PRODUCT,
@@ -22,15 +28,31 @@ from drover.launch.slurm.job.node_trial import (
     partner_of,
     read_reports,
 )
-from drover.launch.slurm.job.preflight import Found, judge, run_preflight
+from drover.launch.slurm.job.preflight import Found, conclusion, judge, run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
-from drover.launch.slurm.nodes import failing
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import failing, few
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 
-NODES = ["n1", "n2", "n3", "n4"]
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
-SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, times=TIMES) for rank, node in enumerate(NODES)]
+COUNTS = (2, 64, 4096)
+GPU = {"gpu": "7 GPUs instead of 8"}
+FAULTS = ({"problems": GPU}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
+          {"times": {**TIMES, EXCHANGE: 3.0}}, {"clock_at": 2000.0}, {"times": {}})
+
+
+def nodes_of(count):
+    return [f"n{number}" for number in range(1, count + 1)]
+
+
+def sound(count):
+    """What the ranks of sound nodes write, one a node."""
+    return [Report(rank, node, clock_at=1000.0 + rank % 10 / 10, times=TIMES)
+            for rank, node in enumerate(nodes_of(count))]
+
+
+SOUND = sound(4)
 
 
 def but(*ranks, **changes):
@@ -76,16 +98,87 @@ def two(*, apart=0.0, link=0.0):
     (2, two(apart=6.0), "2 of 2 nodes differ in their clocks"), (2, two(apart=4.0), {}),
     (1, having("gpu", "n1")[:1], {"n1": "gpu n1"}),
     # What ends the job without a strike: more of four nodes than one, or what they share
-    (4, having("gpu", "n1", "n2"), "launch.exclude"), (4, having("shm", *NODES), "launch.exclude"),
+    (4, having("gpu", "n1", "n2"), "launch.exclude"), (4, having("shm", *nodes_of(4)), "launch.exclude"),
     (4, [*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], "launch.exclude"),
     (4, having("space", "n2"), "space n2 (1 of 4"), (1, having("space", "n1")[:1], "space n1 (1 of 1 node;"),
     (4, having("folder", "n1", "n2", "n4"), "folder n1 (3 of 4")])
 def test_the_table(count, reports, bad):
-    found = judge(reports, NODES[:count], 4.0)
+    found = judge(reports, nodes_of(count), 4.0)
     if isinstance(bad, dict):
         assert (found.bad, found.reason) == (bad, "") and not (count == 2 and found.lines)
     else:
         assert bad in found.reason + " ".join(found.lines) and bool(found.reason) == ("clocks" not in bad)
+
+
+def importing(count, answered):
+    """What is there while the others still import torch: nobody has met anybody."""
+    return [Report(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]
+
+
+@pytest.mark.parametrize(("count", "answered"), [(2, 1), (64, 6), (64, 63), (512, 300), (4096, 4000)])
+@pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
+def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
+    """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
+    reports = importing(count, answered)
+    found = judge(reports, nodes_of(count), lasted, quiet)
+    assert not found.bad and not found.reason
+    assert found.lines[0].startswith("not all nodes have answered yet") and "slow is not bad" in found.lines[0]
+    assert f"({count - answered} of {count}" in found.lines[0]
+    reports[0] = replace(reports[0], problems=GPU)
+    assert count == 2 or judge(reports, nodes_of(count), lasted, quiet).bad == {"n1": GPU["gpu"]}
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("count", COUNTS)
+def test_never_more_than_a_few_are_blamed(count, seed):
+    """Whatever is wrong with however many; those with a failed check are named in any case."""
+    draw, reports = random.Random(seed), sound(count)
+    for number in draw.sample(range(count), draw.choice([0, 1, few(count), count // 2, count])):
+        reports[number] = replace(reports[number], **draw.choice(FAULTS))
+    reports = draw.sample(reports, draw.choice([count, count, max(1, count // 2)]))
+    sick = {report.node for report in reports if report.problems}
+    found = judge(reports, nodes_of(count), draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
+    assert bool(found.reason) == (len(sick) > few(count)) == ("launch.exclude" in found.reason)
+    assert set(found.bad) == sick if found.reason else len(found.bad) <= few(count) and set(found.bad) >= sick
+    told = [*found.lines, *conclusion(found, reports, nodes_of(count), 100.0, "")]
+    assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
+
+
+@pytest.fixture
+def trial(tmp_path, monkeypatch):
+    """Plays a trial whose ranks report at their times (seconds from the start); what it found, and whether it was to go
+    on at the other times."""
+    def play(nodes, arrivals, times, base_s=preflight.BASE_S):
+        clock, went_on = [0.0], []
+
+        def start(spec, command, environment, folder, goes_on):
+            for clock[0] in sorted([*arrivals, *times]):
+                if clock[0] in arrivals:
+                    rank = arrivals.index(clock[0])
+                    (tmp_path / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(sound(nodes)[rank]))}\n")
+                went_on.append(goes_on())
+            return StepEnd(143)
+
+        monkeypatch.setattr(preflight, "BASE_S", base_s)
+        monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
+        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes)
+        here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
+        return preflight.run_preflight(spec, here, tmp_path, {}, lambda: True), went_on[len(arrivals):]
+
+    return play
+
+
+@pytest.mark.parametrize(("nodes", "limit"), [(1, 180), (2, 181), (64, 212), (512, 436), (4096, 1800)])
+def test_the_trial_ends_when_its_time_is_up(trial, nodes, limit):
+    found, went_on = trial(nodes, [], [0.0, limit - 1.0, limit + 1.0])
+    assert went_on == [True, True, False] and not found.bad and "no node can be blamed" in found.lines[-1]
+
+
+@pytest.mark.parametrize(("lasted", "stuck"), [(30, 150), (70, 210)])
+def test_the_trial_ends_when_one_of_many_nodes_does_not_report(trial, lasted, stuck):
+    """All others came within some seconds: after twice that, or two minutes, of silence it is blamed."""
+    found, went_on = trial(4, [9, 20, lasted], [stuck - 1, stuck], 300)
+    assert went_on == [True, False] and found.bad == {"n4": "it did not report"}
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -226,7 +319,7 @@ def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
                    "DROVER_RANKS": "6", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
-    here = SlurmHost("12", "12", 0, tuple(NODES[:3]), None, job.slurm)
+    here = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in read_reports(folder, Report)] == [True, False] * 3

@@ -54,7 +54,9 @@ def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, p
 
 def test_the_dry_run_shows_the_container(launcher):
     shown = launcher.accepted(*TWO_NODES, f"launch.python={PYTHON}", "launch.container={image: i, runtime: pyxis}")
-    assert "srun --container-image=i " in shown and f" {PYTHON} -m drover.pipeline.train" in shown
+    mounts = f"--container-mounts={launcher.run}:{launcher.run},{launcher.work}:{launcher.work}"
+    assert "srun --container-image=i " in shown and mounts in shown and "--container-env=PYTHONPATH," in shown
+    assert f" {PYTHON} -m drover.pipeline.train" in shown
 
 
 def test_packages_of_another_python_are_not_judged_by_this_one(launcher):
