@@ -10,7 +10,7 @@ import pytest
 from tests.launch.fake_house import build_house
 from tests.launch.fake_job import make_job
 from tests.launch.launcher import Launcher
-from tests.launch.recorded_slurm import FakeSlurm
+from tests.launch.recorded_slurm import Programs
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def slurm(launcher, monkeypatch):
 
 @pytest.fixture
 def programs(tmp_path):
-    """Slurm's programs; only those that a test lets say something are installed."""
-    return FakeSlurm(tmp_path / "bin")
+    """Of those programs, what a test lets say or do something."""
+    return Programs(tmp_path / "bin")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
-from tests.launch.recorded_slurm import FakeSlurm
+from tests.launch.recorded_slurm import Programs
 
 SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
             "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
@@ -68,7 +68,7 @@ class Launcher:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.work, self.checkout, self.queue = folder / "a folder", folder / "checkout", folder / "queue"
-        self.programs = FakeSlurm(folder / "bin")
+        self.programs = Programs(folder / "bin")
         for place in (self.work, self.checkout / "launch/slurm", self.queue):
             place.mkdir(parents=True)
         shutil.copy(REPOSITORY / "launch/slurm/trust.py", self.checkout / "launch/slurm")

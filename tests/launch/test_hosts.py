@@ -49,13 +49,11 @@ Host *
     UserKnownHostsFile {folder}/known
 """
 SSH = """\
-#!/bin/sh
 # In place of ssh: it runs the command here, unless a file says what is wrong with the host.
 for word; do host=$command; command=$word; done
 [ -e "$0.$host" ] && { cat "$0.$host" >&2; exit 255; }
 exec sh -c "$command"
 """
-PATH = "/usr/bin:/bin"
 
 
 # ---- a real sshd
@@ -179,19 +177,17 @@ def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, tmp_pat
 
 
 @pytest.fixture
-def ssh(ready):
+def ssh(programs):
     """A stand-in for ssh."""
-    path = ready.fakes / "ssh"
-    path.write_text(SSH)
-    path.chmod(0o755)
-    return path
+    programs.do("ssh", SSH)
+    return programs.folder / "ssh"
 
 
 def begin(ready, ssh, *more, **variables):
     command = ready.command("--config", "config.yaml", "--cluster", "hosts", "--hosts", "127.0.0.1,127.0.0.2",
                             f"launch.ssh=[{ssh}]", "launch.processes=1", "launch.preflight=false", *more)
     return subprocess.Popen(command, cwd=ready.work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            env=ready.environ(PATH=PATH, **variables))
+                            env=ready.environ(**variables))
 
 
 def go(ready, ssh, *more, expect=0, **variables):

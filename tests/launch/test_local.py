@@ -132,13 +132,11 @@ def test_ranks_on_this_box(processes, gpus, device, ranks):
 
 @pytest.mark.parametrize(("visible", "gpus", "memory"), [
     (None, 2, 40960 << 20), ("1", 1, 40960 << 20), ("0", 1, 81559 << 20), ("", 0, None)])
-def test_gpus_are_counted_without_torch(tmp_path, monkeypatch, visible, gpus, memory):
+def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus, memory):
     """Without any, the memory is the host's."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\ncase \"$*\" in *--id=0) ;; *) echo 40960;; esac\n"
-                    "case \"$*\" in *--id=1) ;; *) echo 81559;; esac\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    programs.do("nvidia-smi", "case \"$*\" in *--id=0) ;; *) echo 40960;; esac\n"
+                              "case \"$*\" in *--id=1) ;; *) echo 81559;; esac")
+    monkeypatch.setenv("PATH", str(programs.folder), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -211,36 +211,34 @@ def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_p
     assert read_reports(tmp_path, Report) == [SOUND[0], SOUND[1], replace(SOUND[2], rank=97)]
 
 
-def smi(folder, gpus, processes="", before=""):
-    """A driver's program that notes its calls."""
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho \"$@\" >> {folder}/calls\n{before}\n"
-                                       f"case $1 in *compute-apps*) printf '{processes}';; *) printf '{gpus}';; esac\n")
-    (folder / "nvidia-smi").chmod(0o755)
+def test_gpus(programs, monkeypatch):
+    def smi(gpus, processes="", before=""):
+        """Let the driver's program answer this."""
+        programs.do("nvidia-smi", f"{before}\n"
+                    f"case $1 in *compute-apps*) printf '{processes}';; *) printf '{gpus}';; esac")
 
-
-def test_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(programs.folder))
     assert check_gpus(4) == ["2 GPUs instead of 4"]
     assert check_gpus(2) == ["nvidia-smi does not answer"], "the driver is gone"
     with monkeypatch.context() as amd:
         amd.setattr(node_trial, "for_amd", lambda: True)
         assert check_gpus(2) == [], "another maker's, whose driver is not asked"
-    smi(tmp_path, "0, [N/A], Not Active, Not Active\\n")
+    smi("0, [N/A], Not Active, Not Active\\n")
     assert check_gpus(2) == []
-    smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
+    smi("0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
     assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
                              "other processes use its GPUs (process 1)"]
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = programs.calls()
     assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
-    smi(tmp_path, "", before="exit 9")
+    smi("", before="exit 9")
     assert check_gpus(2) == ["nvidia-smi does not answer"]
     for driver in ({"before": "case $1 in *ecc*) exit 2;; esac", "gpus": "0\\n"}, {"gpus": "0, 0, a new field\\n"}):
-        smi(tmp_path, **driver)
+        smi(**driver)
         assert check_gpus(2) == [], "a driver that does not know the fields says nothing of the GPUs' health"
-    smi(tmp_path, "0, 0, Not Active, Not Active\\n")
+    smi("0, 0, Not Active, Not Active\\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
-    assert check_gpus(1) == [] and "--id" not in (tmp_path / "calls").read_text().splitlines()[-1]
+    assert check_gpus(1) == [] and "--id" not in programs.calls()[-1]
 
 
 @pytest.fixture
@@ -277,17 +275,17 @@ def test_what_fails_on_every_node_is_not_the_nodes(job):
     assert not (job.run / "launch/nodes.jsonl").exists() and "on all nodes alike" in job.state().reason
 
 
-SRUN = f"""#!{sys.executable}
+SRUN = """
 import os, subprocess, sys
 options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
 first = next(number for number, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
 per, tasks = int(options["ntasks-per-node"]), []
 for task in range(int(options["ntasks"])):
-    environment = {{**os.environ, "SLURM_PROCID": str(task), "SLURM_NTASKS": options["ntasks"],
+    environment = {**os.environ, "SLURM_PROCID": str(task), "SLURM_NTASKS": options["ntasks"],
                    "SLURM_LOCALID": str(task % per), "SLURM_NODEID": str(task // per),
-                   "SLURM_STEP_NUM_NODES": options["nodes"], "SLURMD_NODENAME": f"n{{1 + task // per}}"}}
+                   "SLURM_STEP_NUM_NODES": options["nodes"], "SLURMD_NODENAME": f"n{1 + task // per}"}
     log = options["output"].replace("%n", str(task // per))
-    tasks.append(subprocess.Popen(["bash", "-c", f'set -o pipefail; "$@" | sed -u "s/^/{{task}}: /" >> {{log}}', "bash",
+    tasks.append(subprocess.Popen(["bash", "-c", f'set -o pipefail; "$@" | sed -u "s/^/{task}: /" >> {log}', "bash",
                                    *sys.argv[first:]], env=environment))
 sys.exit(max(task.wait() for task in tasks))
 """
@@ -304,26 +302,26 @@ try_node(Path(sys.argv[1]), float(sys.argv[2]))
 """
 
 
-def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
+def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     """Six real processes on three nodes, of which one is late in every exchange that it takes part in. They run with
     the Python of the stage: in a container the launcher's is not there."""
     late = tmp_path / "late.py"
     late.write_text(LATE)
-    for name, text in (("srun", SRUN), ("python", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nshift 2\n'
-                                                  f'exec {sys.executable} {late} "$@"\n')):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2, command=(f"{tmp_path}/python", "-m", "none"))
+    (tmp_path / "srun.py").write_text(SRUN)
+    programs.do("srun", f'exec {sys.executable} {tmp_path}/srun.py "$@"')
+    programs.do("python", f'shift 2\nexec {sys.executable} {late} "$@"')
+    job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2,
+                   command=(f"{programs.folder}/python", "-m", "none"))
     folder = job.folder / "preflight"
     folder.mkdir()
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
+    environment = {**os.environ, "PATH": f"{programs.folder}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
                    "DROVER_RANKS": "6", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
     here = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in read_reports(folder, Report)] == [True, False] * 3
-    assert (tmp_path / "calls").read_text().startswith("-m drover.launch.slurm.job.node_trial")
+    assert programs.calls("python")[0].startswith("python -m drover.launch.slurm.job.node_trial")
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "DROVER_CHAIN"])
