@@ -92,12 +92,18 @@ def test_a_killed_rank_is_named_and_started_again(ready):
 # ---- streams
 
 
-def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
+def on_a_terminal(house, stages, **variables):
+    """The launcher on a terminal of its own, and the terminal's other end."""
     reader, writer = pty.openpty()
-    launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard"), cwd=house.work,
-                                env=house.environ(), stdout=writer, stderr=writer)
+    launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", stages), cwd=house.work,
+                                env=house.environ(**variables), stdin=writer, stdout=writer, stderr=writer,
+                                start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(writer)
-    shown = b""
+    return launcher, reader
+
+
+def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
+    (launcher, reader), shown = on_a_terminal(house, "shard"), b""
     while True:
         try:
             shown += os.read(reader, 4096)
@@ -111,11 +117,7 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
 
 
 def test_a_closed_terminal_is_a_request_to_stop(ready):
-    reader, writer = pty.openpty()
-    launcher = subprocess.Popen(ready.command("--config", "config.yaml", "--stage", "train,convert"), cwd=ready.work,
-                                env=ready.environ(FAKE_train="slow"), stdin=writer, stdout=writer, stderr=writer,
-                                start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
-    os.close(writer)
+    launcher, reader = on_a_terminal(ready, "train,convert", FAKE_train="slow")
     ready.wait_for_bodies("train", 2)
     os.close(reader)
     assert launcher.wait() == 130 and len(list(ready.pids.glob("train-?.saved"))) == 2 and not ready.alive()

@@ -49,13 +49,15 @@ def test_planning_imports_nothing_heavy(launcher):
 
 
 def test_plan_of_a_fresh_run(launcher):
-    shown, count = launcher.accepted("--stage", "all", "--dry-run", "--cluster", "local"), threads()
+    shown = launcher.accepted("--stage", "all", "--dry-run", "--cluster", "local")
+    count = len(os.sched_getaffinity(0)) // 2 or 1
+    ranks = f"2 ranks x {count} thread{'s' * (count > 1)}"
     assert not launcher.run.exists()
     assert rows(shown) == {
         "shard": "to do 2 processes", "tokenizer": "waiting (for shard) 2 processes",
         "encode": "waiting (for tokenizer) 2 processes",
-        "train": f"waiting (for encode) 2 ranks x {count}", "convert": "waiting (for train) 1 process",
-        "evaluate": f"waiting (for convert) 2 ranks x {count}", "report": "waiting (for evaluate) 1 process"}
+        "train": f"waiting (for encode) {ranks}", "convert": "waiting (for train) 1 process",
+        "evaluate": f"waiting (for convert) {ranks}", "report": "waiting (for evaluate) 1 process"}
     for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
@@ -69,12 +71,6 @@ def test_what_cannot_be_exported_is_refused(launcher):
     assert "class of transformers computes such" in refused and "--stage shard,tokenizer,encode,train" in refused
     assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(
         "--stage", "shard,tokenizer,encode,train", *both)
-
-
-def threads():
-    """Threads of each of two ranks here."""
-    count = max(1, len(os.sched_getaffinity(0)) // 2)
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def test_finished_partial_and_stale_stages(launcher):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drover.launch.slurm import control
-from drover.launch.slurm.chain import add_job, in_queue, read_chain
+from drover.launch.slurm.chain import add_job, in_queue
 from drover.launch.slurm.control import cancel, logs, stop
 from drover.pipeline.contract.state import STOP
 from drover.pipeline.core.errors import UserError
@@ -30,14 +30,8 @@ def programs(programs):
     return programs
 
 
-def _add(run, job):
-    """A job that a train job submitted."""
-    chain = read_chain(run.folder)
-    add_job(run.folder, chain.id, job)
-
-
 def test_cancel_begins_at_the_end_of_the_chain(run, programs, capsys):
-    _add(run, run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
+    add_job(run.folder, "c1", run.job("30", "evaluate", "evaluation", name="demo-evaluate-step-00000100"))
     programs.queue(("14_1", "RUNNING"), ("14_3", "PENDING"), ("16", "PENDING"), ("11_0", "COMPLETED"),
                    ("17", "PENDING"), ("12", "COMPLETED"), ("30", "RUNNING"))
     assert cancel(run.folder, programs.scheduler()) == 0
@@ -54,7 +48,7 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, program
 
     def cancel_16(id):
         if id == "16":  # which is still ending
-            _add(run, run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
+            add_job(run.folder, "c1", run.job("31", "evaluate", "evaluation", name="demo-evaluate-step-00000200"))
         return honest(id)
 
     monkeypatch.setattr(scheduler, "cancel", cancel_16)

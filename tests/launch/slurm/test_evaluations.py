@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from drover.launch.slurm import evaluations
-from drover.launch.slurm.chain import ChainJob, add_job, read_chain
+from drover.launch.slurm.chain import ChainJob, add_job
 from drover.launch.slurm.evaluations import Evaluations, evaluate, main, owed, prepare
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.config.loading import load_config
@@ -76,8 +76,8 @@ def job(tmp_path, queued):
     return job
 
 
-def evaluation_name(name, step):
-    return f"{name}-evaluate-step-{step:08d}"
+def name_of(step):
+    return f"trial-evaluate-step-{step:08d}"
 
 
 def steps(found):
@@ -85,13 +85,13 @@ def steps(found):
 
 
 def tried(job, step):
-    add_job(job.run, read_chain(job.run).id, ChainJob(evaluation_name("trial", step), "evaluate", "evaluation", "77"))
+    add_job(job.run, "c", ChainJob(name_of(step), "evaluate", "evaluation", "77"))
 
 
 def test_what_is_submitted(job, queued):
     found = Evaluations(job.spec, print)
     assert steps(found) == [20, 40]
-    queued.append(evaluation_name("trial", 20))
+    queued.append(name_of(20))
     assert steps(found) == [40], "a job in the queue is known by its name"
     queued.clear()
     tried(job, 40)
@@ -102,19 +102,17 @@ def test_what_is_submitted(job, queued):
     assert steps(found) == []
 
 
-def submitted(monkeypatch, submit):
-    monkeypatch.setattr(Evaluations, "submit", lambda self, job: submit(int(job.name[-8:])))
-    monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
-
-
 def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch, queued):
-    def submit(step):
+    def submit(self, wanted):
+        step = int(wanted.name[-8:])
         if step == 20:
             raise OSError("sbatch: error: no such partition")
         tried(job, step)
         tried(job, step)
         return "78"
-    submitted(monkeypatch, submit)
+
+    monkeypatch.setattr(Evaluations, "submit", submit)
+    monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
     said = []
     found = Evaluations(job.spec, said.append)
     for _ in range(3):
