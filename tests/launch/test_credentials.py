@@ -62,7 +62,7 @@ def test_what_looks_like_an_address_with_a_password():
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
 
 
-@pytest.mark.parametrize(("name", "value", "secret"), [
+@pytest.mark.parametrize("name, value, secret", [
     ("TOKEN_COUNT", "4096", False), ("HF_TOKEN", "abc", True), ("HF_TOKEN", "$(cat ~/.token)", False),
     ("HF_TOKEN", "", False), ("HF_TOKEN_PATH", "/home/me/.token", False),
     ("DB_PASSWORD", "123456", True), ("DB_PASSWORD_FILE", "/run/secrets/db", False),

@@ -280,7 +280,7 @@ def test_ranks_end_when_the_launcher_is_silent(tmp_path):
 # ---- which hosts a start gets
 
 
-@pytest.mark.parametrize(("there", "nodes", "fewest", "struck", "taken"), [
+@pytest.mark.parametrize("there, nodes, fewest, struck, taken", [
     ("abcd", 2, None, "", "ab"),  # the others are spare
     ("acd", 2, None, "", "ac"), ("abcd", 2, None, "b", "ac"),
     ("abcd", 4, None, "b", "abcd"),  # no others are named
@@ -305,7 +305,7 @@ def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, s
 # ---- what is refused
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize("words, said", [
     (["--cluster", "hosts"], "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."),
     (["--hosts", "a,b,a,c"], "launch.hosts names a more than once"),
     (["--hosts", "a,b", "--nodes", "4"], "train requests 4 hosts, but launch.hosts names 2"),

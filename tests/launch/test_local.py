@@ -39,7 +39,7 @@ def test_a_chain(ready):
 # ---- what follows from a stage's end, with ends that are played
 
 
-@pytest.mark.parametrize(("plays", "forced", "status", "words"), [
+@pytest.mark.parametrize("plays, forced, status, words", [
     ("silent", False, 1, "shard failed: ended as if all were well, but is not done. Nothing after it was started."),
     ("late done", False, 0, "all done in"),
     ("fail", True, 2, "shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/"
@@ -124,7 +124,7 @@ def test_a_closed_terminal_is_a_request_to_stop(ready):
     assert "convert-0" not in ready.started()
 
 
-@pytest.mark.parametrize(("processes", "gpus", "device", "ranks"), [
+@pytest.mark.parametrize("processes, gpus, device, ranks", [
     (None, 0, "auto", 1), (3, 0, "cpu", 3), (None, 4, "cuda", 4), (2, 4, "auto", 2), (2, 1, "auto", 1),
     (3, 0, "mps", 1)])
 def test_ranks_on_this_box(processes, gpus, device, ranks):
@@ -132,7 +132,7 @@ def test_ranks_on_this_box(processes, gpus, device, ranks):
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 
-@pytest.mark.parametrize(("visible", "gpus", "memory"), [
+@pytest.mark.parametrize("visible, gpus, memory", [
     (None, 2, 40960 << 20), ("1", 1, 40960 << 20), ("0", 1, 81559 << 20), ("", 0, None)])
 def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus, memory):
     """Without any, the memory is the host's."""

@@ -29,7 +29,7 @@ def script(setup):
             "open(f'ready{os.environ.get(\"RANK\", 0)}', 'w').close(); time.sleep(3600)"]
 
 
-@pytest.mark.parametrize(("setup", "requests", "limit", "status", "said"), [
+@pytest.mark.parametrize("setup, requests, limit, status, said", [
     (ENDS_AT_TERM, 1, "", 5, "stopping x: it saves what it can (once more to kill it)"),
     (STUBBORN, 2, "", 137, "killing x"), (STUBBORN, 1, "SHUTDOWN_S", 137, "stopping x"),
     (STUBBORN, "tick", "KILL_S", 137, "")])

@@ -69,7 +69,7 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
             rehearse_training(run, [job()], options)
 
 
-@pytest.mark.parametrize(("answer", "script", "said"), [
+@pytest.mark.parametrize("answer, script, said", [
     ('{"failed": "a shape is not known"}', "", "a shape is not known. The job is submitted anyway"),
     ("", "echo 'first' >&2; echo 'no such file' >&2; exit 3", "it failed (no such file)"),
     ("", "exit 3", "it failed (it ended with status 3)"), ("", "exec sleep 3600", "it took longer than 2 s")])

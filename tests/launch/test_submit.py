@@ -94,7 +94,7 @@ def test_finished_partial_and_stale_stages(launcher):
     assert "encode is not finished, and one stage must not mix" in launcher.refused(*other, "--accept-drift")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize("arguments, said", [
     (["--stage", "tran"], ["There is no stage tran", "convert, evaluate, report, or all"]),
     (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
     (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
@@ -128,7 +128,7 @@ def test_no_configuration(launcher, monkeypatch):
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
-@pytest.mark.parametrize(("arguments", "now"), [
+@pytest.mark.parametrize("arguments, now", [
     (["train.lr"], "0.01"), (["train.lr", "--config", "config.yaml", "train.lr=0.5"], "0.5"),
     (["train.lr=0.5", "--config", "config.yaml"], "0.5"), (["train.lr=0.5"], "0.5")])
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
@@ -173,7 +173,7 @@ def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher,
                for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
 
 
-@pytest.mark.parametrize(("gpus", "memory", "ranks", "fits"), [
+@pytest.mark.parametrize("gpus, memory, ranks, fits", [
     (0, 0, 2, True), (0, 900_000, 1, True), (0, 900_000, 2, False), (2, 900_000, 2, True), (2, 400_000, 2, False)])
 def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(monkeypatch, gpus, memory, ranks, fits):
     monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)

@@ -43,7 +43,7 @@ def test_its_word_and_the_queue(run, said, answer, state, remark):
     assert seen.outcome == ("failed" if state == "failed" else None)
 
 
-@pytest.mark.parametrize(("nodes", "offered"), [(4, True), (1, False)])
+@pytest.mark.parametrize("nodes, offered", [(4, True), (1, False)])
 def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
     """As much of the reason as the column of squeue holds."""
     write_json(run.folder / "config.yaml", {"launch": {"train": {"nodes": nodes}}})

@@ -56,7 +56,7 @@ def test_cancel_takes_an_evaluation_that_training_submits_meanwhile(run, program
     assert programs.calls("scancel") == ["scancel 16", "scancel 31"]
 
 
-@pytest.mark.parametrize(("name", "said"), [("demo", "no job of "), ("local", "nothing to cancel")])
+@pytest.mark.parametrize("name, said", [("demo", "no job of "), ("local", "nothing to cancel")])
 def test_nothing_to_cancel(run, programs, tmp_path, capsys, name, said):
     programs.queue(("11_0", "COMPLETED"))
     assert cancel(tmp_path / name, programs.scheduler()) == 0 and said in capsys.readouterr().out

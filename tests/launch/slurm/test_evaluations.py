@@ -38,7 +38,7 @@ def result(run, step):
     Manifest("evaluate", {}, [], {}, "").write(evaluation_folder(run, step) / "evaluate")
 
 
-@pytest.mark.parametrize(("every", "steps", "expected"), [(2, 1000, [20, 80]), (2, 80, [20]), (None, 1000, [])])
+@pytest.mark.parametrize("every, steps, expected", [(2, 1000, [20, 80]), (2, 80, [20]), (None, 1000, [])])
 def test_what_is_owed(tmp_path, every, steps, expected):
     for step in (20, 40, 50, 80):
         checkpoint(tmp_path, step)
@@ -140,7 +140,7 @@ def play_data_stages(job, monkeypatch):
     monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], functions={}))
 
 
-@pytest.mark.parametrize(("played", "status"), [
+@pytest.mark.parametrize("played, status", [
     ("true", 1), ("false", 1), ("kill -9 $$", 137), ("exit 0; RESULT", 0)])
 def test_what_is_evaluated_and_cleared(job, monkeypatch, played, status):
     """The stages themselves are played: without a result, failed, killed, and well."""

@@ -95,7 +95,7 @@ def test_who_was_late_when_training_hung(job):
     assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n3": 2}, "of two nodes it is not the nodes"
 
 
-@pytest.mark.parametrize(("count", "struck"), [(3, 3), (4, 0)])
+@pytest.mark.parametrize("count, struck", [(3, 3), (4, 0)])
 def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, struck):
     nodes = [f"n{number}" for number in range(count)]
     assert runner(job, 64)._strike(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:struck], 1)
@@ -119,7 +119,7 @@ def test_an_element_of_an_array():
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
 
 
-@pytest.mark.parametrize(("state", "restarts", "current"), [
+@pytest.mark.parametrize("state, restarts, current", [
     ("RUNNING", 1, True), ("RUNNING", 2, False), ("PENDING", 1, False), ("unknown", 0, True), (None, 0, True)])
 def test_whether_slurm_still_runs_this_start_of_the_job(state, restarts, current):
     slurm = Slurm({"12": state or ""}, silent=state is None, restarts=restarts)

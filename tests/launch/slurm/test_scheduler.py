@@ -81,7 +81,7 @@ DISABLED = "Requested operation is presently disabled for job 3"
 LOST = "Unexpected message received for job 3"
 
 
-@pytest.mark.parametrize(("first", "then", "patience_s", "problem", "calls"), [
+@pytest.mark.parametrize("first, then, patience_s, problem, calls", [
     (LOST, "exit 0", 20, None, 2),
     ("slurm_requeue error: Unable to contact slurm controller (connect failure)",
      "echo 'Job is pending execution for job 3' >&2; exit 1", 20, None, 2),

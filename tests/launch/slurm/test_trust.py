@@ -108,7 +108,7 @@ def test_what_was_submitted_is_run(submitted):
     assert check(submitted) == check(saved(submitted, contained=True)) == "", "Python's own caches are no change"
 
 
-@pytest.mark.parametrize(("spoil", "why"), [
+@pytest.mark.parametrize("spoil, why", [
     (lambda path: path.chmod(path.stat().st_mode | 0o002), "may be written by everyone"),
     (lambda path: path.chmod(path.stat().st_mode | 0o020), "may be written by the group "),
     pytest.param(lambda path: os.chown(path, OTHER, -1), f"belongs to the user {OTHER}, and jobs execute files there",
@@ -171,7 +171,7 @@ def test_owners_need_not_be_looked_at(submitted):
     assert "drover/launch/__pycache__, drover/launch/a.py. " in check(blind), "whoever owns it"
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize("change, told", [
     (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), ": drover/launch/a.py. "),
     (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), ": sitecustomize.py. "),
     (lambda code: (code / "submitit").mkdir() or (code / "submitit/__init__.py").touch(),

@@ -36,7 +36,7 @@ STUCK = {"PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssocMax
          "InvalidAccount", "AccountNotAllowed", "DependencyNeverSatisfied", "ReservationDeleted"}
 
 
-@pytest.mark.parametrize(("reason", "words"), WORDS)
+@pytest.mark.parametrize("reason, words", WORDS)
 def test_reasons_in_plain_words(reason, words):
     for several in (False, True):
         said = meaning(reason, "12", several=several)

@@ -77,7 +77,7 @@ def two(*, apart=0.0, link=0.0):
                     times={**TIMES, EXCHANGE: link * report.rank or 0.02}) for report in SOUND[:2]]
 
 
-@pytest.mark.parametrize(("count", "reports", "bad"), [
+@pytest.mark.parametrize("count, reports, bad", [
     (4, SOUND, {}),
     (4, but(2, problems={"shm": "no /dev/shm", "gpu": "more"}), {"n3": "no /dev/shm"}),
     (4, SOUND[:3], {"n4": "it did not report"}),
@@ -115,8 +115,8 @@ def importing(count, answered):
     return [Report(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]
 
 
-@pytest.mark.parametrize(("count", "answered"), [(2, 1), (64, 6), (64, 63), (512, 300), (4096, 4000)])
-@pytest.mark.parametrize(("lasted", "quiet"), [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
+@pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (64, 63), (512, 300), (4096, 4000)])
+@pytest.mark.parametrize("lasted, quiet", [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
 def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
     """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
     reports = importing(count, answered)
@@ -168,13 +168,13 @@ def trial(tmp_path, monkeypatch):
     return play
 
 
-@pytest.mark.parametrize(("nodes", "limit"), [(1, 180), (2, 181), (64, 212), (512, 436), (4096, 1800)])
+@pytest.mark.parametrize("nodes, limit", [(1, 180), (2, 181), (64, 212), (512, 436), (4096, 1800)])
 def test_the_trial_ends_when_its_time_is_up(trial, nodes, limit):
     found, went_on = trial(nodes, [], [0.0, limit - 1.0, limit + 1.0])
     assert went_on == [True, True, False] and not found.bad and "no node can be blamed" in found.lines[-1]
 
 
-@pytest.mark.parametrize(("lasted", "stuck"), [(30, 150), (70, 210)])
+@pytest.mark.parametrize("lasted, stuck", [(30, 150), (70, 210)])
 def test_the_trial_ends_when_one_of_many_nodes_does_not_report(trial, lasted, stuck):
     """All others came within some seconds: after twice that, or two minutes, of silence it is blamed."""
     found, went_on = trial(4, [9, 20, lasted], [stuck - 1, stuck], 300)

@@ -17,7 +17,7 @@ from tests.conftest import REPOSITORY
 TWO_NODES = ("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "--no-rehearse", "launch.gpus_per_node=8",
              "launch.train.nodes=2")
 SIF, PYTHON = "/shared/drover.sif", "/opt/venv/bin/python"
-@pytest.mark.parametrize(("container", "wrap", "srun_args"), [
+@pytest.mark.parametrize("container, wrap, srun_args", [
     ({"image": SIF, "mounts": ["/data", "/scratch:/tmp"]},
      ["apptainer", "exec", "--nv", "--bind=/runs:/runs", "--bind=/work:/work", "--bind=/data:/data",
       "--bind=/scratch:/tmp", "--pwd=/work", SIF], []),
@@ -40,7 +40,7 @@ def spec(**changes):
                    code_sha256="0" * 64, **changes)
 
 
-@pytest.mark.parametrize(("changes", "python"), [
+@pytest.mark.parametrize("changes, python", [
     ({"srun_args": ("--container-image=i",)}, PYTHON), ({"wrap": ("apptainer", "exec", "i")}, sys.executable)])
 def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, python):
     """The rank's own program runs with the Python that is there. Neither copies the code to the node."""
