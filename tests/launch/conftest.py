@@ -1,7 +1,5 @@
 """Houses for the launcher's tests: a fresh one, and one whose data stages are done."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

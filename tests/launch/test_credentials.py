@@ -1,7 +1,5 @@
 """Secrets: what is taken for one by its name or its value, the way on, and that none reaches a file."""
 
-from __future__ import annotations
-
 import base64
 import random
 import string

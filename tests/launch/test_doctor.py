@@ -1,7 +1,5 @@
 """`drover doctor`: what nodes' reports mean, and the profile that it writes. A real Slurm is in tests/slurm."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 

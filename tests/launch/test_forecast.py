@@ -1,8 +1,6 @@
 """What is told of a run before it starts: how long it takes, by arithmetic on a rate, never on this machine's; how many
 checkpoints it keeps; how its layers are cut."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch import forecast

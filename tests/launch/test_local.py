@@ -1,7 +1,5 @@
 """Stages on this box: what follows from their ends, streams, signals, orphans."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Processes that the launcher starts: requests to stop, ends of ranks, output, orphans."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

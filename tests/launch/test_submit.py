@@ -1,7 +1,5 @@
 """The command line: plan, refusals, questions."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The Slurm lab of these tests, which are left out where Slurm is not installed."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from functools import partial

@@ -1,8 +1,6 @@
 """Starts of the runner on a real Slurm: their logs, one file a node, in which no rank's line is lost, cut or taken for
 another's; and a stage without ranks."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

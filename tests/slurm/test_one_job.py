@@ -4,8 +4,6 @@ The tests share the job: each waits until it trains, disturbs it, and leaves it 
 a lost node does, tests/slurm/test_chain.py shows.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -3,8 +3,6 @@
 The tests share the run: each waits until it trains, ends that in another way, and submits it again.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

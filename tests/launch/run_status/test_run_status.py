@@ -1,7 +1,5 @@
 """Which state a stage is in, and what is said of it: by its folder, by Slurm's answers, by both."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """How a run is shown, and the program that shows it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

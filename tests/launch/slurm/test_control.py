@@ -1,7 +1,5 @@
 """Cancelling, stopping and reading the logs of runs made by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm import control

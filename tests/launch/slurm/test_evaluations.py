@@ -1,7 +1,5 @@
 """Evaluations beside training: what is owed, how it is submitted, and one that is done."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Strikes of nodes, and what Slurm is asked and told about nodes."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """What is made of Slurm's answers; the texts were recorded from Slurm 22.05.8."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler

@@ -1,7 +1,5 @@
 """Logs of starts: few files, of which each rank's lines are found, whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm.start_logs import PIECE, Labelled, output

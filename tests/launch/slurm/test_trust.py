@@ -1,7 +1,5 @@
 """What a job executes is what was submitted, and nobody else could have written it."""
 
-from __future__ import annotations
-
 import grp
 import json
 import os

@@ -1,7 +1,5 @@
 """Why a job waits, in words that help."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm.wait_reasons import is_stuck, meaning

@@ -1,7 +1,5 @@
 """What follows from a start's end: the whole table."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

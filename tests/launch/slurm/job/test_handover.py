@@ -1,7 +1,5 @@
 """One job at a time for a stage: what waits for another job or link, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm.job import joblock

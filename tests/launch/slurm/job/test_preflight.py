@@ -3,8 +3,6 @@
 The sick nodes are blamed and never the slow ones, whatever the number of nodes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What a task of a step becomes: its variables, its signal mask, its end with its parent."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

@@ -1,7 +1,5 @@
 """The runner: what it starts, restarts, requeues, refuses and leaves behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 What the jobs do is tested on a real cluster in tests/slurm.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """Containers: how each runtime starts a stage, and that the batch script stays outside."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The copy of the code that jobs run."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest
