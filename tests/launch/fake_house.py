@@ -1,5 +1,7 @@
 """The launcher as a program, with stages that do next to nothing, steered by environment variables."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
@@ -85,15 +87,15 @@ class House:
     pids: Path
 
     @property
-    def run(self):
+    def run(self) -> Path:
         """The run folder of `config.yaml`."""
         return self.work / "runs" / "trial"
 
-    def command(self, *arguments):
+    def command(self, *arguments: str) -> list[str]:
         """The launcher's command line."""
         return [sys.executable, str(self.fakes / "fakes.py"), *arguments]
 
-    def environ(self, **more):
+    def environ(self, **more: str) -> dict[str, str]:
         """The environment of the launcher."""
         kept = {key: value for key, value in os.environ.items()
                 if not key.startswith(("SLURM_", "OMP_NUM", "PYTHONPATH", "RANK", "WORLD_SIZE"))}
@@ -101,25 +103,25 @@ class House:
         return {**kept, "FAKE_PIDS": str(self.pids), "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "",
                 "PYTHONPATH": os.pathsep.join(map(str, (self.fakes, REPOSITORY))), **more}
 
-    def submit(self, *arguments, **more):
+    def submit(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the launcher to its end."""
         return subprocess.run(self.command("--config", "config.yaml", *arguments), cwd=self.work, text=True,
                               env=self.environ(**more), capture_output=True, timeout=HANG_S, check=False)
 
-    def started(self):
+    def started(self) -> list[str]:
         """Stages and ranks whose body ran, as `stage-rank`."""
         return sorted(path.name for path in self.pids.iterdir() if path.suffix == "")
 
-    def wait_for_bodies(self, stage, ranks):
+    def wait_for_bodies(self, stage: str, ranks: int) -> None:
         """Wait until the bodies of a slow stage are at work."""
         wait_for(lambda: len(list(self.pids.glob(f"{stage}-?.ready"))) == ranks)
 
-    def alive(self):
+    def alive(self) -> list[str]:
         """Started bodies whose process still exists."""
         return [name for name in self.started() if runs(self.pids / name)]
 
 
-def runs(note):
+def runs(note: Path) -> bool:
     """Whether the process whose id a file holds is there, and no zombie."""
     try:
         return Path("/proc", note.read_text().strip(), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -127,7 +129,7 @@ def runs(note):
         return False
 
 
-def build_house(folder):
+def build_house(folder: Path) -> House:
     """Make the fakes and a working folder under `folder`."""
     house = House(folder / "fakes", folder / "a folder", folder / "pids")
     for place in (house.fakes, house.work, house.pids):

@@ -1,8 +1,11 @@
 """A running job for a machine without Slurm: its runner in this process, with starts that a test plays."""
 
+from __future__ import annotations
+
 import io
 import math
 import signal
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +23,7 @@ from drover.launch.slurm.job.srun import SlurmHost, read_end
 from drover.launch.slurm.jobspec import JobSpec
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.contract.manifest import Manifest
-from drover.pipeline.contract.state import log_attempt, read_attempts, read_state, write_state
+from drover.pipeline.contract.state import StageState, log_attempt, read_attempts, read_state, write_state
 from drover.pipeline.contract.tasks import PARTS, Part
 from drover.pipeline.core.files import write_json, write_text
 
@@ -46,23 +49,23 @@ class Slurm:
     requeued: list[str] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
-    def jobs(self, ids):
+    def jobs(self, ids: Iterable[str]) -> dict[str, JobInfo] | None:
         return None if self.silent else {
             id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts, left_s=self.left_s) for id in ids}
 
-    def node_states(self, nodes):
+    def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         return {node: self.down.get(node, "idle") for node in nodes}
 
-    def node_address(self, name):
+    def node_address(self, name: str) -> str:
         """Once; then the controller is down, as for all that asks later."""
         self.address, found = name, self.address
         return found
 
-    def requeue(self, id, patience_s):
+    def requeue(self, id: str, patience_s: float) -> str | None:
         self.requeued.append(id)
         return self.refusal
 
-    def leave_out(self, id, nodes):
+    def leave_out(self, id: str, nodes: Iterable[str]) -> None:
         self.left_out[id] = list(nodes)
 
 
@@ -81,14 +84,15 @@ class Job:
     handlers: dict[int, Any] = field(default_factory=dict)
 
     @property
-    def run(self):
+    def run(self) -> Path:
         return Path(self.spec.run)
 
     @property
-    def stage(self):
+    def stage(self) -> Path:
         return self.spec.folder
 
-    def go(self, *plan, job="12", restart=0, element=None, trial=None, **changes):
+    def go(self, *plan: Any, job: str = "12", restart: int = 0,
+           element: int | None = None, trial: Found | None = None, **changes: Any) -> tuple[int, str]:
         """Run the job to its end; its exit status and log. plan: what each start does (`play`).
 
         element: of array 20. trial: what preflight finds. changes: of the spec.
@@ -100,7 +104,8 @@ class Job:
             with stop_requests() as asked:
                 return self.runner(patch, iter(plan), job, restart, element, asked).run(), said.getvalue()
 
-    def runner(self, patch, plan, job="12", restart=0, element=None, asked=None):
+    def runner(self, patch: pytest.MonkeyPatch, plan: Iterator[Any], job: str = "12", restart: int = 0,
+               element: int | None = None, asked: list[int] | None = None) -> runner.Runner:
         """The job's runner."""
         for name, value in {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restart), "DROVER_ATTEMPT": "0"}.items():
             patch.setenv(name, value)
@@ -115,10 +120,10 @@ class Job:
 
         patch.setattr(srun, "run_step", start)
         here = SlurmHost(job, job if element is None else f"20_{element}", restart, ("n1", "n2")[:self.spec.nodes],
-                         element, self.slurm, [] if asked is None else asked)
+                         element, self.slurm, [] if asked is None else asked)  # type: ignore[arg-type]
         return runner.Runner(self.spec, here)
 
-    def play(self, what, folder, element):
+    def play(self, what: str, folder: Path, element: int | None) -> StepEnd:
         """What a start leaves, and how its processes end."""
         say = partial(write_state, self.stage) if element is None else partial(
             write_state, self.stage / PARTS, file=Part(element, self.spec.parts, self.spec.phase).word)
@@ -145,38 +150,38 @@ class Job:
         self.say(folder, 1, "this rank says why")
         return read_end(143, KILLED)
 
-    def say(self, folder, rank, text):
+    def say(self, folder: Path, rank: int, text: str) -> None:
         """What a rank writes, one on each node."""
         write_text(folder / f"node{rank}.log", f"{rank}: {text}\n")
 
-    def events(self, kind):
+    def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_attempts(self.run) if event["event"] == kind]
 
-    def ends(self):
+    def ends(self) -> list[tuple[str, str]]:
         return [(event["status"], event["next"]) for event in self.events("ended")]
 
-    def state(self):
+    def state(self) -> StageState:
         state = read_state(self.stage)
         assert state is not None
         return state
 
-    def unseen(self, restart, name="12"):
+    def unseen(self, restart: int, name: str = "12") -> None:
         """Log a start whose end its runner has not told."""
         (self.run / "logs" / self.spec.stage / f"{name}.{restart}").mkdir(parents=True)
         self.log("attempt", restart, name, nodes=["n1", "n2"])
 
-    def crashed(self, restart, name="12"):
+    def crashed(self, restart: int, name: str = "12") -> None:
         """Log a start that crashed and brought nothing."""
         self.unseen(restart, name)
         self.log("ended", restart, name, status="crashed", next="requeue")
 
-    def log(self, event, restart, name, **details):
+    def log(self, event: str, restart: int, name: str, **details: Any) -> None:
         """Log an event of the first start of a restart of the job."""
         log_attempt(self.run, event, stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
                     **details)
 
 
-def make_job(folder, stage="train", **changes):
+def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:
     """A job of two ranks on two nodes, the second job (12) of the chain `c`."""
     run = folder / "runs" / "trial"
     (run / "launch").mkdir(parents=True)
@@ -185,7 +190,7 @@ def make_job(folder, stage="train", **changes):
     return Job(folder, replace(spec, **changes))
 
 
-def chain_of(job, *ids):
+def chain_of(job: Job, *ids: str) -> None:
     """Record a chain of links for the job's stage."""
     Chain("c", "", (), {}, "", "", jobs=tuple(ChainJob(job.spec.name, job.spec.stage, "link", id) for id in ids)
           ).write(job.run)

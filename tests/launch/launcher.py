@@ -1,5 +1,7 @@
 """The launcher in this process: plans, refusals, and what Slurm would get. It starts no stage."""
 
+from __future__ import annotations
+
 import io
 import os
 import shutil
@@ -8,10 +10,11 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from drover.launch.slurm.chain import read_chain
+from drover.launch.slurm.chain import Chain, read_chain
 from drover.launch.slurm.submit import request
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.launch.submit import main
@@ -35,20 +38,20 @@ echo "Submitted batch job $n"
 """
 
 
-def git(folder, *arguments):
+def git(folder: Path, *arguments: str) -> None:
     """Call git in a folder."""
     subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
                    capture_output=True)
 
 
-def commit(folder):
+def commit(folder: Path) -> None:
     """Make a folder a repository, with all its files in a commit."""
     git(folder, "init", "-q")
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "all")
 
 
-def snapshot_of(run, checkout):
+def snapshot_of(run: Path, checkout: Path) -> Path:
     """The copy of a checkout's code in a run folder."""
     code, content = planned_snapshot(run, checkout)
     take_snapshot(code, content, checkout)
@@ -63,7 +66,7 @@ class Launcher:
         queue: what sbatch took, by job id, once there is Slurm (`with_slurm`). programs: Slurm's.
     """
 
-    def __init__(self, folder, patch):
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.work, self.checkout, self.queue = folder / "a folder", folder / "checkout", folder / "queue"
         self.programs = Programs(folder / "bin")
         for place in (self.work, self.checkout / "launch/slurm", self.queue):
@@ -83,11 +86,11 @@ class Launcher:
         patch.setattr(request, "take_snapshot", partial(take_snapshot, repository=self.checkout))
 
     @property
-    def run(self):
+    def run(self) -> Path:
         """The run folder of `config.yaml`."""
         return self.work / "runs" / "trial"
 
-    def with_slurm(self, patch):
+    def with_slurm(self, patch: pytest.MonkeyPatch) -> Launcher:
         """Put a Slurm on PATH whose queue is empty."""
         self.programs.do("sbatch", SBATCH)
         self.programs.say("srun", status=1)
@@ -95,7 +98,7 @@ class Launcher:
         patch.setenv("PATH", f"{self.programs.folder}:/usr/bin:/bin")
         return self
 
-    def call(self, *arguments, **variables):
+    def call(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Call the launcher; its exit status and what it printed."""
         before = os.umask(0o022)
         os.umask(before)
@@ -110,30 +113,30 @@ class Launcher:
                 os.umask(before)
         return subprocess.CompletedProcess(arguments, status, out.getvalue(), errors.getvalue())
 
-    def submit(self, *arguments, **variables):
+    def submit(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Call it with the configuration."""
         return self.call("--config", "config.yaml", *arguments, **variables)
 
-    def accepted(self, *arguments, **variables):
+    def accepted(self, *arguments: str, **variables: str) -> str:
         """Call it with what it does; what it printed."""
         result = self.submit(*arguments, **variables)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    def refused(self, *arguments, **variables):
+    def refused(self, *arguments: str, **variables: str) -> str:
         """Call it with what it refuses; its complaint."""
         result = self.submit(*arguments, **variables)
         assert result.returncode == 2, result.stdout
         return result.stderr
 
     @property
-    def chain(self):
+    def chain(self) -> Chain:
         """The newest submission of the run."""
         chain = read_chain(self.run)
         assert chain is not None
         return chain
 
-    def done(self, *stages):
+    def done(self, *stages: str) -> None:
         """Stages that are done as the configuration asks for them."""
         run = Run(load_config(self.work / "config.yaml"))
         for stage in stages:

@@ -1,5 +1,7 @@
 """Programs as shell scripts on PATH, above all Slurm's: they say what Slurm 22.05 said, hang, fail, or are missing."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,35 +25,35 @@ class Programs:
 
     folder: Path
 
-    def say(self, program, out="", error="", status=0):
+    def say(self, program: str, out: str = "", error: str = "", status: int = 0) -> None:
         """Let a program answer this."""
         self.do(program, f"cat <<'END_OF_OUT'\n{out}\nEND_OF_OUT\n" * bool(out)
                 + f"cat >&2 <<'END_OF_ERROR'\n{error}\nEND_OF_ERROR\n" * bool(error) + f"exit {status}\n")
 
-    def do(self, program, script):
+    def do(self, program: str, script: str) -> None:
         """Let a program run a shell script."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / program
         path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\necho \"{program} $*\" >> '{self.folder}/calls'\n{script}")
         path.chmod(0o755)
 
-    def queue(self, *jobs):
+    def queue(self, *jobs: tuple[str, ...]) -> None:
         """Let squeue list jobs: id, state, and perhaps reason, nodes, time, restarts, name."""
         self.say("squeue", "\n".join(queue_line(*job) for job in jobs))
 
-    def calls(self, program=""):
+    def calls(self, program: str = "") -> list[str]:
         """The command lines so far, of one program or all."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(program)]
 
-    def scheduler(self, timeout_s=10):
+    def scheduler(self, timeout_s: float = 10) -> Scheduler:
         """One that sees these programs only."""
         return Scheduler({"PATH": str(self.folder), "SQUEUE_FORMAT": "%i"}, timeout_s)
 
 
-def queue_line(id, state, reason="None", nodes="", used="0:00", restarts="0",
-               name="demo-train", comment="(null)", left="INVALID"):
+def queue_line(id: str, state: str, reason: str = "None", nodes: str = "", used: str = "0:00", restarts: str = "0",
+               name: str = "demo-train", comment: str = "(null)", left: str = "INVALID") -> str:
     """A line of `squeue --Format`, padded as squeue does."""
     return "".join(value.ljust(width) for value, width in
                    zip((id, state, reason, nodes, used, restarts, name, comment, left), WIDTHS, strict=True))

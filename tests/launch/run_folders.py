@@ -1,7 +1,11 @@
 """Run folders made by hand: what stages, runner and submission leave, without any of them."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,10 +21,10 @@ from drover.pipeline.core.files import append_line, write_json, write_text
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC).timestamp()
 """When these runs are looked at."""
 COMMAND = ("launch/submit.py", "--stage", "all", "--config", "configs/demo.yaml", "--nodes", "4")
-SETTINGS = {"name": "demo", "train": {"steps": 500, "checkpoint": {"every_steps": 100}}}
+SETTINGS: dict[str, Any] = {"name": "demo", "train": {"steps": 500, "checkpoint": {"every_steps": 100}}}
 
 
-def ago(seconds):
+def ago(seconds: float) -> str:
     """A time before NOW, as files have it."""
     return datetime.fromtimestamp(NOW - seconds, UTC).isoformat(timespec="milliseconds")
 
@@ -28,53 +32,54 @@ def ago(seconds):
 class HandMade:
     """The folder of one run."""
 
-    def __init__(self, folder, settings=None):
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
         self.folder = folder
         write_text(folder / "config.yaml", yaml.dump(settings or SETTINGS))
 
-    def done(self, *stages, seconds=65, until=1000, **details):
+    def done(self, *stages: str, seconds: float = 65, until: float = 1000, **details: Any) -> None:
         """Stages with a manifest, finished `until` seconds ago."""
         for stage in stages:
             self.begun(stage)
             Manifest(stage, {}, details.get("outputs", []), details.get("counts", {}), "", wall_s=seconds,
                      started=ago(until + seconds), finished=ago(until)).write(self.folder / stage)
 
-    def begun(self, stage):
+    def begun(self, stage: str) -> None:
         """A stage with a start record."""
         write_json(self.folder / stage / STARTED, {"fingerprint": {}})
 
-    def state(self, stage, status, *, seconds=600, job="", **details):
+    def state(self, stage: str, status: str, *, seconds: float = 600, job: str = "", **details: Any) -> None:
         """STATE.json, written so many seconds ago."""
         self.begun(stage)
         write_json(self.folder / stage / "STATE.json", {
             "status": status, "job": job, "at": ago(seconds), "host": "node-of-nowhere", **details})
 
-    def progress(self, stage, done, total, unit, **more):
+    def progress(self, stage: str, done: int, total: int, unit: str, **more: Any) -> None:
         """PROGRESS.json, just written."""
         self.begun(stage)
         write_json(self.folder / stage / PROGRESS, asdict(Progress(done, total, unit, **{"at": ago(0), **more})))
 
-    def part(self, stage, phase, index, of):
+    def part(self, stage: str, phase: str, index: int, of: int) -> None:
         """An element's share that is done."""
         Part(index, of, phase).mark(self.folder / stage, "", {})
 
-    def attempt(self, event, stage, job, *, seconds=600, start=0, **more):
+    def attempt(self, event: str, stage: str, job: str, *, seconds: float = 600, start: int = 0, **more: Any) -> None:
         """A line of launch/attempts/."""
         append_line(self.folder / "launch" / "attempts" / f"{job}.jsonl", {
             "event": event, "at": ago(seconds), "stage": stage, "job": job, "restart": 0, "start": start,
             "chain": "c1", **more})
 
-    def log(self, path, text="words\n"):
+    def log(self, path: str, text: str = "words\n") -> Path:
         """A file under logs/."""
         write_text(self.folder / "logs" / path, text)
         return self.folder / "logs" / path
 
-    def submitted(self, *jobs, seconds=900):
+    def submitted(self, *jobs: ChainJob, seconds: float = 900) -> None:
         """The newest submission."""
         Chain("c1", ago(seconds), COMMAND, {"commit": "61ec0478c8f1f", "changed": True}, "", "",
               jobs=jobs).write(self.folder)
 
-    def job(self, id, stage, kind="job", elements=None, needs=(), parts=0, name="", phase=""):
+    def job(self, id: str, stage: str, kind: str = "job", elements: tuple[int, ...] | None = None,
+            needs: tuple[str, ...] = (), parts: int = 0, name: str = "", phase: str = "") -> ChainJob:
         """A job of the submission, with its spec."""
         name = name or f"demo-{stage}"
         spec = self.folder / "launch" / "jobs" / f"c1-{name}-{id}.json"
@@ -82,9 +87,9 @@ class HandMade:
         return ChainJob(name, stage, kind, id, elements, needs, str(self.folder / f"logs/slurm/{id}.log"), str(spec),
                         phase, parts)
 
-    def whole_chain(self):
+    def whole_chain(self) -> list[ChainJob]:
         """Jobs 11 to 19 for every stage, shard and encode as arrays of four."""
-        jobs = []
+        jobs: list[ChainJob] = []
         for stage in STAGES:
             for kind in ("array", "finalise") if stage in ("shard", "encode") else ("job",):
                 elements = (0, 1, 2, 3) if kind == "array" else None

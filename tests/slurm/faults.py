@@ -4,26 +4,32 @@ Rank 0 is made to wait before some of its steps (`DROVER_FAULTS`), until a test 
 what a test does then lands there on any machine, however fast or busy.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 
 from drover.launch.slurm.nodes import is_lost
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.state import read_attempts, read_state
+from drover.pipeline.contract.state import StageState, read_attempts, read_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from tests.conftest import REPOSITORY, environment, merged, run_stage
 from tests.faulty import GO, PLUGIN
+from tests.slurm.clusters import Cluster
 from tests.stages.training import curve, difference, lines, proven, reusing
 from tests.waiting import wait_for
 
+T = TypeVar("T")
 STEPS, EVERY = 72, 4
 """Steps of the training, and between two checkpoints."""
 WAITS = range(EVERY + 2, STEPS, EVERY)
@@ -34,12 +40,12 @@ SETTINGS = {
     "launch": {"processes": 1, "preflight": False, "time": 600}}
 
 
-def write_settings(folder, encoded, **changes):
+def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
     """Configuration in `folder` of a run that can train at once."""
     return reusing(encoded, folder, **merged(SETTINGS, changes))
 
 
-def undisturbed_curve(folder, encoded, **changes):
+def undisturbed_curve(folder: Path, encoded: Path, **changes: Any) -> dict[int, dict[str, Any]]:
     """The curve of such a run as one process on this box trains it, by step."""
     config = write_settings(folder, encoded, **changes)
     run_stage("train", config)
@@ -49,16 +55,16 @@ def undisturbed_curve(folder, encoded, **changes):
 class OnCluster:
     """A run whose jobs are on a cluster, to be waited for and told about."""
 
-    def __init__(self, cluster, run):
+    def __init__(self, cluster: Cluster, run: Path) -> None:
         self.cluster, self.run = cluster, run
 
-    def until(self, condition, what):
+    def until(self, condition: Callable[[], T], what: str) -> T:
         """Wait for `condition()`; if that is in vain, tell what happened."""
         return wait_for(condition, lambda: f"{what}\n{self.story()}")
 
-    def next(self, condition, what):
+    def next(self, condition: Callable[[], T], what: str) -> T:
         """Wait for what a job brings about, but not when there is none left that could."""
-        def brought():
+        def brought() -> T:
             if found := condition():
                 return found
             idle, found = self.cluster.is_idle(), condition()
@@ -67,11 +73,11 @@ class OnCluster:
 
         return self.until(brought, what)
 
-    def events(self, kind):
+    def events(self, kind: str) -> list[dict[str, Any]]:
         """What the jobs of train recorded."""
         return [event for event in read_attempts(self.run) if (event["event"], event["stage"]) == (kind, "train")]
 
-    def story(self):
+    def story(self) -> str:
         """The queue and all logs, for a failed assertion."""
         queue = self.cluster.run("squeue", check=False)
         paths = [self.run / "train/STATE.json", *sorted(self.run.glob("logs/**/*[0-9].log"))]
@@ -91,10 +97,11 @@ class Training(OnCluster):
         last: the record of the start in which rank 0 was last seen to wait.
     """
 
-    def __init__(self, cluster, folder, encoded, whole, *, faults=None, **changes):
+    def __init__(self, cluster: Cluster, folder: Path, encoded: Path, whole: dict[int, dict[str, Any]], *,
+                 faults: str | None = None, **changes: Any) -> None:
         super().__init__(cluster, folder / "runs/mini")
         self.whole, self.broken, self._waited, self._ended = whole, "", 0, 0
-        self.last = {}
+        self.last: dict[str, Any] = {}
         waits = "; ".join(f"wait:rank=0,step={step}" for step in WAITS)
         switch = merged(PLUGIN, {"launch": {"environment": {"DROVER_FAULTS": waits if faults is None else faults}}})
         self.config = write_settings(folder, encoded, **merged(switch, changes))
@@ -102,125 +109,125 @@ class Training(OnCluster):
 
     # ---- what a user does
 
-    def launcher(self, *arguments, expect=0):
+    def launcher(self, *arguments: str, expect: int = 0) -> str:
         """Call launch/submit.py; all that it printed."""
         answer = self.cluster.run(sys.executable, "launch/submit.py", *arguments, cwd=REPOSITORY, check=False,
                                   variables=self.environment)
         assert answer.returncode == expect, f"{answer.stdout}{answer.stderr}\n{self.story()}"
         return answer.stdout + answer.stderr
 
-    def submit(self, *overrides, stages="train", nodes=2):
+    def submit(self, *overrides: str, stages: str = "train", nodes: int = 2) -> str:
         """Submit the run; what was printed."""
         return self.launcher("--config", str(self.config), "--stage", stages, "--nodes", str(nodes), "--cluster",
                              "lab", *overrides)
 
-    def ask(self, *command):
+    def ask(self, *command: str) -> str:
         """Call one of Slurm's programs, which must succeed; its answer."""
         return self.cluster.run(*command).stdout.strip()
 
-    def next_wait(self):
+    def next_wait(self) -> int:
         """Wait until rank 0 waits before a step where it has not waited yet; which one that is."""
         self._waited = self.next(lambda: next((step for step in WAITS if step > self._waited and
                                                self._note(step).exists()), 0), "rank 0 to wait before a step")
         self.last = self.starts[-1]
         return self._waited
 
-    def go_on(self, *, to_the_end=False):
+    def go_on(self, *, to_the_end: bool = False) -> None:
         """Let rank 0 go on from where it waits, to where it does next."""
         for step in WAITS if to_the_end else [self._waited]:
             note = self._note(step)
             note.parent.mkdir(parents=True, exist_ok=True)
             note.with_name(note.name + GO).touch()
 
-    def next_end(self):
+    def next_end(self) -> SimpleNamespace:
         """Wait for the end of another start."""
         self._ended = len(self.next(lambda: self.ends[self._ended:], "the end of a start")) + self._ended
         return self.ends[-1]
 
-    def next_start(self):
+    def next_start(self) -> dict[str, Any]:
         """Wait for the start after that in which rank 0 was last seen to wait; the record of it."""
         return self.next(lambda: self.starts[self.starts.index(self.last) + 1:], "another start")[0]
 
-    def requeued(self):
+    def requeued(self) -> dict[str, Any]:
         """Wait for that start, which is of the same job, queued again. Slurm may count starts that reached no runner:
         on a node that was not ready, on a busy machine."""
         start = self.next_start()
         assert start["job"] == self.last["job"] and start["restart"] > self.last["restart"], self.story()
         return start
 
-    def _note(self, step):
+    def _note(self, step: int) -> Path:
         return self.run / f"train/faults/wait-rank0-step{step}"
 
     # ---- how it stands
 
-    def job(self, stage="train", link=0):
+    def job(self, stage: str = "train", link: int = 0) -> str:
         """Id of a stage's job, of the newest submission."""
         return [job["id"] for job in read_json(self.run / "launch/chain.json")["jobs"] if job["stage"] == stage][link]
 
-    def pending(self, job):
+    def pending(self, job: str) -> bool:
         """Whether the job waits in the queue."""
         return self.cluster.state(job).startswith("PENDING")
 
-    def saved(self):
+    def saved(self) -> list[Path]:
         """The whole checkpoints, oldest first."""
         return complete_checkpoints(self.run / "train")
 
     @property
-    def state(self):
+    def state(self) -> StageState | None:
         """The last word of training."""
         return read_state(self.run / "train")
 
     @property
-    def ends(self):
+    def ends(self) -> list[SimpleNamespace]:
         """How the starts of train ended so far, as the runner noted it."""
         return [SimpleNamespace(**event) for event in self.events("ended")]
 
     @property
-    def starts(self):
+    def starts(self) -> list[dict[str, Any]]:
         """The starts of train so far."""
         return self.events("attempt")
 
-    def processes(self):
+    def processes(self) -> set[int]:
         """What runs on the nodes for jobs of this user."""
         return job_processes(self.cluster)
 
-    def rank(self, number):
+    def rank(self, number: int) -> int:
         """Process id of a rank of the step that runs."""
         return self._process("drover.pipeline.train", variable=f"RANK={number}")
 
-    def runner(self):
+    def runner(self) -> int:
         """Process id of the runner of the train job."""
         return self._process("drover.launch.slurm.job.runner")
 
-    def running(self, *words, variable=""):
+    def running(self, *words: str, variable: str = "") -> set[int]:
         """Processes of the train job with these words in their command, and a variable in their environment."""
         marks = {f"SLURM_JOB_ID={self.job()}", *filter(None, [variable])}
         return {pid for pid in self.processes()
                 if marks <= set(_words(pid, "environ")) and set(words) <= set(_words(pid, "cmdline"))}
 
-    def _process(self, *words, variable=""):
+    def _process(self, *words: str, variable: str = "") -> int:
         found = self.running(*words, variable=variable)
         top = [pid for pid in found if psutil.Process(pid).ppid() not in found]
         assert len(top) == 1, f"{words} {variable}: {top}\n{self.story()}"
         return top[0]
 
-    def log(self, stage="train"):
+    def log(self, stage: str = "train") -> str:
         """What the newest job of a stage said."""
         path = self.run / f"logs/slurm/{self.job(stage)}.log"
         return path.read_text() if path.exists() else ""
 
-    def output(self):
+    def output(self) -> str:
         """What the first node's ranks of the newest start printed."""
         return (self.run / "logs/train/latest/node0.log").read_text()
 
     # ---- the end
 
-    def wait_until_gone(self):
+    def wait_until_gone(self) -> None:
         """Wait until nothing is in the queue and nothing runs on the nodes."""
         self.until(self.cluster.is_idle, "an empty queue")
         self.until(lambda: not self.processes(), "nodes without processes")
 
-    def finish(self):
+    def finish(self) -> None:
         """Go on to the end, and check that training is done, as if nobody had disturbed it."""
         self.go_on(to_the_end=True)
         self.wait_until_gone()
@@ -231,13 +238,13 @@ class Training(OnCluster):
         self.check_curve()
         assert {record["step"] for record in curve(self.config)} == set(self.whole)
 
-    def check_curve(self):
+    def check_curve(self) -> None:
         """What was trained so far is what the undisturbed training did, and every sample came once."""
         assert proven(self.config), self.story()
         assert difference(lines(self.config), self.whole) < 1e-12, self.story()
 
 
-def in_order(run, request):
+def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training]:
     """For tests that each begin where the one before left a run: once one has failed, none can begin."""
     if run.broken:
         pytest.skip(f"the run of these tests failed in {run.broken}")
@@ -247,14 +254,14 @@ def in_order(run, request):
         run.broken = request.node.name
 
 
-def job_processes(cluster):
+def job_processes(cluster: Cluster) -> set[int]:
     """What runs on the cluster's nodes for jobs: batch scripts, runners, srun, ranks."""
     mark = f"SLURM_CONF={cluster.environment()['SLURM_CONF']}"
     return {pid for pid in psutil.pids() if mark in (variables := _words(pid, "environ"))
             and any(word.startswith("SLURM_JOB_ID=") for word in variables)}
 
 
-def clear(cluster):
+def clear(cluster: Cluster) -> None:
     """Bring back what was stopped, and cancel whatever is left."""
     cluster.start_controller()
     cluster.start_accounting()
@@ -262,7 +269,7 @@ def clear(cluster):
         if is_lost(state):
             cluster.start_node(node)
 
-    def empty():
+    def empty() -> bool:
         """Cancel and kill until nothing is left: a job whose runner is killed may queue itself again."""
         if cluster.is_idle():
             return True
@@ -275,7 +282,7 @@ def clear(cluster):
     wait_for(empty, lambda: cluster.run("squeue").stdout)
 
 
-def _words(pid, name):
+def _words(pid: int, name: str) -> list[str]:
     try:
         return (Path("/proc") / str(pid) / name).read_text(errors="replace").split("\0")
     except OSError:
