@@ -1,7 +1,5 @@
 """Houses for the launcher's tests: a fresh one, and one whose data stages are done."""
 
-from __future__ import annotations
-
 import os
 import shutil
 
@@ -10,6 +8,7 @@ import pytest
 from tests.launch.fake_house import build_house
 from tests.launch.fake_job import make_job
 from tests.launch.launcher import Launcher
+from tests.launch.recorded_slurm import Programs
 
 
 @pytest.fixture
@@ -22,6 +21,12 @@ def launcher(tmp_path, monkeypatch):
 def slurm(launcher, monkeypatch):
     """The same where there is Slurm."""
     return launcher.with_slurm(monkeypatch)
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Of those programs, what a test lets say or do something."""
+    return Programs(tmp_path / "bin")
 
 
 @pytest.fixture

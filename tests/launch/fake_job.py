@@ -188,14 +188,17 @@ class Job:
     def unseen(self, restart: int, name: str = "12") -> None:
         """Log a start whose end its runner has not told."""
         (self.run / "logs" / self.spec.stage / f"{name}.{restart}").mkdir(parents=True)
-        log_attempt(self.run, "attempt", stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
-                    ranks=2, nodes=["n1", "n2"], **{"from": None})
+        self.log("attempt", restart, name, nodes=["n1", "n2"])
 
     def crashed(self, restart: int, name: str = "12") -> None:
         """Log a start that crashed and brought nothing."""
         self.unseen(restart, name)
-        log_attempt(self.run, "ended", stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
-                    status="crashed", reason="", step=None, next="requeue")
+        self.log("ended", restart, name, status="crashed", next="requeue")
+
+    def log(self, event: str, restart: int, name: str, **details: Any) -> None:
+        """Log an event of the first start of a restart of the job."""
+        log_attempt(self.run, event, stage=self.spec.stage, job=name, restart=restart, start=restart, chain="c",
+                    **details)
 
 
 def make_job(folder: Path, stage: str = "train", **changes: Any) -> Job:

@@ -24,10 +24,11 @@ from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
+from tests.launch.recorded_slurm import Programs
 
 SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
             "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
-SBATCH = """#!/bin/sh
+SBATCH = """\
 n=$(($(ls "$QUEUE" | grep -vc environment) + 101))
 [ "$n" = "$REFUSED" ] && { echo "sbatch: error: invalid partition" >&2; exit 1; }
 [ -z "$SLOW" ] || sleep 60
@@ -35,16 +36,19 @@ cp "$1" "$QUEUE/$n"
 env | grep -E '^(SLURM|SBATCH)' > "$QUEUE/$n.environment" || rm "$QUEUE/$n.environment"
 echo "Submitted batch job $n"
 """
-SQUEUE = """#!/bin/sh
-[ -n "$SILENT" ] && { echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1; }
-[ -z "$QUEUED" ] || echo "$QUEUED"
-"""
 
 
 def git(folder: Path, *arguments: str) -> None:
     """Call git in a folder."""
     subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
                    capture_output=True)
+
+
+def commit(folder: Path) -> None:
+    """Make a folder a repository, with all its files in a commit."""
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "all")
 
 
 def snapshot_of(run: Path, checkout: Path) -> Path:
@@ -59,13 +63,13 @@ class Launcher:
 
     Attributes:
         checkout: what jobs get a copy of: little more than the program that looks at it.
-        queue: what sbatch took, by job id, once there is Slurm (`with_slurm`).
+        queue: what sbatch took, by job id, once there is Slurm (`with_slurm`). programs: Slurm's.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.work, self.checkout, self.queue = folder / "a folder", folder / "checkout", folder / "queue"
-        self.tools = folder / "tools"
-        for place in (self.work, self.checkout / "launch/slurm", self.queue, self.tools):
+        self.programs = Programs(folder / "bin")
+        for place in (self.work, self.checkout / "launch/slurm", self.queue):
             place.mkdir(parents=True)
         shutil.copy(REPOSITORY / "launch/slurm/trust.py", self.checkout / "launch/slurm")
         (self.work / "config.yaml").write_text(SETTINGS)
@@ -87,16 +91,12 @@ class Launcher:
         return self.work / "runs" / "trial"
 
     def with_slurm(self, patch: pytest.MonkeyPatch) -> Launcher:
-        """Put stand-ins for sbatch and squeue on PATH."""
-        for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\nexit 1\n"), ("squeue", SQUEUE)):
-            self.program(name, text)
-        patch.setenv("PATH", f"{self.tools}:/usr/bin:/bin")
+        """Put a Slurm on PATH whose queue is empty."""
+        self.programs.do("sbatch", SBATCH)
+        self.programs.say("srun", status=1)
+        self.programs.queue()
+        patch.setenv("PATH", f"{self.programs.folder}:/usr/bin:/bin")
         return self
-
-    def program(self, name: str, text: str) -> None:
-        """Put a program on PATH, where there is Slurm."""
-        (self.tools / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
-        (self.tools / name).chmod(0o755)
 
     def call(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Call the launcher; its exit status and what it printed."""

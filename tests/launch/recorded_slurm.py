@@ -1,4 +1,4 @@
-"""Slurm's programs as shell scripts on PATH that say what Slurm 22.05 said, hang, fail, or are missing."""
+"""Programs as shell scripts on PATH, above all Slurm's: they say what Slurm 22.05 said, hang, fail, or are missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sacct: error: Problem talking to the database: Connection refused"""
 
 
 @dataclass
-class FakeSlurm:
+class Programs:
     """A folder of programs, and what they were called with."""
 
     folder: Path

@@ -1,7 +1,5 @@
 """Secrets: what is taken for one by its name or its value, the way on, and that none reaches a file."""
 
-from __future__ import annotations
-
 import base64
 import random
 import string
@@ -12,7 +10,7 @@ from drover.launch.credentials import credential_problems, is_secret, known_form
 from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.tree import Config
 from drover.pipeline.core.errors import UserError
-from tests.launch.launcher import git, snapshot_of
+from tests.launch.launcher import commit, git, snapshot_of
 
 DRAW = random.Random(0)
 
@@ -62,7 +60,7 @@ def test_what_looks_like_an_address_with_a_password():
     assert not known_form("https://user:${PASSWORD}@host") and not known_form("http://host:3128/a@b")
 
 
-@pytest.mark.parametrize(("name", "value", "secret"), [
+@pytest.mark.parametrize("name, value, secret", [
     ("TOKEN_COUNT", "4096", False), ("HF_TOKEN", "abc", True), ("HF_TOKEN", "$(cat ~/.token)", False),
     ("HF_TOKEN", "", False), ("HF_TOKEN_PATH", "/home/me/.token", False),
     ("DB_PASSWORD", "123456", True), ("DB_PASSWORD_FILE", "/run/secrets/db", False),
@@ -113,7 +111,7 @@ def test_the_copy_of_the_code_holds_no_secret(tmp_path):
     mine.write_text(f"setup: [login {TOKENS['gitlab']}]\n")
     (checkout / ".gitignore").write_text(".env\n")
     (checkout / "configs/.env").write_text(TOKENS["hf"])
-    git(tmp_path, "init", "-q", str(checkout))
+    git(checkout, "init", "-q")
     with pytest.raises(UserError, match=r"configs/mine\.yaml has a GitLab token") as refused:
         snapshot_of(run, checkout)
     assert "launch.secrets" in str(refused.value) and TOKENS["gitlab"] not in str(refused.value)
@@ -140,9 +138,7 @@ def test_no_canary_reaches_a_file_or_the_terminal(slurm):
     file = slurm.work.parent / "secrets.sh"
     file.touch(0o600)
     file.write_text(f"export AWS={TOKENS['aws']}\n")
-    git(slurm.work.parent, "init", "-q", str(slurm.checkout))
-    git(slurm.checkout, "add", ".")
-    git(slurm.checkout, "commit", "-qm", "all")
+    commit(slurm.checkout)
     git(slurm.checkout, "remote", "add", "origin", TOKENS["address"])
     shown = slurm.accepted("--stage", "all", "launch.encode.array=2", f"launch.setup=['. {file}']",
                            "launch.secrets=[HF_TOKEN, VAULT]", "launch.environment={TOKENIZERS_PARALLELISM: 'false'}",

@@ -49,13 +49,11 @@ Host *
     UserKnownHostsFile {folder}/known
 """
 SSH = """\
-#!/bin/sh
 # In place of ssh: it runs the command here, unless a file says what is wrong with the host.
 for word; do host=$command; command=$word; done
 [ -e "$0.$host" ] && { cat "$0.$host" >&2; exit 255; }
 exec sh -c "$command"
 """
-PATH = "/usr/bin:/bin"
 
 
 # ---- a real sshd
@@ -119,13 +117,6 @@ def command(*arguments):
     return [sys.executable, "launch/submit.py", "--cluster", "hosts", "--hosts", ",".join(ADDRESSES), *arguments]
 
 
-def launch(*arguments, expect=0):
-    result = subprocess.run(command(*arguments), cwd=REPOSITORY, env=environment(), text=True, capture_output=True,
-                            timeout=HANG_S, check=False)
-    assert result.returncode == expect, result.stdout + result.stderr
-    return result.stdout + result.stderr
-
-
 @pytest.mark.slow
 def test_three_hosts_lose_one_and_take_it_back(hosts, tmp_path, encoded):
     """A machine is lost while rank 0 waits at a step. Training goes on without it, and with it once it is back."""
@@ -172,9 +163,11 @@ def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, tmp_pat
     known = (hosts.folder / "known").read_text().splitlines(keepends=True)
     (hosts.folder / "known").write_text("".join(known[:2]))
     config = reusing(encoded, tmp_path)
-    said = launch("--stage", "train", "--config", str(config), hosts.ssh, "launch.processes=1", "train.micro_batch=2",
-                  "train.batch_tokens=3072", expect=2)
-    problem, = [line for line in said.splitlines() if line.startswith("error: ")]
+    refused = subprocess.run(
+        command("--stage", "train", "--config", str(config), hosts.ssh, "launch.processes=1", "train.micro_batch=2",
+                "train.batch_tokens=3072"), cwd=REPOSITORY, env=environment(), text=True, capture_output=True)
+    problem, = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert refused.returncode == 2
     assert problem.startswith("error: 3 of 3 hosts cannot be used. 127.0.0.1: ssh: connect to host 127.0.0.1 port")
     assert "127.0.0.2: root@127.0.0.2: Permission denied (publickey".replace("root", getpass.getuser()) in problem
     assert "127.0.0.3: Host key verification failed.; " not in problem and "127.0.0.3: Host key verification" in problem
@@ -184,29 +177,24 @@ def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, tmp_pat
 
 
 @pytest.fixture
-def ssh(ready):
+def ssh(programs):
     """A stand-in for ssh."""
-    path = ready.fakes / "ssh"
-    path.write_text(SSH)
-    path.chmod(0o755)
-    return path
-
-
-def options(ssh, *more, hosts="127.0.0.1,127.0.0.2"):
-    return ["--config", "config.yaml", "--cluster", "hosts", "--hosts", hosts, f"launch.ssh=[{ssh}]",
-            "launch.processes=1", "launch.preflight=false", *more]
-
-
-def go(ready, ssh, *more, expect=0, **variables):
-    result = subprocess.run(ready.command(*options(ssh, *more)), cwd=ready.work, text=True, capture_output=True,
-                            env=ready.environ(PATH=PATH, **variables), timeout=HANG_S, check=False)
-    assert result.returncode == expect, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    programs.do("ssh", SSH)
+    return programs.folder / "ssh"
 
 
 def begin(ready, ssh, *more, **variables):
-    return subprocess.Popen(ready.command(*options(ssh, *more)), cwd=ready.work, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, env=ready.environ(PATH=PATH, **variables))
+    command = ready.command("--config", "config.yaml", "--cluster", "hosts", "--hosts", "127.0.0.1,127.0.0.2",
+                            f"launch.ssh=[{ssh}]", "launch.processes=1", "launch.preflight=false", *more)
+    return subprocess.Popen(command, cwd=ready.work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env=ready.environ(**variables))
+
+
+def go(ready, ssh, *more, expect=0, **variables):
+    launcher = begin(ready, ssh, *more, **variables)
+    said = launcher.communicate(timeout=HANG_S)[0]
+    assert launcher.returncode == expect, said
+    return said
 
 
 def test_ranks_are_spread_and_other_stages_run_on_the_first_host(ready, ssh):
@@ -225,15 +213,11 @@ def test_a_killed_rank_is_named_with_its_host(ready, ssh):
     wait_for(lambda: not ready.alive())
 
 
-def test_what_a_stage_refuses_is_not_tried_again(ready, ssh):
-    said = go(ready, ssh, "--stage", "train", FAKE_train="fail", expect=2)
-    assert "the third record of corpus.txt is broken" in said and "starting again" not in said
-
-
-def test_setup_is_a_script_without_input(ready, ssh):
+def test_setup_is_a_script_without_input_and_what_a_stage_refuses_is_not_tried_again(ready, ssh):
     """It has a comment, a command of several lines, one that reads all input, and one that fails."""
     setup = "launch.setup=['true # for nothing', 'if true', then, 'cat; export FAKE_train=fail; fi', 'false']"
-    assert "the third record of corpus.txt is broken" in go(ready, ssh, "--stage", "train", setup, expect=2)
+    said = go(ready, ssh, "--stage", "train", setup, expect=2)
+    assert "the third record of corpus.txt is broken" in said and "starting again" not in said
 
 
 def test_fewer_hosts_where_that_is_allowed(ready, ssh):
@@ -271,18 +255,12 @@ def test_a_request_to_end_reaches_the_ranks(ready, ssh, how, monkeypatch, capsys
     assert cancel(ready.run) == 0 and "nothing to cancel" in capsys.readouterr().out
 
 
-def test_no_rank_outlives_its_launcher(ready, ssh):
-    launcher = begin(ready, ssh, "--stage", "train", FAKE_train="slow")
-    ready.wait_for_bodies("train", 2)
-    os.kill(launcher.pid, signal.SIGKILL)
-    wait_for(lambda: not ready.alive())
-
-
-def test_a_second_launcher_of_a_run_is_refused(ready, ssh):
+def test_a_second_launcher_of_a_run_is_refused_and_no_rank_outlives_the_first(ready, ssh):
     launcher = begin(ready, ssh, "--stage", "train", FAKE_train="slow")
     ready.wait_for_bodies("train", 2)
     assert "is in use by process" in go(ready, ssh, "--stage", "train", expect=2)
     launcher.kill()
+    wait_for(lambda: not ready.alive())
 
 
 def test_ranks_end_when_the_launcher_is_silent(tmp_path):
@@ -302,7 +280,7 @@ def test_ranks_end_when_the_launcher_is_silent(tmp_path):
 # ---- which hosts a start gets
 
 
-@pytest.mark.parametrize(("there", "nodes", "fewest", "struck", "taken"), [
+@pytest.mark.parametrize("there, nodes, fewest, struck, taken", [
     ("abcd", 2, None, "", "ab"),  # the others are spare
     ("acd", 2, None, "", "ac"), ("abcd", 2, None, "b", "ac"),
     ("abcd", 4, None, "b", "abcd"),  # no others are named
@@ -327,7 +305,7 @@ def test_which_hosts_a_start_gets(launcher, monkeypatch, there, nodes, fewest, s
 # ---- what is refused
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize("words, said", [
     (["--cluster", "hosts"], "No hosts are named. Give --hosts a,b,c, or set launch.hosts in a cluster profile."),
     (["--hosts", "a,b,a,c"], "launch.hosts names a more than once"),
     (["--hosts", "a,b", "--nodes", "4"], "train requests 4 hosts, but launch.hosts names 2"),

@@ -1,7 +1,5 @@
 """Stages on this box: what follows from their ends, streams, signals, orphans."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -39,7 +37,7 @@ def test_a_chain(ready):
 # ---- what follows from a stage's end, with ends that are played
 
 
-@pytest.mark.parametrize(("plays", "forced", "status", "words"), [
+@pytest.mark.parametrize("plays, forced, status, words", [
     ("silent", False, 1, "shard failed: ended as if all were well, but is not done. Nothing after it was started."),
     ("late done", False, 0, "all done in"),
     ("fail", True, 2, "shard failed (exit status 2). Nothing after it was started. Its output is in runs/trial/logs/"
@@ -92,12 +90,18 @@ def test_a_killed_rank_is_named_and_started_again(ready):
 # ---- streams
 
 
-def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
+def on_a_terminal(house, stages, **variables):
+    """The launcher on a terminal of its own, and the terminal's other end."""
     reader, writer = pty.openpty()
-    launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", "shard"), cwd=house.work,
-                                env=house.environ(), stdout=writer, stderr=writer)
+    launcher = subprocess.Popen(house.command("--config", "config.yaml", "--stage", stages), cwd=house.work,
+                                env=house.environ(**variables), stdin=writer, stdout=writer, stderr=writer,
+                                start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(writer)
-    shown = b""
+    return launcher, reader
+
+
+def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
+    (launcher, reader), shown = on_a_terminal(house, "shard"), b""
     while True:
         try:
             shown += os.read(reader, 4096)
@@ -111,18 +115,14 @@ def test_a_stage_on_a_terminal_knows_it_and_the_log_stays_plain(house):
 
 
 def test_a_closed_terminal_is_a_request_to_stop(ready):
-    reader, writer = pty.openpty()
-    launcher = subprocess.Popen(ready.command("--config", "config.yaml", "--stage", "train,convert"), cwd=ready.work,
-                                env=ready.environ(FAKE_train="slow"), stdin=writer, stdout=writer, stderr=writer,
-                                start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
-    os.close(writer)
+    launcher, reader = on_a_terminal(ready, "train,convert", FAKE_train="slow")
     ready.wait_for_bodies("train", 2)
     os.close(reader)
     assert launcher.wait() == 130 and len(list(ready.pids.glob("train-?.saved"))) == 2 and not ready.alive()
     assert "convert-0" not in ready.started()
 
 
-@pytest.mark.parametrize(("processes", "gpus", "device", "ranks"), [
+@pytest.mark.parametrize("processes, gpus, device, ranks", [
     (None, 0, "auto", 1), (3, 0, "cpu", 3), (None, 4, "cuda", 4), (2, 4, "auto", 2), (2, 1, "auto", 1),
     (3, 0, "mps", 1)])
 def test_ranks_on_this_box(processes, gpus, device, ranks):
@@ -130,15 +130,13 @@ def test_ranks_on_this_box(processes, gpus, device, ranks):
     assert local_ranks(config, Machine(cores=8, gpus=gpus)) == ranks
 
 
-@pytest.mark.parametrize(("visible", "gpus", "memory"), [
+@pytest.mark.parametrize("visible, gpus, memory", [
     (None, 2, 40960 << 20), ("1", 1, 40960 << 20), ("0", 1, 81559 << 20), ("", 0, None)])
-def test_gpus_are_counted_without_torch(tmp_path, monkeypatch, visible, gpus, memory):
+def test_gpus_are_counted_without_torch(programs, monkeypatch, visible, gpus, memory):
     """Without any, the memory is the host's."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\ncase \"$*\" in *--id=0) ;; *) echo 40960;; esac\n"
-                    "case \"$*\" in *--id=1) ;; *) echo 81559;; esac\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    programs.do("nvidia-smi", "case \"$*\" in *--id=0) ;; *) echo 40960;; esac\n"
+                              "case \"$*\" in *--id=1) ;; *) echo 81559;; esac")
+    monkeypatch.setenv("PATH", str(programs.folder), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

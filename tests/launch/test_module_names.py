@@ -1,7 +1,5 @@
 """No module of ours may hide one that somebody else imports."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """What the launcher says of phases before anything starts, and what it refuses before a job queues."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -44,15 +44,12 @@ def test_it_is_done_for_training_on_gpus_of_several_nodes(given, fields, overrid
 
 
 @pytest.fixture
-def rehearsal(tmp_path, monkeypatch):
+def rehearsal(programs, tmp_path, monkeypatch):
     """Stands in for the process of a rehearsal: what it answers, and what it was asked."""
-    python, answer = tmp_path / "python", tmp_path / "answer"
-
     def answers(text, script=""):
-        answer.write_text(text)
-        python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\n{script}\ncat {answer}\n")
-        python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+        programs.do("python", f"cat > {tmp_path}/asked\n{script}\ncat <<'END'\n{text}\nEND\n")
+
+    monkeypatch.setattr(sys, "executable", f"{programs.folder}/python")
     return answers
 
 
@@ -72,7 +69,7 @@ def test_what_follows_from_its_answer(given, rehearsal, tmp_path, capsys):
             rehearse_training(run, [job()], options)
 
 
-@pytest.mark.parametrize(("answer", "script", "said"), [
+@pytest.mark.parametrize("answer, script, said", [
     ('{"failed": "a shape is not known"}', "", "a shape is not known. The job is submitted anyway"),
     ("", "echo 'first' >&2; echo 'no such file' >&2; exit 3", "it failed (no such file)"),
     ("", "exit 3", "it failed (it ended with status 3)"), ("", "exec sleep 3600", "it took longer than 2 s")])

@@ -1,7 +1,5 @@
 """The command line: plan, refusals, questions."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -49,13 +47,15 @@ def test_planning_imports_nothing_heavy(launcher):
 
 
 def test_plan_of_a_fresh_run(launcher):
-    shown, count = launcher.accepted("--stage", "all", "--dry-run", "--cluster", "local"), threads()
+    shown = launcher.accepted("--stage", "all", "--dry-run", "--cluster", "local")
+    count = len(os.sched_getaffinity(0)) // 2 or 1
+    ranks = f"2 ranks x {count} thread{'s' * (count > 1)}"
     assert not launcher.run.exists()
     assert rows(shown) == {
         "shard": "to do 2 processes", "tokenizer": "waiting (for shard) 2 processes",
         "encode": "waiting (for tokenizer) 2 processes",
-        "train": f"waiting (for encode) 2 ranks x {count}", "convert": "waiting (for train) 1 process",
-        "evaluate": f"waiting (for convert) 2 ranks x {count}", "report": "waiting (for evaluate) 1 process"}
+        "train": f"waiting (for encode) {ranks}", "convert": "waiting (for train) 1 process",
+        "evaluate": f"waiting (for convert) {ranks}", "report": "waiting (for evaluate) 1 process"}
     for words in ("runs/trial", "8,192 tokens a step = 32 sequences of 256 = 2 ranks x micro-batch 4 x 4 accumulated",
                   "30 steps = 245,760 tokens",
                   "5,246,208 parameters",  # 2 x 1024 x 256 + 6 x (196608 + 589824 + 512) + 256
@@ -69,12 +69,6 @@ def test_what_cannot_be_exported_is_refused(launcher):
     assert "class of transformers computes such" in refused and "--stage shard,tokenizer,encode,train" in refused
     assert "with queries and keys normed (QK-norm)\n" in launcher.accepted(
         "--stage", "shard,tokenizer,encode,train", *both)
-
-
-def threads():
-    """Threads of each of two ranks here."""
-    count = max(1, len(os.sched_getaffinity(0)) // 2)
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def test_finished_partial_and_stale_stages(launcher):
@@ -98,7 +92,7 @@ def test_finished_partial_and_stale_stages(launcher):
     assert "encode is not finished, and one stage must not mix" in launcher.refused(*other, "--accept-drift")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize("arguments, said", [
     (["--stage", "tran"], ["There is no stage tran", "convert, evaluate, report, or all"]),
     (["--stage", "train"], ["tokenizer, encode of runs/trial are not done", "--stage tokenizer,encode,train"]),
     (["--stage", "all", "train.learning=1"], ["unknown key 'train.learning'"]),
@@ -132,7 +126,7 @@ def test_no_configuration(launcher, monkeypatch):
     assert "No configuration is given" in launcher.call(*arguments).stderr
 
 
-@pytest.mark.parametrize(("arguments", "now"), [
+@pytest.mark.parametrize("arguments, now", [
     (["train.lr"], "0.01"), (["train.lr", "--config", "config.yaml", "train.lr=0.5"], "0.5"),
     (["train.lr=0.5", "--config", "config.yaml"], "0.5"), (["train.lr=0.5"], "0.5")])
 def test_explain_shows_the_value_of_the_configuration_that_would_be_used(launcher, arguments, now):
@@ -177,7 +171,7 @@ def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher,
                for part in ("train.precision 'bf16'", "parallel.engine 'deepspeed'"))
 
 
-@pytest.mark.parametrize(("gpus", "memory", "ranks", "fits"), [
+@pytest.mark.parametrize("gpus, memory, ranks, fits", [
     (0, 0, 2, True), (0, 900_000, 1, True), (0, 900_000, 2, False), (2, 900_000, 2, True), (2, 400_000, 2, False)])
 def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(monkeypatch, gpus, memory, ranks, fits):
     monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)

@@ -1,7 +1,5 @@
 """The Slurm lab of these tests, which are left out where Slurm is not installed."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from functools import partial
@@ -11,10 +9,8 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.tools.slurm_lab import missing_programs
-from tests.conftest import run_stage
 from tests.slurm.clusters import Cluster, guard
-from tests.slurm.faults import Training, clear, write_settings
-from tests.stages.training import curve
+from tests.slurm.faults import Training, clear, undisturbed_curve
 
 NODES = 5
 """One more than a job of these tests asks for: it goes on without one that it lost."""
@@ -42,9 +38,7 @@ def cluster():
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, encoded):
     """The curve of the training that the fault tests disturb, by step, as one process on this box gives it."""
-    config = write_settings(tmp_path_factory.mktemp("undisturbed"), encoded)
-    run_stage("train", config)
-    return {record["step"]: record for record in curve(config)}
+    return undisturbed_curve(tmp_path_factory.mktemp("undisturbed"), encoded)
 
 
 @pytest.fixture

@@ -17,17 +17,16 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-import yaml
 
 from drover.launch.slurm.nodes import is_lost
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import StageState, read_attempts, read_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
-from tests.conftest import REPOSITORY, environment, merged
+from tests.conftest import REPOSITORY, environment, merged, run_stage
 from tests.faulty import GO, PLUGIN
 from tests.slurm.clusters import Cluster
-from tests.stages.training import curve, difference, lines, proven
+from tests.stages.training import curve, difference, lines, proven, reusing
 from tests.waiting import wait_for
 
 T = TypeVar("T")
@@ -43,14 +42,50 @@ SETTINGS = {
 
 def write_settings(folder: Path, encoded: Path, **changes: Any) -> Path:
     """Configuration in `folder` of a run that can train at once."""
-    settings = {**yaml.safe_load(encoded.read_text()), "runs_dir": str(folder / "runs"),
-                "reuse": str(encoded.parent / "runs/mini")}
-    path = folder / "mini.yaml"
-    path.write_text(yaml.safe_dump(merged(merged(settings, SETTINGS), changes)))
-    return path
+    return reusing(encoded, folder, **merged(SETTINGS, changes))
 
 
-class Training:
+def undisturbed_curve(folder: Path, encoded: Path, **changes: Any) -> dict[int, dict[str, Any]]:
+    """The curve of such a run as one process on this box trains it, by step."""
+    config = write_settings(folder, encoded, **changes)
+    run_stage("train", config)
+    return {record["step"]: record for record in curve(config)}
+
+
+class OnCluster:
+    """A run whose jobs are on a cluster, to be waited for and told about."""
+
+    def __init__(self, cluster: Cluster, run: Path) -> None:
+        self.cluster, self.run = cluster, run
+
+    def until(self, condition: Callable[[], T], what: str) -> T:
+        """Wait for `condition()`; if that is in vain, tell what happened."""
+        return wait_for(condition, lambda: f"{what}\n{self.story()}")
+
+    def next(self, condition: Callable[[], T], what: str) -> T:
+        """Wait for what a job brings about, but not when there is none left that could."""
+        def brought() -> T:
+            if found := condition():
+                return found
+            idle, found = self.cluster.is_idle(), condition()
+            assert found or not idle, f"the jobs ended without {what}\n{self.story()}"
+            return found
+
+        return self.until(brought, what)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What the jobs of train recorded."""
+        return [event for event in read_attempts(self.run) if (event["event"], event["stage"]) == (kind, "train")]
+
+    def story(self) -> str:
+        """The queue and all logs, for a failed assertion."""
+        queue = self.cluster.run("squeue", check=False)
+        paths = [self.run / "train/STATE.json", *sorted(self.run.glob("logs/**/*[0-9].log"))]
+        return "\n".join([f"{queue.stdout}{queue.stderr}{self.cluster.node_states()}", *(
+            f"==> {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.is_file())])
+
+
+class Training(OnCluster):
     """A run of the train stage on a cluster.
 
     Args:
@@ -64,12 +99,12 @@ class Training:
 
     def __init__(self, cluster: Cluster, folder: Path, encoded: Path, whole: dict[int, dict[str, Any]], *,
                  faults: str | None = None, **changes: Any) -> None:
-        self.cluster, self.whole, self.broken, self._waited, self._ended = cluster, whole, "", 0, 0
+        super().__init__(cluster, folder / "runs/mini")
+        self.whole, self.broken, self._waited, self._ended = whole, "", 0, 0
         self.last: dict[str, Any] = {}
         waits = "; ".join(f"wait:rank=0,step={step}" for step in WAITS)
         switch = merged(PLUGIN, {"launch": {"environment": {"DROVER_FAULTS": waits if faults is None else faults}}})
         self.config = write_settings(folder, encoded, **merged(switch, changes))
-        self.run = folder / "runs/mini"
         self.environment = environment()
 
     # ---- what a user does
@@ -89,21 +124,6 @@ class Training:
     def ask(self, *command: str) -> str:
         """Call one of Slurm's programs, which must succeed; its answer."""
         return self.cluster.run(*command).stdout.strip()
-
-    def until(self, condition: Callable[[], T], what: str) -> T:
-        """Wait for `condition()`; if that is in vain, tell what happened."""
-        return wait_for(condition, lambda: f"{what}\n{self.story()}")
-
-    def next(self, condition: Callable[[], T], what: str) -> T:
-        """Wait for what a job brings about, but not when there is none left that could."""
-        def brought() -> T:
-            if found := condition():
-                return found
-            idle, found = self.cluster.is_idle(), condition()
-            assert found or not idle, f"the jobs ended without {what}\n{self.story()}"
-            return found
-
-        return self.until(brought, what)
 
     def next_wait(self) -> int:
         """Wait until rank 0 waits before a step where it has not waited yet; which one that is."""
@@ -160,13 +180,12 @@ class Training:
     @property
     def ends(self) -> list[SimpleNamespace]:
         """How the starts of train ended so far, as the runner noted it."""
-        return [SimpleNamespace(**event) for event in read_attempts(self.run)
-                if event["event"] == "ended" and event["stage"] == "train"]
+        return [SimpleNamespace(**event) for event in self.events("ended")]
 
     @property
     def starts(self) -> list[dict[str, Any]]:
         """The starts of train so far."""
-        return [event for event in read_attempts(self.run) if event["event"] == "attempt" and event["stage"] == "train"]
+        return self.events("attempt")
 
     def processes(self) -> set[int]:
         """What runs on the nodes for jobs of this user."""
@@ -223,13 +242,6 @@ class Training:
         """What was trained so far is what the undisturbed training did, and every sample came once."""
         assert proven(self.config), self.story()
         assert difference(lines(self.config), self.whole) < 1e-12, self.story()
-
-    def story(self) -> str:
-        """The queue and all logs, for a failed assertion."""
-        queue = self.cluster.run("squeue", check=False)
-        paths = [self.run / "train/STATE.json", *sorted(self.run.glob("logs/**/*[0-9].log"))]
-        return "\n".join([f"{queue.stdout}{queue.stderr}{self.cluster.node_states()}", *(
-            f"==> {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.is_file())])
 
 
 def in_order(run: Training, request: pytest.FixtureRequest) -> Iterator[Training]:

@@ -1,7 +1,5 @@
 """The data stages shared out over the elements of arrays, phase after phase: the bytes are those of one process."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

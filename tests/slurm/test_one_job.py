@@ -4,8 +4,6 @@ The tests share the job: each waits until it trains, disturbs it, and leaves it 
 a lost node does, tests/slurm/test_chain.py shows.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -52,16 +50,6 @@ def test_the_controller_is_away_while_a_rank_dies_and_is_restarted(run):
     run.go_on()
 
 
-def test_a_signal_saves_and_queues_again_though_accounting_stops(run):
-    run.next_wait()
-    run.cluster.stop_accounting()
-    run.ask("scancel", "--signal=USR2", run.job())
-    end = run.next_end()
-    assert (end.status, end.next) == ("preempted", "requeue") and "SIGUSR2" in end.reason
-    assert end.step is not None and end.step % EVERY and run.requeued()["from"] == end.step
-    run.cluster.start_accounting()
-
-
 def test_a_killed_runner_takes_its_ranks_along_and_the_job_is_queued_again(run):
     run.next_wait()
     rank = run.rank(1)
@@ -92,17 +80,19 @@ def test_queued_again_from_outside_while_the_newest_checkpoint_rots(run):
     run.go_on()
 
 
-def test_the_time_limit_is_a_request_to_save_and_queue_again(run):
+def test_the_time_limit_is_a_request_to_save_and_queue_again_though_accounting_stops(run):
     """Slurm looks at the limits every half minute, and may warn up to half a minute before it was told to."""
     run.next_wait()
     job = run.job()
+    run.cluster.stop_accounting()
     used = run.ask("squeue", "--noheader", "--jobs", job, "--format=%M").split(":")
     minutes = sum(int(part) * 60 ** place for place, part in enumerate(reversed(used))) // 60
     run.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
     end = run.next_end()
     run.ask("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     assert (end.status, end.next) == ("preempted", "requeue") and "SIGUSR2" in end.reason
-    assert run.requeued()["from"] == end.step
+    assert end.step is not None and end.step % EVERY and run.requeued()["from"] == end.step
+    run.cluster.start_accounting()
 
 
 def test_all_nodes_lose_power_and_come_back(run):

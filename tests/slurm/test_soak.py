@@ -16,8 +16,7 @@ import pytest
 from drover.launch.slurm.nodes import NODES
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.records.goodput import goodput
-from tests.conftest import run_stage
-from tests.slurm.faults import Training, write_settings
+from tests.slurm.faults import Training, undisturbed_curve
 from tests.stages.training import curve, difference, lines, proven
 
 SEED = int(os.environ.get("DROVER_SOAK_SEED", "41"))
@@ -98,9 +97,7 @@ def order() -> Iterator[str]:
 @pytest.mark.soak
 def test_training_comes_through_random_faults(cluster, tmp_path, encoded):
     (alone := tmp_path / "undisturbed").mkdir()
-    config = write_settings(alone, encoded, **SETTINGS)
-    run_stage("train", config)
-    whole = {record["step"]: record for record in curve(config)}
+    whole = undisturbed_curve(alone, encoded, **SETTINGS)
     soak = Soak(Training(cluster, tmp_path, encoded, whole, faults="", **SETTINGS))
     soak.submit()
     for name in order():

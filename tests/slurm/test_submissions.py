@@ -3,8 +3,6 @@
 The tests share the run: each waits until it trains, ends that in another way, and submits it again.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -15,6 +13,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.training.stop_agreement import LOOK_EVERY_S
+from tests.launch.recorded_slurm import Programs
 from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow
@@ -55,9 +54,9 @@ def test_two_submissions_never_train_at_once(run, tmp_path):
     run.submit(nodes=1)
     run.next_wait()
     first = run.job()
-    for name, text in (("squeue", "exec sleep 600"), ("sacct", "echo 'sacct: command not found' >&2; exit 127")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    programs = Programs(tmp_path)
+    programs.do("squeue", "exec sleep 600")
+    programs.say("sacct", error="sacct: command not found", status=127)
     run.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     assert "squeue does not answer" in run.submit(nodes=1)
     run.environment["PATH"] = os.environ["PATH"]
@@ -74,9 +73,7 @@ def test_two_submissions_never_train_at_once(run, tmp_path):
 
 def test_a_submission_that_is_killed_after_sbatch_hides_no_job(run, tmp_path):
     """Slurm has the job and the run has no record of it: it is refused, and cancelled, by its token."""
-    real = shutil.which("sbatch")
-    (tmp_path / "sbatch").write_text(f'#!/bin/sh\n{real} "$@"\nkill -9 $(ps -o ppid= -p $PPID)\n')
-    (tmp_path / "sbatch").chmod(0o755)
+    Programs(tmp_path).do("sbatch", f'{shutil.which("sbatch")} "$@"\nkill -9 $(ps -o ppid= -p $PPID)')
     run.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     command = ("--config", str(run.config), "--stage", "train", "--cluster", "lab", "launch.extra={begin: now+1hour}")
     run.launcher(*command, expect=-9)

@@ -1,7 +1,5 @@
 """A run folder made by hand, and how it is seen with Slurm's answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which state a stage is in, and what is said of it: by its folder, by Slurm's answers, by both."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess
@@ -13,10 +11,11 @@ import pytest
 from drover.launch.run_status.run_files import read_run
 from drover.launch.run_status.run_status import wanted_ids
 from drover.launch.slurm.nodes import add_strike
-from drover.launch.slurm.scheduler import JobInfo
+from drover.launch.slurm.scheduler import COLUMNS, JobInfo
 from drover.pipeline.core.files import write_json, write_text
 from tests.launch.run_folders import SETTINGS
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
+from tests.launch.slurm.test_wait_reasons import DOWN
 
 
 @pytest.mark.parametrize("said, answer, state, remark", [
@@ -40,6 +39,15 @@ def test_its_word_and_the_queue(run, said, answer, state, remark):
     assert re.search(remark, " ".join(seen.remarks)) and bool(seen.remarks) == bool(remark)
     # What waits behind one that failed waits in vain, and so does who watches.
     assert seen.outcome == ("failed" if state == "failed" else None)
+
+
+@pytest.mark.parametrize("nodes, offered", [(4, True), (1, False)])
+def test_a_job_that_could_have_fewer_nodes(run, nodes, offered):
+    """As much of the reason as the column of squeue holds."""
+    write_json(run.folder / "config.yaml", {"launch": {"train": {"nodes": nodes}}})
+    run.submitted(run.job("16", "train"))
+    said, = run.status({"16": f"PENDING {DOWN[:dict(COLUMNS)['Reason']]}"}).remarks
+    assert said.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in said) == offered
 
 
 def test_a_word_or_a_manifest_of_an_earlier_submission_is_no_news(run):

@@ -1,7 +1,5 @@
 """How a run is shown, and the program that shows it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,6 @@ from drover.launch import status as program
 from drover.launch.slurm.scheduler import JobInfo
 from drover.launch.status import main, overview, show
 from drover.pipeline.core.files import write_text
-from tests.launch.recorded_slurm import FakeSlurm
 from tests.launch.run_status.conftest import DEPENDENTS, Seen
 
 RUNNING = """\
@@ -42,17 +39,16 @@ def test_a_chain_that_runs(run):
     assert run.status({}).rows[3].left == "", "an earlier start wrote that"
 
 
-def test_overview(run, tmp_path):
+def test_overview(run, programs):
     run.training()
     Seen(Path("runs/new"))
     Seen(Path("runs/old")).done("shard", "tokenizer", "encode", "train", "convert", "evaluate", "report")
-    slurm = FakeSlurm(tmp_path / "bin")
-    slurm.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"), *((id, "PENDING", "Dependency") for id in DEPENDENTS))
-    assert [line.split()[:4] for line in overview(Path("runs"), slurm.scheduler())] == [
+    programs.queue(("16", "RUNNING", "None", "n[1-4]", "10:00"), *((id, "PENDING", "Dependency") for id in DEPENDENTS))
+    assert [line.split()[:4] for line in overview(Path("runs"), programs.scheduler())] == [
         ["run", "done", "stage", "state"], ["demo", "3/7", "train", "running"], ["new", "0/7", "shard", "to"],
         ["old", "7/7", "report", "done"]]
-    assert len(slurm.calls()) == 1, "Slurm is asked once for all runs"
-    assert overview(Path("nothing"), slurm.scheduler()) == ["no runs in nothing"]
+    assert len(programs.calls()) == 1, "Slurm is asked once for all runs"
+    assert overview(Path("nothing"), programs.scheduler()) == ["no runs in nothing"]
 
 
 def test_watch_ends_when_nothing_goes_on_at_two_looks(run, monkeypatch, capsys):

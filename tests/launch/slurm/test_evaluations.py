@@ -1,14 +1,12 @@
 """Evaluations beside training: what is owed, how it is submitted, and one that is done."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from drover.launch.slurm import evaluations
-from drover.launch.slurm.chain import ChainJob, add_job, read_chain
+from drover.launch.slurm.chain import ChainJob, add_job
 from drover.launch.slurm.evaluations import Evaluations, evaluate, main, owed, prepare
 from drover.launch.slurm.scheduler import JobInfo
 from drover.pipeline.config.loading import load_config
@@ -38,7 +36,7 @@ def result(run, step):
     Manifest("evaluate", {}, [], {}, "").write(evaluation_folder(run, step) / "evaluate")
 
 
-@pytest.mark.parametrize(("every", "steps", "expected"), [(2, 1000, [20, 80]), (2, 80, [20]), (None, 1000, [])])
+@pytest.mark.parametrize("every, steps, expected", [(2, 1000, [20, 80]), (2, 80, [20]), (None, 1000, [])])
 def test_what_is_owed(tmp_path, every, steps, expected):
     for step in (20, 40, 50, 80):
         checkpoint(tmp_path, step)
@@ -76,8 +74,8 @@ def job(tmp_path, queued):
     return job
 
 
-def evaluation_name(name, step):
-    return f"{name}-evaluate-step-{step:08d}"
+def name_of(step):
+    return f"trial-evaluate-step-{step:08d}"
 
 
 def steps(found):
@@ -85,13 +83,13 @@ def steps(found):
 
 
 def tried(job, step):
-    add_job(job.run, read_chain(job.run).id, ChainJob(evaluation_name("trial", step), "evaluate", "evaluation", "77"))
+    add_job(job.run, "c", ChainJob(name_of(step), "evaluate", "evaluation", "77"))
 
 
 def test_what_is_submitted(job, queued):
     found = Evaluations(job.spec, print)
     assert steps(found) == [20, 40]
-    queued.append(evaluation_name("trial", 20))
+    queued.append(name_of(20))
     assert steps(found) == [40], "a job in the queue is known by its name"
     queued.clear()
     tried(job, 40)
@@ -102,19 +100,17 @@ def test_what_is_submitted(job, queued):
     assert steps(found) == []
 
 
-def submitted(monkeypatch, submit):
-    monkeypatch.setattr(Evaluations, "submit", lambda self, job: submit(int(job.name[-8:])))
-    monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
-
-
 def test_a_failure_is_said_once_and_the_other_checkpoints_go_on(job, monkeypatch, queued):
-    def submit(step):
+    def submit(self, wanted):
+        step = int(wanted.name[-8:])
         if step == 20:
             raise OSError("sbatch: error: no such partition")
         tried(job, step)
         tried(job, step)
         return "78"
-    submitted(monkeypatch, submit)
+
+    monkeypatch.setattr(Evaluations, "submit", submit)
+    monkeypatch.setattr(evaluations, "EVERY_S", 0.0)
     said = []
     found = Evaluations(job.spec, said.append)
     for _ in range(3):
@@ -142,7 +138,7 @@ def play_data_stages(job, monkeypatch):
     monkeypatch.setitem(STAGES, "train", replace(STAGES["train"], functions={}))
 
 
-@pytest.mark.parametrize(("played", "status"), [
+@pytest.mark.parametrize("played, status", [
     ("true", 1), ("false", 1), ("kill -9 $$", 137), ("exit 0; RESULT", 0)])
 def test_what_is_evaluated_and_cleared(job, monkeypatch, played, status):
     """The stages themselves are played: without a result, failed, killed, and well."""

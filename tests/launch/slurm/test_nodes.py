@@ -1,9 +1,7 @@
 """Strikes of nodes, and what Slurm is asked and told about nodes."""
 
-from __future__ import annotations
-
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -15,8 +13,8 @@ from drover.launch.slurm.nodes import NODES, failing, few, lost, strikes
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.contract.state import StageState
 from drover.pipeline.core.files import append_line, write_sealed
-from tests.launch.fake_job import Slurm
-from tests.launch.recorded_slurm import FakeSlurm
+from drover.pipeline.records.hangs import HungRank, hang_folder, write_record
+from tests.launch.fake_job import Slurm, chain_of
 
 
 def strike(folder, node, hours, job):
@@ -44,37 +42,35 @@ def test_a_checkpoint_lifts_the_strikes_of_the_nodes_that_made_it(job):
     assert strikes(job.run) == {"n2": 1, "n9": 1}
 
 
-def test_lost_nodes(tmp_path):
-    slurm = FakeSlurm(tmp_path / "bin")
-    assert lost(["n1"], slurm.scheduler()) == {}, "Slurm does not answer"
+def test_lost_nodes(programs):
+    assert lost(["n1"], programs.scheduler()) == {}, "Slurm does not answer"
     gone = ("down", "down*", "idle*", "drained*", "fail", "failing", "error", "not_responding", "allocated*")
     there = ("idle", "mixed", "allocated", "completing", "drained", "draining", "maint", "maint*", "reboot*",
              "powering_down", "powered_down*")
-    slurm.say("sinfo", "\n".join(f"n-{state}|{state}" for state in gone + there))
-    assert list(lost(["n1"], slurm.scheduler()).values()) == list(gone)
+    programs.say("sinfo", "\n".join(f"n-{state}|{state}" for state in gone + there))
+    assert list(lost(["n1"], programs.scheduler()).values()) == list(gone)
 
 
-def test_a_waiting_job_leaves_out_more(tmp_path):
-    slurm = FakeSlurm(tmp_path / "bin")
+def test_a_waiting_job_leaves_out_more(programs):
     for before, after in (("n9", "n3,n9"), ("(null)", "n3")):
-        slurm.do("scontrol", f'case "$*" in *hostnames*) echo n9;; *) echo "JobId=15 ExcNodeList={before} A=x";; esac')
-        assert slurm.scheduler().leave_out("15", ["n3"]) is None
-        assert slurm.calls()[-1] == f"scontrol update JobId=15 ExcNodeList={after}"
-    slurm.say("scontrol", error="Invalid job id specified", status=1)
-    assert slurm.scheduler().leave_out("15", ["n3"]) == "Invalid job id specified"
-    assert slurm.calls()[-1] == "scontrol --oneliner show job 15"
+        programs.do("scontrol",
+                    f'case "$*" in *hostnames*) echo n9;; *) echo "JobId=15 ExcNodeList={before} A=x";; esac')
+        assert programs.scheduler().leave_out("15", ["n3"]) is None
+        assert programs.calls()[-1] == f"scontrol update JobId=15 ExcNodeList={after}"
+    programs.say("scontrol", error="Invalid job id specified", status=1)
+    assert programs.scheduler().leave_out("15", ["n3"]) == "Invalid job id specified"
+    assert programs.calls()[-1] == "scontrol --oneliner show job 15"
 
 
-def test_a_waiting_job_waits_for_another_one_instead(tmp_path):
-    slurm = FakeSlurm(tmp_path / "bin")
+def test_a_waiting_job_waits_for_another_one_instead(programs):
     for before, after in (("afterok:14(unfulfilled),singleton", "afterok:12,singleton"), ("afterok:140(failed)", ""),
                           ("afterany:3:14(unfulfilled)", "afterany:3:12")):
-        slurm.do("scontrol", f'echo "JobId=15 Dependency={before} A=x"')
-        assert slurm.scheduler().wait_for_another("15", "14", "12") is None
-        assert slurm.calls()[-1] == (f"scontrol update JobId=15 Dependency={after}" if after else
+        programs.do("scontrol", f'echo "JobId=15 Dependency={before} A=x"')
+        assert programs.scheduler().wait_for_another("15", "14", "12") is None
+        assert programs.calls()[-1] == (f"scontrol update JobId=15 Dependency={after}" if after else
                                      "scontrol --oneliner show job 15")
-    slurm.say("scontrol", error="Invalid job id specified", status=1)
-    assert slurm.scheduler().wait_for_another("15", "14", "12") == "Invalid job id specified"
+    programs.say("scontrol", error="Invalid job id specified", status=1)
+    assert programs.scheduler().wait_for_another("15", "14", "12") == "Invalid job id specified"
 
 
 def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
@@ -94,18 +90,44 @@ def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
     bind()
 
 
+def runner(job, nodes):
+    """Of a start of the job on so many nodes."""
+    return Runner(job.spec, SlurmHost("12", "12", 0, tuple(f"n{node}" for node in range(nodes)), None, job.slurm))
+
+
+def test_who_was_late_when_training_hung(job):
+    """The late node gets a strike, and at its second the jobs that wait leave it out; half of the nodes get none."""
+    job.spec = replace(job.spec, links=2, ranks=4)
+    chain_of(job, "12", "13")
+
+    def late(start, nodes=4):
+        for rank in range(4):
+            place = "train.py:1 step" if rank == 3 else "torch/distributed/c10d.py:1 all_reduce"
+            write_record(hang_folder(job.stage, f"12.0.{start}"), HungRank(rank, f"n{rank}", 5, 9.0, 1.0, (place,)))
+        there = runner(job, nodes)
+        there.number = start
+        return there._hang()
+
+    assert "rank 3 (n3)" in late(0) and strikes(job.run) == {"n3": 1} and not job.slurm.left_out
+    assert "rank 3" in late(1) and job.slurm.left_out == {"13": ["n3"]}
+    assert "rank 3" in late(2, nodes=2) and strikes(job.run) == {"n3": 2}, "of two nodes it is not the nodes"
+
+
+@pytest.mark.parametrize("count, struck", [(3, 3), (4, 0)])
+def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, struck):
+    nodes = [f"n{number}" for number in range(count)]
+    assert runner(job, 64)._strike(dict.fromkeys(nodes, "went down")) == dict.fromkeys(nodes[:struck], 1)
+
+
 def test_starts_are_counted_over_restarts(job):
     """Those that left a log, which is not written over, and one that no launcher made."""
-    def number():
-        return Runner(job.spec, SlurmHost("12", "12", 1, ("n1",), None, Slurm())).number
-
-    assert number() == 0
+    assert runner(job, 1).number == 0
     for name in ("12.1", "12.4", "123.9"):
         (job.run / "logs/train" / name).mkdir(parents=True)
     (job.run / "logs/train/latest").symlink_to("12.4")
     for holder, expected in (("13", 5), ("12", 7)):
         write_sealed(job.stage / "STATE.json", asdict(StageState("running", job=holder, attempt=6)))
-        assert number() == expected
+        assert runner(job, 1).number == expected
 
 
 def test_an_element_of_an_array():
@@ -115,7 +137,7 @@ def test_an_element_of_an_array():
     assert (here.job, here.name, here.index, here.nodes) == ("23", "20_3", 3, ("n1", "n2", "n04", "m7"))
 
 
-@pytest.mark.parametrize(("state", "restarts", "current"), [
+@pytest.mark.parametrize("state, restarts, current", [
     ("RUNNING", 1, True), ("RUNNING", 2, False), ("PENDING", 1, False), ("unknown", 0, True), (None, 0, True)])
 def test_whether_slurm_still_runs_this_start_of_the_job(state, restarts, current):
     slurm = Slurm({"12": state or ""}, silent=state is None, restarts=restarts)

@@ -1,12 +1,10 @@
 """What is made of Slurm's answers; the texts were recorded from Slurm 22.05.8."""
 
-from __future__ import annotations
-
 import pytest
 
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler, seconds
+from drover.launch.slurm.scheduler import COLUMNS, JobInfo, Scheduler
 from tests.launch.fake_house import runs
-from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, FakeSlurm, queue_line
+from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, NO_JOB, WIDTHS, queue_line
 from tests.waiting import wait_for
 
 NODE = """\
@@ -20,111 +18,94 @@ ACCOUNTED = """\
 10|CANCELLED by 0|BeginTime|None assigned"""
 
 
-@pytest.fixture
-def slurm(tmp_path):
-    """Only what a test adds is installed."""
-    fake = FakeSlurm(tmp_path / "bin")
-    fake.folder.mkdir()
-    return fake
-
-
-def test_queue_answers_for_jobs_and_arrays(slurm):
-    slurm.queue(("1_2", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
-                ("2", "PENDING", "Dependency"), ("1_0", "COMPLETED", "None", "n1", "0:08", "0", "demo-shard"),
-                ("1_1", "RUNNING", "None", "n2", "0:05", "1", "demo-shard"),
-                ("3", "RUNNING", "None", "n[1-3]", "1-02:03:04", "2"))
-    assert slurm.scheduler().jobs([]) == {}
-    assert slurm.scheduler().jobs(["1", "1_2", "2", "3"]) == {
+def test_queue_answers_for_jobs_and_arrays(programs):
+    programs.queue(("1_2", "PENDING", "JobArrayTaskLimit", "", "0:00", "0", "demo-shard"),
+                   ("2", "PENDING", "Dependency"), ("1_0", "COMPLETED", "None", "n1", "0:08", "0", "demo-shard"),
+                   ("1_1", "RUNNING", "None", "n2", "0:05", "1", "demo-shard"),
+                   ("3", "RUNNING", "None", "n[1-3]", "1-02:03:04", "2"))
+    assert programs.scheduler().jobs([]) == {}
+    assert programs.scheduler().jobs(["1", "1_2", "2", "3"]) == {
         "1": JobInfo("1", "RUNNING", "", "n2", 8, 1, "demo-shard"),
         "1_2": JobInfo("1_2", "PENDING", "JobArrayTaskLimit", name="demo-shard"),
         "2": JobInfo("2", "PENDING", "Dependency", name="demo-train"),
         "3": JobInfo("3", "RUNNING", "", "n[1-3]", 93784, 2, "demo-train")}
-    assert slurm.calls() == ["squeue --noheader --all --array --states all --jobs 1,2,3 --Format " + ",".join(
+    assert programs.calls() == ["squeue --noheader --all --array --states all --jobs 1,2,3 --Format " + ",".join(
         f"{name}:{width}" for (name, _), width in zip(COLUMNS, WIDTHS, strict=True))]
 
 
-def test_accounting_knows_what_left_the_queue(slurm):
-    slurm.queue(("3", "RUNNING", "None", "n[1-3]", "2:29"))
-    slurm.say("sacct", ACCOUNTED)
-    found = slurm.scheduler().jobs(["1_0", "1_2", "10", "3", "2"])
+def test_accounting_knows_what_left_the_queue(programs):
+    programs.queue(("3", "RUNNING", "None", "n[1-3]", "2:29"))
+    programs.say("sacct", ACCOUNTED)
+    found = programs.scheduler().jobs(["1_0", "1_2", "10", "3", "2"])
     assert {id: job.state for id, job in found.items()} == {
         # The database still has job 2 as pending, which the queue does not know: it has missed its end.
         "1_0": "COMPLETED", "1_2": "FAILED", "10": "CANCELLED", "3": "RUNNING", "2": "unknown"}
     assert found["1_2"] == JobInfo("1_2", "FAILED", "JobArrayTaskLimit", "n1") and found["10"].nodes == ""
-    assert slurm.calls("sacct")[0].startswith("sacct --noheader --parsable2 --allocations --jobs 1,10,2 ")
+    assert programs.calls("sacct")[0].startswith("sacct --noheader --parsable2 --allocations --jobs 1,10,2 ")
 
 
 @pytest.mark.parametrize("accounting", ["sleep 3600", f"echo '{NO_DATABASE}' >&2; exit 1"])
-def test_one_bad_id_does_not_hide_the_others(slurm, accounting):
+def test_one_bad_id_does_not_hide_the_others(programs, accounting):
     """Where there is no accounting, one that left the queue is unknown."""
-    slurm.do("squeue", f"case \"$*\" in *--jobs*) echo '{NO_JOB}' >&2; exit 1;; esac\n"
-                       f"echo '{queue_line('5', 'RUNNING')}'")
-    slurm.do("sacct", accounting)
-    found = slurm.scheduler(timeout_s=1).jobs(["5", "99_2"])
+    programs.do("squeue", f"case \"$*\" in *--jobs*) echo '{NO_JOB}' >&2; exit 1;; esac\n"
+                          f"echo '{queue_line('5', 'RUNNING')}'")
+    programs.do("sacct", accounting)
+    found = programs.scheduler(timeout_s=1).jobs(["5", "99_2"])
     assert (found["5"].state, found["99_2"]) == ("RUNNING", JobInfo("99_2"))
 
 
 @pytest.mark.parametrize("script", [
     None, "echo '{controller}' >&2; exit 1", "echo 'squeue: fatal: Could not establish a configuration source' >&2; "
     "exit 1", "sleep 3600 & echo $! > {folder}/child; wait"])
-def test_slurm_that_does_not_answer(slurm, script):
+def test_slurm_that_does_not_answer(programs, script):
     """The last is a site's wrapper, whose child holds on to its output: both are ended."""
     if script:
-        slurm.do("squeue", script.format(controller=NO_CONTROLLER, folder=slurm.folder))
-    assert slurm.scheduler(timeout_s=2).jobs(["3"]) is None
-    assert slurm.scheduler(timeout_s=0.5).mine() is None
-    wait_for(lambda: not runs(slurm.folder / "child"))
+        programs.do("squeue", script.format(controller=NO_CONTROLLER, folder=programs.folder))
+    assert programs.scheduler(timeout_s=2).jobs(["3"]) is None
+    assert programs.scheduler(timeout_s=0.5).mine() is None
+    wait_for(lambda: not runs(programs.folder / "child"))
 
 
-def test_cancel_minds_no_ended_job(slurm):
-    slurm.do("scancel", "say() { echo \"scancel: error: Kill job error on job id $1: $2\" >&2; exit 1; }\n"
-                        "case $1 in 8) say 8 'Invalid job id specified';; 7) say 7 'Access/permission denied';; esac")
-    assert [slurm.scheduler().cancel(id) for id in ("9", "8", "7")] == [
+def test_cancel_minds_no_ended_job(programs):
+    programs.do("scancel", "say() { echo \"scancel: error: Kill job error on job id $1: $2\" >&2; exit 1; }\n"
+                "case $1 in 8) say 8 'Invalid job id specified';; 7) say 7 'Access/permission denied';; esac")
+    assert [programs.scheduler().cancel(id) for id in ("9", "8", "7")] == [
         None, None, "Kill job error on job id 7: Access/permission denied"]
-    slurm.say("scancel", error=f"scancel: error: {NO_CONTROLLER}", status=1)
-    assert slurm.scheduler().cancel("9") == NO_CONTROLLER
+    programs.say("scancel", error=f"scancel: error: {NO_CONTROLLER}", status=1)
+    assert programs.scheduler().cancel("9") == NO_CONTROLLER
 
 
-@pytest.mark.parametrize(("lost", "then"), [
-    ("Unexpected message received for job 3", "exit 0"),
+DISABLED = "Requested operation is presently disabled for job 3"
+LOST = "Unexpected message received for job 3"
+
+
+@pytest.mark.parametrize("first, then, patience_s, problem, calls", [
+    (LOST, "exit 0", 20, None, 2),
     ("slurm_requeue error: Unable to contact slurm controller (connect failure)",
-     "echo 'Job is pending execution for job 3' >&2; exit 1")])
-def test_requeue_waits_for_the_controller(slurm, lost, then):
-    slurm.do("scontrol", f"[ -e {slurm.folder}/back ] || {{ touch {slurm.folder}/back; echo '{lost}' >&2; exit 8; }}\n"
-                         f"{then}")
-    assert slurm.scheduler().requeue("3") is None
-    assert len(slurm.calls("scontrol")) == 2
+     "echo 'Job is pending execution for job 3' >&2; exit 1", 20, None, 2),
+    (DISABLED, "exit 0", 20, DISABLED, 1), (LOST, f"echo '{LOST}' >&2; exit 8", 1.5, LOST, 2)])
+def test_requeue_waits_for_the_controller_for_a_while(programs, first, then, patience_s, problem, calls):
+    assert programs.scheduler().requeue("3", 0) == "scontrol cannot be started here: No such file or directory"
+    asked = programs.folder / "asked"
+    programs.do("scontrol", f"[ -e {asked} ] || {{ touch {asked}; echo '{first}' >&2; exit 8; }}\n{then}")
+    assert programs.scheduler().requeue("3", patience_s) == problem
+    assert programs.calls("scontrol") == ["scontrol requeue 3"] * calls
 
 
-@pytest.mark.parametrize(("error", "patience_s", "calls"), [
-    ("Requested operation is presently disabled for job 3", 20, 1), ("Unexpected message received for job 3", 1.5, 2)])
-def test_requeue_gives_up(slurm, error, patience_s, calls):
-    assert slurm.scheduler().requeue("3", 0) == "scontrol cannot be started here: No such file or directory"
-    slurm.say("scontrol", error=error, status=8)
-    assert slurm.scheduler().requeue("3", patience_s) == error
-    assert slurm.calls("scontrol") == ["scontrol requeue 3"] * calls
-
-
-def test_nodes(slurm):
-    slurm.say("sinfo", "n1|mixed\nn1|mixed\nn2|down*")
-    slurm.do("scontrol", f"case \"$*\" in *hostnames*) printf 'n1\\nn2\\n';; *) cat <<'END'\n{NODE}\nEND\n;; esac")
-    scheduler = slurm.scheduler()
+def test_nodes(programs):
+    programs.say("sinfo", "n1|mixed\nn1|mixed\nn2|down*")
+    programs.do("scontrol", f"case \"$*\" in *hostnames*) printf 'n1\\nn2\\n';; *) cat <<'END'\n{NODE}\nEND\n;; esac")
+    scheduler = programs.scheduler()
     assert scheduler.node_states(["n1", "n2", "n9"]) == {"n1": "mixed", "n2": "down*"}
     assert scheduler.hostnames("n[1-2]") == ["n1", "n2"]
     assert scheduler.node_address("n1") == "10.0.0.7"
-    assert slurm.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
+    assert programs.calls("sinfo") == ["sinfo --noheader --Node --nodes n1,n2,n9 --format %N|%T"]
 
 
-def test_a_users_own_formats_are_left_out(slurm):
-    slurm.do("squeue", f"env > {slurm.folder}/environment")
-    scheduler = Scheduler({"PATH": str(slurm.folder), "SQUEUE_FORMAT": "%i", "SLURM_CLUSTERS": "other",
+def test_a_users_own_formats_are_left_out(programs):
+    programs.do("squeue", f"env > {programs.folder}/environment")
+    scheduler = Scheduler({"PATH": str(programs.folder), "SQUEUE_FORMAT": "%i", "SLURM_CLUSTERS": "other",
                            "SLURM_CONF": "/etc/slurm.conf"})
     assert scheduler.jobs(["1"]) == {"1": JobInfo("1")}
-    seen = (slurm.folder / "environment").read_text()
+    seen = (programs.folder / "environment").read_text()
     assert "SLURM_CONF=" in seen and "SQUEUE_FORMAT" not in seen and "SLURM_CLUSTERS" not in seen
-
-
-@pytest.mark.parametrize("text, value", [
-    ("3:04", 184), ("1-02:03:04", 93784), ("INVALID", 0)])
-def test_seconds(text, value):
-    assert seconds(text) == value

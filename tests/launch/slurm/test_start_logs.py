@@ -1,13 +1,11 @@
 """Logs of starts: few files, of which each rank's lines are found, whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm.start_logs import PIECE, Labelled, output
 
 
-@pytest.mark.parametrize(("text", "whole"), [
+@pytest.mark.parametrize("text, whole", [
     ("0: a\n1: b\n 1: c\n10: d\n1: \n11: 1: e\n", "b\nc\n\n"),
     (f"1: {'x' * PIECE}\n2: {'y' * PIECE}\n1: {'z' * PIECE}\n2: y\n1: end\n",
      f"{'x' * PIECE}{'z' * PIECE}end\n"),

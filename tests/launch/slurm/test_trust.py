@@ -1,7 +1,5 @@
 """What a job executes is what was submitted, and nobody else could have written it."""
 
-from __future__ import annotations
-
 import grp
 import json
 import os
@@ -49,6 +47,12 @@ def usual_node(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
+def others_in_groups(monkeypatch):
+    """No group is a user's own."""
+    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+
+
+@pytest.fixture
 def checkout(tmp_path):
     folder = tmp_path / "checkout"
     for name in ("launch/a.py", "launch/slurm/b.py", "pipeline/c.py", "launch.py/odd.py"):
@@ -83,6 +87,12 @@ def saved(spec, **changes):
     return spec
 
 
+def ended(command, **how):
+    """Run a program to its end; its exit status and all that it said."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
+    return done.returncode, done.stdout
+
+
 def check(spec):
     return " ".join(check_submission(path_of(spec), spec.sha256)[1])
 
@@ -108,13 +118,13 @@ def test_what_was_submitted_is_run(submitted):
     assert check(submitted) == check(saved(submitted, contained=True)) == "", "Python's own caches are no change"
 
 
-@pytest.mark.parametrize(("spoil", "why"), [
+@pytest.mark.parametrize("spoil, why", [
     (lambda path: path.chmod(path.stat().st_mode | 0o002), "may be written by everyone"),
     (lambda path: path.chmod(path.stat().st_mode | 0o020), "may be written by the group "),
     pytest.param(lambda path: os.chown(path, OTHER, -1), f"belongs to the user {OTHER}, and jobs execute files there",
                  marks=pytest.mark.skipif(not ROOT, reason="only root can give files away"))])
-def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, why):
-    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+@pytest.mark.usefixtures("others_in_groups")
+def test_what_others_may_write_or_own_is_refused(submitted, spoil, why):
     submitted = saved(submitted, contained=True)
     for name in EXECUTED:
         path = place(submitted, name)
@@ -128,8 +138,8 @@ def test_what_others_may_write_or_own_is_refused(submitted, monkeypatch, spoil, 
     assert check(submitted) == ""
 
 
-def test_a_group_can_be_trusted(submitted, monkeypatch):
-    monkeypatch.setattr(trust, "_is_private", lambda group: False)
+@pytest.mark.usefixtures("others_in_groups")
+def test_a_group_can_be_trusted(submitted):
     trusting = saved(submitted, trusted_group=grp.getgrgid(os.getgid()).gr_name, contained=True)
     for name in EXECUTED:
         path = place(submitted, name)
@@ -140,9 +150,9 @@ def test_a_group_can_be_trusted(submitted, monkeypatch):
     assert "may be written by everyone" in check(trusting), "that is no group"
 
 
+@pytest.mark.usefixtures("others_in_groups")
 def test_members_of_a_trusted_group_may_own_parts(submitted, monkeypatch):
     monkeypatch.setattr(trust.os, "getuid", lambda: OTHER)  # somebody else's job; the files are mine
-    monkeypatch.setattr(trust, "_is_private", lambda group: False)
     monkeypatch.setattr(trust, "node_folder", lambda: Path("/proc/nowhere"))
     own = pwd.getpwuid(Path(submitted.run).stat().st_uid)
     if own.pw_uid:
@@ -171,7 +181,7 @@ def test_owners_need_not_be_looked_at(submitted):
     assert "drover/launch/__pycache__, drover/launch/a.py. " in check(blind), "whoever owns it"
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize("change, told", [
     (lambda code: (code / "drover/launch/a.py").write_text("import evil\n"), ": drover/launch/a.py. "),
     (lambda code: (code / "sitecustomize.py").write_text("import evil\n"), ": sitecustomize.py. "),
     (lambda code: (code / "submitit").mkdir() or (code / "submitit/__init__.py").touch(),
@@ -267,8 +277,7 @@ def test_a_task_becomes_its_command_with_the_nodes_copy(submitted, tmp_path):
                    **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(tmp_path))}
 
     def run():
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
+        return ended(command, env=environment)
 
     place = tmp_path / f"drover-{os.getuid()}"
     assert run() == (0, f"{place}/code-{submitted.code_sha256[:16]}:/plugins\n")
@@ -331,9 +340,8 @@ def test_the_script_looks_before_it_runs_anything_of_the_run(slurm, tmp_path):
     script = "\n".join([*lines[last - 2:last + 2], "echo started from $PYTHONPATH"])
 
     def run():
-        done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False, cwd="/",
-                              env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104", "TMPDIR": str(tmp_path)})
-        return done.returncode, done.stdout + done.stderr
+        return ended(["bash"], input=script, cwd="/",
+                     env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "104", "TMPDIR": str(tmp_path)})
 
     code = Path(slurm.chain.code)
     copy = tmp_path / f"drover-{os.getuid()}"
@@ -363,7 +371,8 @@ def test_a_run_folder_that_others_may_write_is_refused_at_once(slurm):
 # ---- caches
 
 
-def test_a_private_folder(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("others_in_groups")
+def test_a_private_folder(tmp_path):
     os.umask(0)
     mine, link = tmp_path / "mine", tmp_path / "link"
     link.symlink_to(mine)
@@ -374,7 +383,6 @@ def test_a_private_folder(tmp_path, monkeypatch):
     (tmp_path / "file").touch(0o600)
     with pytest.raises(FileExistsError):
         private_folder(tmp_path / "file")
-    monkeypatch.setattr(trust, "_is_private", lambda group: False)
     for mode, owner, why in ((0o702, -1, "may be written by everyone"), (0o770, -1, "may be written by the group"),
                              (0o700, OTHER, f"belongs to the user {OTHER}")):
         if owner == -1 or ROOT:
@@ -400,6 +408,5 @@ def test_compilers_keep_what_they_run_again_in_private():
 
 
 def test_the_check_needs_nothing_but_the_standard_library():
-    result = subprocess.run([sys.executable, "-I", "-S", trust.__file__, "check", "/nowhere/a/b/c.json", "0"],
-                            capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and result.stderr.startswith("refused: /nowhere/a/b/c.json")
+    status, said = ended([sys.executable, "-I", "-S", trust.__file__, "check", "/nowhere/a/b/c.json", "0"])
+    assert status == 2 and said.startswith("refused: /nowhere/a/b/c.json")

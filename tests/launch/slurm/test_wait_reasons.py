@@ -1,14 +1,8 @@
 """Why a job waits, in words that help."""
 
-from __future__ import annotations
-
 import pytest
 
-from drover.launch.run_status.run_files import read_run
-from drover.launch.run_status.run_status import judge
-from drover.launch.slurm.scheduler import COLUMNS, JobInfo
 from drover.launch.slurm.wait_reasons import is_stuck, meaning
-from tests.launch.run_folders import NOW, SETTINGS, HandMade
 
 DOWN = "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
 WORDS = [
@@ -40,19 +34,9 @@ STUCK = {"PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssocMax
          "InvalidAccount", "AccountNotAllowed", "DependencyNeverSatisfied", "ReservationDeleted"}
 
 
-@pytest.mark.parametrize(("reason", "words"), WORDS)
+@pytest.mark.parametrize("reason, words", WORDS)
 def test_reasons_in_plain_words(reason, words):
     for several in (False, True):
         said = meaning(reason, "12", several=several)
         assert words in said and "{" not in said
     assert is_stuck(reason) == (reason in STUCK)
-
-
-@pytest.mark.parametrize(("nodes", "offered"), [(4, True), (1, False)])
-def test_a_job_that_could_have_fewer_nodes(tmp_path, nodes, offered):
-    """As much of the reason as the column of squeue holds."""
-    run = HandMade(tmp_path / "demo", {**SETTINGS, "launch": {"train": {"nodes": nodes}}})
-    run.submitted(run.job("16", "train"))
-    found = judge(read_run(run.folder), {"16": JobInfo("16", "PENDING", DOWN[:dict(COLUMNS)["Reason"]])}, NOW)
-    said, = found.remarks
-    assert said.startswith("train (job 16) waits for nodes that are down") and ("fewer --nodes" in said) == offered

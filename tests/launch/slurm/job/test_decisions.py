@@ -1,7 +1,5 @@
 """What follows from a start's end: the whole table."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -34,7 +32,7 @@ def kind(decision):
     return decision.action, decision.status, decision.exit_status
 
 
-@pytest.mark.parametrize(("outcome", "terms", "expected"), [
+@pytest.mark.parametrize("outcome, terms, expected", [
     # done: the manifest and the stage's word, whatever the exit status says
     (Outcome(DONE, committed=True, end=read_end(143, REFUSED), stopping=True), terms(), ("leave", "done", 0)),
     (Outcome(RUNNING, committed=True, end=StepEnd(137)), terms(), ("leave", "done", 0)),  # killed after its commit
@@ -89,7 +87,7 @@ def attempts(*ends, begin=None):
     return found
 
 
-@pytest.mark.parametrize(("log", "expected"), [
+@pytest.mark.parametrize("log, expected", [
     (attempts(("crashed", None), ("hung", None), ("crashed", None)), 3),
     (attempts(("crashed", 10)), 0),
     (attempts(("crashed", 10), begin=10), 1),  # the checkpoint is of an earlier submission
@@ -102,7 +100,7 @@ def test_fruitless_starts(log, expected):
     assert fruitless(log) == expected
 
 
-@pytest.mark.parametrize(("down", "most"), [({"n3": "down*"}, 3), ({}, MOST_OUTSIDE)])
+@pytest.mark.parametrize("down, most", [({"n3": "down*"}, 3), ({}, MOST_OUTSIDE)])
 def test_ends_that_nobody_saw_again_and_again(down, most):
     for times in (most - 1, most):
         events = attempts(*[("crashed" if down else "requeued", None)] * times)

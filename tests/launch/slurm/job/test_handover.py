@@ -1,7 +1,5 @@
 """One job at a time for a stage: what waits for another job or link, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from drover.launch.slurm.job import joblock
@@ -14,7 +12,7 @@ def hold(job, other, chain="", beat=1):
     write_json(job.run / "launch" / "train.lock", vars(Holder(other, 0, "n7", chain, beat)))
 
 
-@pytest.mark.parametrize(("other", "chain", "state", "beats", "waited", "refused"), [
+@pytest.mark.parametrize("other, chain, state, beats, waited, refused", [
     ("12", "", "RUNNING", (), 0, False),  # an earlier start of this job
     ("11", "", "PENDING", (), 0, False),  # it was queued again
     ("11", "", None, (), SILENT_S, False), ("11", "", None, (30,), 30, True),  # only its heartbeat tells

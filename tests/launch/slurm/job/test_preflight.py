@@ -1,16 +1,20 @@
-"""Preflight: who is judged bad from which reports, what a rank finds, and what the runner does with it."""
+"""Preflight: who is judged bad from which reports, what a rank finds, and what the runner does with it.
 
-from __future__ import annotations
+The sick nodes are blamed and never the slow ones, whatever the number of nodes.
+"""
 
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
-from drover.launch.slurm.job import node_trial
+from drover.launch.host import StepEnd
+from drover.launch.slurm.job import node_trial, preflight
 from drover.launch.slurm.job.node_trial import (
     EXCHANGE,
     PRODUCT,
@@ -22,15 +26,31 @@ from drover.launch.slurm.job.node_trial import (
     partner_of,
     read_reports,
 )
-from drover.launch.slurm.job.preflight import Found, judge, run_preflight
+from drover.launch.slurm.job.preflight import Found, conclusion, judge, run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
-from drover.launch.slurm.nodes import failing
+from drover.launch.slurm.jobspec import JobSpec
+from drover.launch.slurm.nodes import failing, few
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 
-NODES = ["n1", "n2", "n3", "n4"]
 TIMES = {PRODUCT: 0.01, EXCHANGE: 0.02, REDUCE: 0.05}
-SOUND = [Report(rank, node, clock_at=1000.0 + rank / 10, times=TIMES) for rank, node in enumerate(NODES)]
+COUNTS = (2, 64, 4096)
+GPU = {"gpu": "7 GPUs instead of 8"}
+FAULTS = ({"problems": GPU}, {"problems": {"shm": "shm"}}, {"times": {**TIMES, PRODUCT: 3.0}},
+          {"times": {**TIMES, EXCHANGE: 3.0}}, {"clock_at": 2000.0}, {"times": {}})
+
+
+def nodes_of(count):
+    return [f"n{number}" for number in range(1, count + 1)]
+
+
+def sound(count):
+    """What the ranks of sound nodes write, one a node."""
+    return [Report(rank, node, clock_at=1000.0 + rank % 10 / 10, times=TIMES)
+            for rank, node in enumerate(nodes_of(count))]
+
+
+SOUND = sound(4)
 
 
 def but(*ranks, **changes):
@@ -55,7 +75,7 @@ def two(*, apart=0.0, link=0.0):
                     times={**TIMES, EXCHANGE: link * report.rank or 0.02}) for report in SOUND[:2]]
 
 
-@pytest.mark.parametrize(("count", "reports", "bad"), [
+@pytest.mark.parametrize("count, reports, bad", [
     (4, SOUND, {}),
     (4, but(2, problems={"shm": "no /dev/shm", "gpu": "more"}), {"n3": "no /dev/shm"}),
     (4, SOUND[:3], {"n4": "it did not report"}),
@@ -76,16 +96,88 @@ def two(*, apart=0.0, link=0.0):
     (2, two(apart=6.0), "2 of 2 nodes differ in their clocks"), (2, two(apart=4.0), {}),
     (1, having("gpu", "n1")[:1], {"n1": "gpu n1"}),
     # What ends the job without a strike: more of four nodes than one, or what they share
-    (4, having("gpu", "n1", "n2"), "launch.exclude"), (4, having("shm", *NODES), "launch.exclude"),
+    (4, having("gpu", "n1", "n2"), "launch.exclude"), (4, having("shm", *nodes_of(4)), "launch.exclude"),
     (4, [*having("shm", "n1")[:3], *having("gpu", "n4")[3:]], "launch.exclude"),
     (4, having("space", "n2"), "space n2 (1 of 4"), (1, having("space", "n1")[:1], "space n1 (1 of 1 node;"),
     (4, having("folder", "n1", "n2", "n4"), "folder n1 (3 of 4")])
 def test_the_table(count, reports, bad):
-    found = judge(reports, NODES[:count], 4.0)
+    found = judge(reports, nodes_of(count), 4.0)
     if isinstance(bad, dict):
         assert (found.bad, found.reason) == (bad, "") and not (count == 2 and found.lines)
     else:
         assert bad in found.reason + " ".join(found.lines) and bool(found.reason) == ("clocks" not in bad)
+
+
+def importing(count, answered):
+    """What is there while the others still import torch: nobody has met anybody."""
+    return [Report(rank, node) for rank, node in enumerate(nodes_of(count)[:answered])]
+
+
+@pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (64, 63), (512, 300), (4096, 4000)])
+@pytest.mark.parametrize("lasted, quiet", [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
+def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
+    """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
+    reports = importing(count, answered)
+    found = judge(reports, nodes_of(count), lasted, quiet)
+    assert not found.bad and not found.reason
+    assert found.lines[0].startswith("not all nodes have answered yet") and "slow is not bad" in found.lines[0]
+    assert f"({count - answered} of {count}" in found.lines[0]
+    reports[0] = replace(reports[0], problems=GPU)
+    assert count == 2 or judge(reports, nodes_of(count), lasted, quiet).bad == {"n1": GPU["gpu"]}
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("count", COUNTS)
+def test_never_more_than_a_few_are_blamed(count, seed):
+    """Whatever is wrong with however many; those with a failed check are named in any case."""
+    draw, reports = random.Random(seed), sound(count)
+    faults = draw.choice([FAULTS, [draw.choice(FAULTS)]])
+    for number in draw.sample(range(count), draw.choice([0, 1, few(count), few(count) + 1, count // 2, count])):
+        reports[number] = replace(reports[number], **draw.choice(faults))
+    reports = draw.sample(reports, draw.choice([count, count, max(1, count // 2)]))
+    sick = {report.node for report in reports if report.problems}
+    found = judge(reports, nodes_of(count), draw.choice([5.0, 300.0]), draw.choice([0.0, 61.0, 400.0]))
+    assert bool(found.reason) == (len(sick) > few(count)) == ("launch.exclude" in found.reason)
+    assert set(found.bad) == sick if found.reason else len(found.bad) <= few(count) and set(found.bad) >= sick
+    told = [*found.lines, *conclusion(found, reports, nodes_of(count), 100.0, "")]
+    assert len(" ".join(told)) < 6000 + 100 * few(count), "thousands of names tell nobody anything"
+
+
+@pytest.fixture
+def trial(tmp_path, monkeypatch):
+    """Plays a trial whose ranks report at their times (seconds from the start); what it found, and whether it was to go
+    on at the other times."""
+    def play(nodes, arrivals, times, base_s=preflight.BASE_S):
+        clock, went_on = [0.0], []
+
+        def start(spec, command, environment, folder, goes_on):
+            for clock[0] in sorted([*arrivals, *times]):
+                if clock[0] in arrivals:
+                    rank = arrivals.index(clock[0])
+                    (tmp_path / f"node{rank}.log").write_text(f"{rank}: {json.dumps(asdict(sound(nodes)[rank]))}\n")
+                went_on.append(goes_on())
+            return StepEnd(143)
+
+        monkeypatch.setattr(preflight, "BASE_S", base_s)
+        monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
+        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes)
+        here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
+        return preflight.run_preflight(spec, here, tmp_path, {}, lambda: True), went_on[len(arrivals):]
+
+    return play
+
+
+@pytest.mark.parametrize("nodes, limit", [(1, 180), (2, 181), (64, 212), (512, 436), (4096, 1800)])
+def test_the_trial_ends_when_its_time_is_up(trial, nodes, limit):
+    found, went_on = trial(nodes, [], [0.0, limit - 1.0, limit + 1.0])
+    assert went_on == [True, True, False] and not found.bad and "no node can be blamed" in found.lines[-1]
+
+
+@pytest.mark.parametrize("lasted, stuck", [(30, 150), (70, 210)])
+def test_the_trial_ends_when_one_of_many_nodes_does_not_report(trial, lasted, stuck):
+    """All others came within some seconds: after twice that, or two minutes, of silence it is blamed."""
+    found, went_on = trial(4, [9, 20, lasted], [stuck - 1, stuck], 300)
+    assert went_on == [True, False] and found.bad == {"n4": "it did not report"}
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -118,36 +210,34 @@ def test_the_newest_report_of_each_rank_is_read_from_the_logs_of_the_nodes(tmp_p
     assert read_reports(tmp_path, Report) == [SOUND[0], SOUND[1], replace(SOUND[2], rank=97)]
 
 
-def smi(folder, gpus, processes="", before=""):
-    """A driver's program that notes its calls."""
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho \"$@\" >> {folder}/calls\n{before}\n"
-                                       f"case $1 in *compute-apps*) printf '{processes}';; *) printf '{gpus}';; esac\n")
-    (folder / "nvidia-smi").chmod(0o755)
+def test_gpus(programs, monkeypatch):
+    def smi(gpus, processes="", before=""):
+        """Let the driver's program answer this."""
+        programs.do("nvidia-smi", f"{before}\n"
+                    f"case $1 in *compute-apps*) printf '{processes}';; *) printf '{gpus}';; esac")
 
-
-def test_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(programs.folder))
     assert check_gpus(4) == ["2 GPUs instead of 4"]
     assert check_gpus(2) == ["nvidia-smi does not answer"], "the driver is gone"
     with monkeypatch.context() as amd:
         amd.setattr(node_trial, "for_amd", lambda: True)
         assert check_gpus(2) == [], "another maker's, whose driver is not asked"
-    smi(tmp_path, "0, [N/A], Not Active, Not Active\\n")
+    smi("0, [N/A], Not Active, Not Active\\n")
     assert check_gpus(2) == []
-    smi(tmp_path, "0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
+    smi("0, 3, Not Active, Not Active\\n1, 0, Active, Active\\n", "1, 100\\n999999999, 5\\n")
     assert check_gpus(2) == ["GPU 0 has 3 uncorrected memory errors", "GPU 1 is throttled by its hardware (heat)",
                              "other processes use its GPUs (process 1)"]
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = programs.calls()
     assert len(calls) == 4 and all(call.endswith(" --id=0,1") for call in calls), "only the GPUs of the job"
-    smi(tmp_path, "", before="exit 9")
+    smi("", before="exit 9")
     assert check_gpus(2) == ["nvidia-smi does not answer"]
     for driver in ({"before": "case $1 in *ecc*) exit 2;; esac", "gpus": "0\\n"}, {"gpus": "0, 0, a new field\\n"}):
-        smi(tmp_path, **driver)
+        smi(**driver)
         assert check_gpus(2) == [], "a driver that does not know the fields says nothing of the GPUs' health"
-    smi(tmp_path, "0, 0, Not Active, Not Active\\n")
+    smi("0, 0, Not Active, Not Active\\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
-    assert check_gpus(1) == [] and "--id" not in (tmp_path / "calls").read_text().splitlines()[-1]
+    assert check_gpus(1) == [] and "--id" not in programs.calls()[-1]
 
 
 @pytest.fixture
@@ -184,17 +274,17 @@ def test_what_fails_on_every_node_is_not_the_nodes(job):
     assert not (job.run / "launch/nodes.jsonl").exists() and "on all nodes alike" in job.state().reason
 
 
-SRUN = f"""#!{sys.executable}
+SRUN = """
 import os, subprocess, sys
 options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
 first = next(number for number, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
 per, tasks = int(options["ntasks-per-node"]), []
 for task in range(int(options["ntasks"])):
-    environment = {{**os.environ, "SLURM_PROCID": str(task), "SLURM_NTASKS": options["ntasks"],
+    environment = {**os.environ, "SLURM_PROCID": str(task), "SLURM_NTASKS": options["ntasks"],
                    "SLURM_LOCALID": str(task % per), "SLURM_NODEID": str(task // per),
-                   "SLURM_STEP_NUM_NODES": options["nodes"], "SLURMD_NODENAME": f"n{{1 + task // per}}"}}
+                   "SLURM_STEP_NUM_NODES": options["nodes"], "SLURMD_NODENAME": f"n{1 + task // per}"}
     log = options["output"].replace("%n", str(task // per))
-    tasks.append(subprocess.Popen(["bash", "-c", f'set -o pipefail; "$@" | sed -u "s/^/{{task}}: /" >> {{log}}', "bash",
+    tasks.append(subprocess.Popen(["bash", "-c", f'set -o pipefail; "$@" | sed -u "s/^/{task}: /" >> {log}', "bash",
                                    *sys.argv[first:]], env=environment))
 sys.exit(max(task.wait() for task in tasks))
 """
@@ -211,26 +301,26 @@ try_node(Path(sys.argv[1]), float(sys.argv[2]))
 """
 
 
-def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path):
+def test_a_slow_link_is_its_nodes_and_not_its_partners(tmp_path, programs):
     """Six real processes on three nodes, of which one is late in every exchange that it takes part in. They run with
     the Python of the stage: in a container the launcher's is not there."""
     late = tmp_path / "late.py"
     late.write_text(LATE)
-    for name, text in (("srun", SRUN), ("python", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nshift 2\n'
-                                                  f'exec {sys.executable} {late} "$@"\n')):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2, command=(f"{tmp_path}/python", "-m", "none"))
+    (tmp_path / "srun.py").write_text(SRUN)
+    programs.do("srun", f'exec {sys.executable} {tmp_path}/srun.py "$@"')
+    programs.do("python", f'shift 2\nexec {sys.executable} {late} "$@"')
+    job = make_job(tmp_path / "job", ranks=6, nodes=3, tasks_per_node=2,
+                   command=(f"{programs.folder}/python", "-m", "none"))
     folder = job.folder / "preflight"
     folder.mkdir()
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
+    environment = {**os.environ, "PATH": f"{programs.folder}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
                    "DROVER_RANKS": "6", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                    "MASTER_PORT": str(20000 + os.getpid() % 20000), "CUDA_VISIBLE_DEVICES": ""}
-    here = SlurmHost("12", "12", 0, tuple(NODES[:3]), None, job.slurm)
+    here = SlurmHost("12", "12", 0, tuple(nodes_of(3)), None, job.slurm)
     found = run_preflight(job.spec, here, folder, environment, lambda: True)
     assert set(found.bad) == {"n3"} and "an exchange with another node" in found.bad["n3"], found
     assert [report.clock_at is not None for report in read_reports(folder, Report)] == [True, False] * 3
-    assert (tmp_path / "calls").read_text().startswith("-m drover.launch.slurm.job.node_trial")
+    assert programs.calls("python")[0].startswith("python -m drover.launch.slurm.job.node_trial")
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "DROVER_CHAIN"])

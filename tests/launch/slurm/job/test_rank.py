@@ -1,7 +1,5 @@
 """What a task of a step becomes: its variables, its signal mask, its end with its parent."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal
@@ -38,7 +36,7 @@ def test_what_was_not_planned_is_refused():
     assert rank_environment({"SLURM_NTASKS": "1"}) == {}, "a stage without ranks"
 
 
-@pytest.mark.parametrize(("masks", "count"), [
+@pytest.mark.parametrize("masks, count", [
     ({}, 2), ({"CUDA_VISIBLE_DEVICES": ""}, 0), ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
     ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0), ({"CUDA_VISIBLE_DEVICES": "GPU-a1,GPU-b2,GPU-c3"}, 3),
     ({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}, 1)])
@@ -68,7 +66,7 @@ def environment(**more):
     return {**os.environ, **SLURM, "PYTHONPATH": str(REPOSITORY), **more}
 
 
-@pytest.mark.parametrize(("stage", "blocked"), [
+@pytest.mark.parametrize("stage, blocked", [
     ("train", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]),
     ("evaluate", [signal.SIGUSR1, signal.SIGUSR2])])
 def test_it_becomes_the_command(stage, blocked):
@@ -79,7 +77,7 @@ def test_it_becomes_the_command(stage, blocked):
     assert found == {"RANK": "13", "NCCL_DEBUG": "WARN", "mask": blocked, "pid": process.pid}, "no process in between"
 
 
-@pytest.mark.parametrize(("command", "variables", "said"), [
+@pytest.mark.parametrize("command, variables, said", [
     (["true"], {"DROVER_RANKS": "8"}, "rank 13: Slurm started 32 ranks"),
     (["/no/such/program"], {}, "/no/such/program cannot be started")])
 def test_a_refusal_is_one_sentence_and_exit_status_2(command, variables, said):

@@ -1,7 +1,5 @@
 """The runner: what it starts, restarts, requeues, refuses and leaves behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -67,7 +65,7 @@ def test_told_to_end_the_runner_waits_and_starts_nothing(job):
 # ---- the decisions' effects, with starts that are played
 
 
-@pytest.mark.parametrize(("plan", "changes", "slurm", "status", "ends", "requeued", "words"), [
+@pytest.mark.parametrize("plan, changes, slurm, status, ends, requeued, words", [
     ("save10 save20 save30 work", {"max_restarts": 1}, {}, 0, [RESTART] * 3 + [DONE], 0, "train is done"),
     ("asked", {}, {}, 0, [("preempted", "requeue")], 1, "asked to stop (time limit) after step 120; queueing this job"),
     ("asked", {}, {"refusal": "presently disabled"}, 1, [("preempted", "requeue")], 1,

@@ -14,7 +14,7 @@ LOST = "srun: error: Node failure on n3\nsrun: error: Task launch for StepId=1.0
 VANISHED = f"{KILLED}srun: error: step_launch_notify_io_failure: aborting, io error with missing step on node 1\n"
 
 
-@pytest.mark.parametrize(("end", "cause", "exit_code", "started"), [
+@pytest.mark.parametrize("end, cause, exit_code, started", [
     (read_end(143, KILLED), "rank 1 on n2: killed", None, True),
     (read_end(143, "srun: error: n1: tasks 0-1: Terminated\nsrun: error: n2: task 3: Exited with exit code 2\n"),
      "rank 3 on n2: exited with exit code 2", 2, True),
@@ -34,7 +34,7 @@ def test_what_srun_said(end, cause, exit_code, started):
     assert end.rank == (int(found[1]) if (found := re.match(r"ranks? (\d)", cause)) else end.rank)
 
 
-@pytest.mark.parametrize(("script", "limit", "each", "expected"), [
+@pytest.mark.parametrize("script, limit, each, expected", [
     ("exec sleep 3600", "", False, {"status": 143}),
     ("exec sleep 3600", "MAKE_S", True, {"status": 143, "given_up": True}),
     ("echo 'srun: error: n1: task 0: Killed' >&2; touch node1.log; exec sleep 3600", "BROKEN_S", True, {"status": 143}),

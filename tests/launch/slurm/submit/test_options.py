@@ -45,7 +45,7 @@ def test_other_options_and_the_type_of_the_gpus(script):
         "exclusive", "gpus-per-node=h100:8", "gres=nvme:1"]
 
 
-@pytest.mark.parametrize(("extra", "told"), [
+@pytest.mark.parametrize("extra, told", [
     ({"gres": "gpu:4"}, "train: launch.extra requests 4 GPUs a node (gres), but the job has 8"),
     ({"gpus": "h100:8"}, "requests 4 GPUs a node (gpus)"), ({"gpus-per-task": 2}, "requests 16 GPUs a node"),
     ({"partition": "big"}, "launch.extra has partition, which the launcher sets itself. Use launch.partition."),
@@ -63,7 +63,7 @@ def test_options_that_contradict_the_job_are_refused(launcher, extra, told):
     assert told in said
 
 
-@pytest.mark.parametrize(("launch", "python"), [
+@pytest.mark.parametrize("launch, python", [
     ({"python": "/shared/my venv/bin/python"}, "'/shared/my venv/bin/python'"),
     ({"python": "python3", "wrap": ["apptainer", "exec", "x.sif"]}, None),  # it is called so in the container only
     ({"python": "python3", "wrap": ["x"], "runner_python": "/shared/bin/python"}, "/shared/bin/python"),

@@ -3,8 +3,6 @@
 What the jobs do is tested on a real cluster in tests/slurm.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
@@ -25,7 +23,7 @@ from drover.pipeline.contract.locks import lock
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import write_json
-from tests.launch.recorded_slurm import queue_line
+from tests.launch.recorded_slurm import NO_CONTROLLER, queue_line
 
 TRAIN_ON_FOUR_NODES = """#!/bin/bash
 
@@ -141,8 +139,8 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     ("{}", "", "normal|\nhigh|9\n", 1), ("{jobs: 31}", "", "normal|9\n", 4)])
 def test_arrays_keep_to_the_site_s_limits(slurm, own, largest, most, elements):
     """They get fewer elements, each with more of the work."""
-    slurm.program("scontrol", f"echo '{largest}'")
-    slurm.program("sacctmgr", f"case $* in *assoc*) echo 'normal|';; *) printf '{most}';; esac")
+    slurm.programs.do("scontrol", f"echo '{largest}'")
+    slurm.programs.do("sacctmgr", f"case $* in *assoc*) echo 'normal|';; *) printf '{most}';; esac")
     shown = slurm.accepted("--stage", "all", "--nodes", "4", f"launch.limits={own}",
                            *["launch.qos=high"] * ("high" in most and "high|\n" not in most))
     arrays = [job.elements for job in slurm.chain.jobs if job.kind == "array"]
@@ -174,11 +172,13 @@ def test_submission_chains_what_is_not_done(slurm):
 def test_a_run_is_queued_once(slurm):
     slurm.accepted("--stage", "all")
     assert [job.stage for job in slurm.chain.jobs] == list(STAGES), "every stage has a job"
-    assert "squeue does not answer" in slurm.accepted("--stage", "all", SILENT="1")
-    again = slurm.refused("--stage", "all", QUEUED=queue_line("104", "RUNNING"))
+    slurm.programs.say("squeue", error=NO_CONTROLLER, status=1)
+    assert "squeue does not answer" in slurm.accepted("--stage", "all")
+    slurm.programs.queue(("104", "RUNNING"))
+    again = slurm.refused("--stage", "all")
     assert "in the queue already: 104 (trial-train)" in again, "of an earlier submission"
-    assert "other jobs of the same names are in the queue: 999" in slurm.accepted(
-        "--stage", "all", QUEUED=queue_line("999", "RUNNING", name="trial-train"))
+    slurm.programs.say("squeue", queue_line("999", "RUNNING", name="trial-train"))
+    assert "other jobs of the same names are in the queue: 999" in slurm.accepted("--stage", "all")
 
 
 def test_two_submissions_of_a_run_do_not_meet(slurm):
@@ -196,8 +196,8 @@ def test_a_job_whose_number_sbatch_did_not_tell_is_in_the_chain(slurm, monkeypat
     queued = queue_line("555", "PENDING", name="trial-shard", comment="drover:now:shard")
     said = slurm.refused("--stage", "shard", SLOW="1")
     assert "did not answer within 1 s" in said and "Nothing else is queued" in said
-    write_queue = f"cat <<'END'\n{queued}\nEND\n"  # from the second question on: the first is before sbatch
-    (slurm.tools / "squeue").write_text(f'#!/bin/sh\n[ -e "$QUEUE/asked" ] && {write_queue}touch "$QUEUE/asked"\n')
+    # From the second question on: the first is before sbatch.
+    slurm.programs.do("squeue", f"[ -e $QUEUE/asked ] && echo '{queued}'\ntouch $QUEUE/asked")
     assert "shard     job 555" in slurm.accepted("--stage", "shard", SLOW="1")
     assert [job.id for job in slurm.chain.jobs] == ["555"]
 
@@ -210,10 +210,8 @@ def test_the_shells_own_slurm_variables_reach_no_job(slurm):
 
 
 def test_nodes_that_nothing_fits_are_told_before_anything_queues(slurm):
-    (slurm.tools / "sinfo").write_text(
-        '#!/bin/sh\necho "debug*|4|4|16000|(null)|infinite"\necho "odd line"\necho "odd|1|64+||none|"\n'
-        'echo "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite"\n')
-    (slurm.tools / "sinfo").chmod(0o755)
+    slurm.programs.say("sinfo", "debug*|4|4|16000|(null)|infinite\nodd line\nodd|1|64+||none|\n"
+                                "big|2|64|256000|gpu:a:6(S:0-1),gpu:b:2,x:1|infinite")
     said = slurm.refused("--stage", "all")
     assert "train, evaluate: requests 1 node with 8 cores, 0 GPUs, 0 MB each, but the partition debug has 4 with 4 " \
            "cores, 0 GPUs, 16,000 MB." in said and "launch.cpus" in said and not list(slurm.queue.iterdir())

@@ -1,7 +1,5 @@
 """Containers: how each runtime starts a stage, and that the batch script stays outside."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from tests.conftest import REPOSITORY
 TWO_NODES = ("--stage", "encode,train", "--cluster", "slurm", "--dry-run", "--no-rehearse", "launch.gpus_per_node=8",
              "launch.train.nodes=2")
 SIF, PYTHON = "/shared/drover.sif", "/opt/venv/bin/python"
-@pytest.mark.parametrize(("container", "wrap", "srun_args"), [
+@pytest.mark.parametrize("container, wrap, srun_args", [
     ({"image": SIF, "mounts": ["/data", "/scratch:/tmp"]},
      ["apptainer", "exec", "--nv", "--bind=/runs:/runs", "--bind=/work:/work", "--bind=/data:/data",
       "--bind=/scratch:/tmp", "--pwd=/work", SIF], []),
@@ -40,7 +38,7 @@ def spec(**changes):
                    code_sha256="0" * 64, **changes)
 
 
-@pytest.mark.parametrize(("changes", "python"), [
+@pytest.mark.parametrize("changes, python", [
     ({"srun_args": ("--container-image=i",)}, PYTHON), ({"wrap": ("apptainer", "exec", "i")}, sys.executable)])
 def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, python):
     """The rank's own program runs with the Python that is there. Neither copies the code to the node."""
@@ -54,7 +52,9 @@ def test_pyxis_starts_each_rank_inside_and_other_containers_behind_it(changes, p
 
 def test_the_dry_run_shows_the_container(launcher):
     shown = launcher.accepted(*TWO_NODES, f"launch.python={PYTHON}", "launch.container={image: i, runtime: pyxis}")
-    assert "srun --container-image=i " in shown and f" {PYTHON} -m drover.pipeline.train" in shown
+    mounts = f"--container-mounts={launcher.run}:{launcher.run},{launcher.work}:{launcher.work}"
+    assert "srun --container-image=i " in shown and mounts in shown and "--container-env=PYTHONPATH," in shown
+    assert f" {PYTHON} -m drover.pipeline.train" in shown
 
 
 def test_packages_of_another_python_are_not_judged_by_this_one(launcher):

@@ -1,7 +1,5 @@
 """The copy of the code that jobs run."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
-from tests.launch.launcher import git, snapshot_of
+from tests.launch.launcher import commit, snapshot_of
 
 
 @pytest.fixture
@@ -20,9 +18,7 @@ def checkout(tmp_path):
                        "tests/c.py": "no job needs it\n", ".gitignore": "__pycache__/\nruns/\n"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    git(folder.parent, "init", "-q", str(folder))
-    git(folder, "add", ".")
-    git(folder, "commit", "-qm", "first")
+    commit(folder)
     return folder
 
 
