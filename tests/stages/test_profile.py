@@ -54,5 +54,4 @@ def test_norms_are_measured_where_asked_for_and_change_nothing(fresh):
     assert [event["step"] for event in measured] == [1, 2, 4, 5]
     for event in measured:
         record = found[event["step"]]
-        assert len(record["update_norms"]) == 5 and min(record["update_norms"].values()) > 0
         assert curves(record)["norms/weight/layers.1"] == record["weight_norms"]["layers.1"]
