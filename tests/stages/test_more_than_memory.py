@@ -1,15 +1,19 @@
 """A model that is larger than what a rank may take is exported, proven and evaluated, under a limit that the kernel
 keeps; taken whole, neither can be done under it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
-from tests.conftest import run_python, run_stage, write_config
+from tests.conftest import REPOSITORY, environment, run_stage, write_config
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
+from tests.waiting import HANG_S
 
 LAYERS = 72
 CONVERT_MB, EVALUATE_MB = 90, 330
@@ -36,28 +40,42 @@ def run(tmp_path_factory):
     return config
 
 
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, env={**environment(), **LARGE_TENSORS},
+                          capture_output=True, text=True, timeout=HANG_S, check=False)
+
+
 def limited(stage, megabytes, config, *overrides, ranks=1):
     """The stage, in processes that may each take so much memory beyond what they import."""
     agent = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run_python(*agent, "-m", "tests.stages.limited", stage, megabytes, "--config", config, *overrides,
-                      check=False, **LARGE_TENSORS)
+    return python(*agent, "-m", "tests.stages.limited", stage, str(megabytes), "--config", str(config), *overrides)
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    """The same run, converted under the limit."""
+    ended = limited("convert", CONVERT_MB, run)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return run
 
 
 @pytest.mark.slow
-def test_an_export_is_proven_in_the_memory_of_a_block_and_two_ranks_evaluate_what_neither_could_hold(run):
-    """The limit decides by itself that the weights are sharded. That results are those of one process is a test of the
-    stage's own."""
-    ended = limited("convert", CONVERT_MB, run)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    folder = run.parent / "runs/mini"
-    counts = read_manifest(folder / "convert").counts
+def test_an_export_is_proven_in_the_memory_of_a_block(exported):
+    folder = exported.parent / "runs/mini/convert"
+    counts = read_manifest(folder).counts
     assert counts["layers_compared"] == LAYERS and counts["tensors_compared"] == LAYERS * 9 + 3
     assert 0 < counts["transformers_logit_error"] <= 10 * counts["single_precision_logit_error"]
-    whole = limited("evaluate", EVALUATE_MB, run, "evaluate.dp_shard=1")
+
+
+@pytest.mark.slow
+def test_two_ranks_evaluate_what_neither_could_hold(exported):
+    """The limit decides by itself that the weights are sharded. That results are those of one process is a test of the
+    stage's own."""
+    whole = limited("evaluate", EVALUATE_MB, exported, "evaluate.dp_shard=1")
     assert whole.returncode != 0 and "allocate memory" in whole.stderr, whole.stdout + whole.stderr
-    ended = limited("evaluate", EVALUATE_MB, run, ranks=2)
+    ended = limited("evaluate", EVALUATE_MB, exported, ranks=2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "weights sharded over 2 ranks (FSDP2, all-gathered block by block)" in ended.stdout
-    assert read_manifest(folder / "evaluate").counts["dp_shard"] == 2
-    results = read_json(folder / "evaluate/results.json")
-    assert [entry["tokens"] for entry in results["continuations"]] == [3, 3]
+    folder = exported.parent / "runs/mini/evaluate"
+    assert read_manifest(folder).counts["dp_shard"] == 2
+    assert [entry["tokens"] for entry in read_json(folder / "results.json")["continuations"]] == [3, 3]
