@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,11 +56,11 @@ def write_run(folder: Path, models: dict[int, Llama], tokenizer: Tokenizer | Non
     return folder
 
 
-def as_checkpoint(folder: Path, model: Llama, step: int = 7) -> Path:
+def as_checkpoint(folder: Path, model: Llama, step: int = 7, kinds: Sequence[str] = ("model", "exp_avg")) -> Path:
     """A checkpoint as a run writes it: a state of the optimizer beside the weights, `vocab_size` left to the
     tokenizer."""
     records = write_checkpoint(folder, {f"{kind}.{name}": parameter.detach() for name, parameter
-                                        in model.named_parameters() for kind in ("model", "exp_avg")})
+                                        in model.named_parameters() for kind in kinds})
     shape = model.config.model_copy(update={"vocab_size": None}).model_dump(mode="json")
     (folder / "COMPLETE.json").write_text(json.dumps({
         "format": 2, "progress": {"step": step}, "files": records, "config": {"model": shape}}))

@@ -117,6 +117,11 @@ train.optimizer=muon; train.optimizer_settings.momentum=true -> momentum is True
 train.lr_factors={output.*: -1} -> train.lr_factors has -1.0 for 'output.*'; a factor is 0 or more.
 train.lr_factors={output.*: fast} -> 'train.lr_factors.output.*' is 'fast'
 
+train.log_to=[wandbb] -> is 'wandbb' (str): there is no log sink of this kind; did you mean 'wandb'?
+train.log_to=[tensorboard, {kind: wandb, projekt: x}] -> unknown key 'train.log_to.1.projekt'; did you mean 'project'?
+train.log_to=[mlflow, {kind: mlflow}] -> train.log_to has 2 sinks of kind 'mlflow'
+train.log_to=tensorboard -> 'train.log_to' is 'tensorboard' (str)
+
 runs_dir=s3://bucket/runs -> runs_dir: s3://bucket/runs is an address (s3://), but files are read and written by path \
 on this machine, mounted file systems included. Give a path here, or mount
 reuse=gs://bucket/runs/demo -> reuse: gs://bucket/runs/demo is an address (gs://)

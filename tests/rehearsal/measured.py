@@ -22,12 +22,6 @@ def config_of(**settings):
         "warmup_steps": 1, **train}})
 
 
-def summary(found):
-    """What a rank found, for a pipe."""
-    return {"calls": dict(found.traffic.calls), "bytes": dict(found.traffic.bytes), "peak": found.peak.bytes,
-            "kinds": found.peak.kinds, "waits": dict(found.waits), "items": found.peak.items[:12]}
-
-
 def measured(ranks, gpu=True, **settings):
     """Of every rank, on rank 0; `allocated`: the most that torch's allocator had given out in a step, beyond what was
     there before it. gpu: with the kernel of GPUs, by its stand-in, whose own temporaries no GPU has."""
@@ -35,7 +29,7 @@ def measured(ranks, gpu=True, **settings):
     on_gpus = step.as_on_gpus(config.train) if gpu else contextlib.nullcontext()
     with mock.patch.object(replacements, "NAME", NAME), on_gpus:
         decided, _, shape = step.rehearsable(config, ranks.world, gpu)
-        found = summary(step.take_step(decided, shape, ranks, all_micro_batches=True))
+        found = step.take_step(decided, shape, ranks, all_micro_batches=True).as_json()
         with profiled() as watching:
             step.take_step(decided, shape, ranks, all_micro_batches=True)
     mine = pickle.dumps({**found, "allocated": most(watching)})  # its records are none that ranks tell each other

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from drover.pipeline.config.batch import with_largest
@@ -32,9 +33,9 @@ def gigabytes(size: int) -> str:
 def row(config: Config, ranks: int) -> Sequence[str]:
     """A layout's line in the table: of the rank that holds the most among those rehearsed."""
     most = fullest(rehearse_apart(config, ranks, ends_and_middle(config, ranks)))
-    kinds, traffic, sums = most.peak.kinds, most.traffic, dict[str, int]()
+    kinds, traffic, sums = most.peak.kinds, most.traffic, Counter[str]()
     for channel, size in traffic.bytes.items():
-        sums[channel.group] = sums.get(channel.group, 0) + size
+        sums[channel.group] += size
     time = lost(config, most)
     zbv = config.parallel.pp > 1 and config.parallel.pp_schedule == "zbv"
     return (f"`{config.name}`, {ranks:,}", f"{with_largest(config, ranks).train.sequence_length:,}", f"{most.rank:,}",

@@ -16,7 +16,7 @@ from drover.pipeline.rehearsal.fitting import changed, verdict
 from drover.pipeline.rehearsal.report import ends_and_middle, lines
 from drover.tools.rehearse import main
 from tests.conftest import REPOSITORY
-from tests.rehearsal.measured import config_of, summary
+from tests.rehearsal.measured import config_of
 from tests.rehearsal.published_table import PUBLISHED, row, table
 
 
@@ -35,7 +35,7 @@ class Waits(Sdpa):
 def test_three_micro_batches_stand_for_all():
     config = config_of(train={"batch_tokens": 12 * 512}, parallel={"reshard": "never", "reduce": "last"})
     [some], [every] = (rehearse_apart(config, 2, [1], all_micro_batches=whole) for whole in (False, True))
-    assert summary(some) == summary(every)
+    assert some.as_json() | {"notes": []} == every.as_json() | {"notes": []}
     assert "of 6 micro-batches" in some.notes[-1] and not any("micro-batches" in note for note in every.notes)
 
 
@@ -146,7 +146,7 @@ def test_the_command_rehearses_for_people_and_for_programs(tmp_path, capsys):
         assert part in page
     assert main(["--config", *said, "--rank", "3", "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)["ranks"]
-    assert found["rank"] == 3 and found["peak_bytes"] == sum(found["kinds"].values())
+    assert found["rank"] == 3
     assert {channel["operation"] for channel in found["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert main(["--config", str(path), "--ranks", "3"]) == 2 == main([])
     assert "Give --config" in capsys.readouterr().err

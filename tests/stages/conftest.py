@@ -2,12 +2,9 @@
 
 import pytest
 
-from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.encode import encode
-from drover.pipeline.shard import shard
-from drover.pipeline.tokenizer import make_tokenizer
 from tests.conftest import run_stage, write_config
-from tests.stages.small_run import copy_of, make_small_run
+from tests.stages.here import run_here
+from tests.stages.small_run import copy_of, make_trained_run
 from tests.stages.training import copy_run, reusing, run_train, run_with_faults
 
 
@@ -46,22 +43,23 @@ def begun(tmp_path, begun_once):
 @pytest.fixture
 def run(capsys):
     """Run a stage in this process, with one worker; its standard output and error."""
-    def run_here(stage, config, *overrides, expect=0):
-        body = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode}[stage]
-        status = stage_main(stage, body, ["--config", str(config), *overrides, "launch.processes=1"])
+    def checked(stage, config, *overrides, expect=0):
+        status = run_here(stage, config, *overrides, "launch.processes=1")
         told = capsys.readouterr()
         assert status == expect and "Traceback" not in told.err, told.err
         return told
-    return run_here
+    return checked
 
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
     """The configuration of a run with everything up to convert, around a model of random weights."""
-    return make_small_run(tmp_path_factory.mktemp("small"))
+    config = make_trained_run(tmp_path_factory.mktemp("small"))
+    assert run_here("convert", config) == 0
+    return config
 
 
 @pytest.fixture
 def copied(small_run, tmp_path):
-    """Arguments for a stage of another run that is at the same point, before evaluate."""
+    """Config and overrides of another run that is at the same point, before evaluate."""
     return copy_of(small_run, tmp_path)

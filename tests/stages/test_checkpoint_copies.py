@@ -9,17 +9,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training.uploads import CopiedCheckpoints
-from tests.stages.training import (
-    assert_equal_to_the_bit,
-    events,
-    kill,
-    proven,
-    reusing,
-    run_train,
-    start,
-    train_folder,
-)
-from tests.waiting import wait_for
+from tests.stages.training import assert_equal_to_the_bit, events, reusing, run_train, train_folder
 
 SETTINGS = ["train.steps=16", "train.checkpoint.keep=2"]
 
@@ -60,34 +50,6 @@ def resumed(copied, *settings, **options):
                      **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("of", ["moto_server", pytest.param("google", marks=pytest.mark.soak),
-                                pytest.param("azurite", marks=pytest.mark.soak)])
-def test_what_a_kill_left_of_a_copy_goes_and_a_store_that_stumbles_costs_nothing_but_time(fresh, of, request):
-    """Answers 500 and 503, and connections that are cut, while it is copied and while it is fetched."""
-    bucket = request.getfixturevalue(of)
-    url = bucket.url_of("runs/mini")
-    copying = [*SETTINGS, f"train.checkpoint.copy_to={url}"]
-    faults = [bucket.fail("error", 3, method="PUT", path="step-00000004"),
-              bucket.fail("slow down", 3, method="PUT", path="step-00000004"),
-              bucket.fail("delay", 1, method="PUT", path="step-00000008/index.json", seconds=5)]
-    process = start(fresh, *copying, faults="wait:rank=0,step=11")
-    try:
-        wait_for(lambda: faults[-1].met and len(copies(url).unfinished.get(8, [])), of=process)
-    finally:
-        kill(process)
-    assert copies(url).whole == [4] and list(copies(url).unfinished) == [8]
-    shutil.rmtree(train_folder(fresh) / "checkpoints")
-    faults += [bucket.fail("cut", 2, method="GET", path="safetensors"),
-               bucket.fail("error", 2, method="GET", path="safetensors")]
-    said = run_train(fresh, *copying).stdout
-    assert "incomplete copies" in said and "step-00000008" in said and "continuing after step 4" in said
-    assert all(fault.met == fault.times for fault in faults) and not events(fresh, "checkpoint_copy_failed")
-    assert_equal_to_the_bit(fresh)
-    # A copy that takes long is followed by that of the newest step: step 12 may have been passed over.
-    assert copies(url).whole in ([12, 16], [8, 16]) and not copies(url).unfinished and proven(fresh)
-
-
 def test_damaged_copies_and_checkpoints_give_way_to_sound_ones(copied):
     """Also after a disk that filled up while a copy was fetched."""
     result = resumed(copied, expect=2, limits={resource.RLIMIT_FSIZE: 100_000})
@@ -125,13 +87,13 @@ def test_a_copy_that_fails_is_said_and_training_goes_on(fresh, moto_server):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_another_run_are_refused_by_name(copied):
+def test_checkpoints_of_another_training_are_refused_with_what_differs(copied):
+    """Those of a run of another name: tests/training/uploads."""
     def stored():
         return {path: path.read_bytes() for path in copied[1].rglob("*") if path.is_file()}
     before = stored()
-    for settings, said in ((["name=other"], "holds the checkpoints of the run mini, not of other"),
-                           (["train.lr=0.02"], "train.lr: 0.01 -> 0.02"), (["--force"], "--force discards")):
-        assert said in resumed(copied, *settings, expect=2).stderr
+    for setting, said in (("train.lr=0.02", "train.lr: 0.01 -> 0.02"), ("--force", "--force discards")):
+        assert said in resumed(copied, setting, expect=2).stderr
     run_train(copied[0], *SETTINGS)
     assert "they were started separately" in resumed(copied, "train.steps=20", "--accept-drift", expect=2).stderr
     assert stored() == before

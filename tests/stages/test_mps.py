@@ -1,8 +1,6 @@
 """Training and evaluation on Apple's GPU, of which there is none here. The CPU stands in for it: all that is done
 otherwise on `mps` is done, and float64, complex numbers and collectives are refused where that GPU would compute."""
 
-import json
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,14 +11,12 @@ from drover.model.attention.backend import Where
 from drover.model.attention.choosing import choose
 from drover.model.config import ModelConfig
 from drover.model.llama import Llama
-from drover.pipeline.contract.entry import stage_main
-from drover.pipeline.convert import convert
-from drover.pipeline.evaluate import evaluate
+from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel import ranks
-from drover.pipeline.records.metrics import read_metrics
-from drover.pipeline.train import train
 from drover.pipeline.training.engines.fsdp import FsdpEngine
 from drover.pipeline.training.optimizers import adamw
+from tests.stages.here import run_here
+from tests.stages.training import curve, events, train_folder
 
 CANNOT = {torch.float64, torch.complex64, torch.complex128}
 
@@ -56,22 +52,18 @@ def stand_in(monkeypatch):
 
 def test_a_model_trained_and_measured_as_on_mps_is_the_one_of_the_cpu(fresh, stand_in, monkeypatch):
     def chain(name, device):
-        settings = [f"name={name}", f"launch.device={device}", "train.precision=fp32"]
-        for stage, body in (("train", train), ("convert", convert), ("evaluate", evaluate)):
-            assert stage_main(stage, body, ["--config", str(fresh), *settings]) == 0
-        folder = fresh.parent / "runs" / name
-        events = (folder / "train/events.jsonl").read_text()
-        return ([(step["loss"], step["grad_norm"]) for step in read_metrics(folder / "train/metrics.jsonl")], events,
-                json.loads((folder / "evaluate/results.json").read_text()))
+        """Losses and norms of training, bits per byte of the evaluation."""
+        for stage in ("train", "convert", "evaluate"):
+            assert run_here(stage, fresh, f"name={name}", f"launch.device={device}", "train.precision=fp32") == 0
+        found = read_json(train_folder(fresh, name).parent / "evaluate/results.json")["heldout"]["sources"]
+        return [record[key] for record in curve(fresh, name) for key in ("loss", "grad_norm")] + [
+            entry["bits_per_byte"] for entry in found.values()]
 
-    steps, events, results = chain("apple", "mps")
-    assert len(stand_in) == len(steps) - 1 and '"device": "Apple GPU (mps)"' in events
+    measured = chain("apple", "mps")
+    assert len(stand_in) == len(curve(fresh, "apple")) - 1
+    assert events(fresh, "start", "apple")[0]["device"] == "Apple GPU (mps)"
     monkeypatch.undo()
-    expected, _, other = chain("plain", "cpu")
-    assert [number for pair in steps for number in pair] == pytest.approx(
-        [number for pair in expected for number in pair], rel=1e-4)
-    assert [values["bits_per_byte"] for values in results["heldout"]["sources"].values()] == pytest.approx(
-        [values["bits_per_byte"] for values in other["heldout"]["sources"].values()], rel=1e-4)
+    assert measured == pytest.approx(chain("plain", "cpu"), rel=1e-4)
 
 
 def test_all_tensors_of_a_pass_lie_on_the_device(monkeypatch):

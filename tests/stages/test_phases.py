@@ -5,9 +5,6 @@ import pytest
 import yaml
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.run import run_in
-from drover.pipeline.reporting.chapters.consumption import consumption
-from drover.pipeline.reporting.facts import Facts
 from drover.tools.audit import audit
 from drover.tools.verify import __main__ as verify
 from tests.stages.training import (
@@ -42,18 +39,15 @@ KILLS = ((2, 6, []), (4, 10, ["parallel.cp=2", "parallel.tp=2"]))
 @pytest.mark.parametrize(("packing", "kills"), [
     ("concatenate", KILLS), ("best_fit", ((1, 2, []), KILLS[0], (2, 8, ["parallel.pp=2"]), KILLS[1]))])
 def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, kills, capsys):
-    """Where it is packed, a plan that is damaged meanwhile is made again, and no other is."""
-    settings, train, plans = [f"train.packing={packing}"], train_folder(phased), {}
+    """What is damaged of a packing's plan is found later."""
+    settings, train = [f"train.packing={packing}"], train_folder(phased)
     said = run_train(phased, "name=whole", *settings).stdout
     for ranks, after, layout in kills:
         train_and_kill(phased, *settings, *layout, ranks=ranks, after_step=after, log="events")
     if packing == "best_fit":
         assert " tokens of code left where the length changes" in said and said.count("  padding: ") == 3
         assert "they were not planned before" in said and "best-fit packing: " in said
-        plans = {path: path.stat().st_mtime_ns for path in (train / "packing").rglob("*.bins")}
-        damaged = next(path for path in plans if path.parents[1].name == "128")
-        damaged.write_bytes(damaged.read_bytes()[:-8])
-    again = run_train(phased, *settings, ranks=2).stdout
+    run_train(phased, *settings, ranks=2)
     assert proven(phased) and proven(phased, "whole")
     whole = {record["step"]: record for record in curve(phased, "whole")}
     assert sorted(whole) == list(range(1, 13)) and {record["step"] for record in lines(phased)} == set(whole)
@@ -68,30 +62,22 @@ def test_a_run_killed_in_its_phases_goes_on_upon_other_ranks(phased, packing, ki
     if packing == "concatenate":
         assert counts["tokens"] == 20480
         return
-    assert "planned the best-fit packing of 1 of " in again
-    assert {path for path, time in plans.items() if path.stat().st_mtime_ns != time} == {damaged}
     assert_as_counted(phased, counts)
     rest = next((train / "packing").glob("*-left-*/train/*.bins"))
     rest.write_bytes(rest.read_bytes()[:-1] + b"\xff")
     assert verify.main(["--run", str(train.parent), "--processes", "1"]) == 1
-    said = capsys.readouterr().out
-    assert rest.name in said and damaged.name not in said.replace(rest.name, "")
+    assert rest.name in capsys.readouterr().out
 
 
 def assert_as_counted(config, counts):
-    """The manifest's and the report's counts of phases are those of the steps, and near to what was planned."""
+    """The manifest's counts of phases are those of the steps, and what was planned."""
     padding = [record["padding_share"] for record in lines(config, "whole")]
     assert 0 < max(padding) < 0.3
     learned = [phase["learned"] for phase in counts["phases"]]
     for number, (phase, size) in enumerate(zip(counts["phases"], (1024, 2048, 2048), strict=True)):
         assert learned[number] == pytest.approx(size * (4 - sum(padding[4 * number:4 * number + 4])), abs=0.5)
-        assert sum(phase["tokens"].values()) == pytest.approx(learned[number], rel=0.05)
         assert phase["tokens"] == counts["planned"]["tokens"][number], "nothing was left out"
     assert sum(learned) == counts["tokens"]
-    run = run_in(train_folder(config).parent)
-    facts = Facts(run.config, {name: run.finished(name) for name in ("encode", "train")})
-    assert [row[4] for _, row in consumption(facts).rows if row[1] == "all, without padding"] == [
-        f"{count:,}" for count in learned]
 
 
 def test_what_is_to_come_may_change_and_what_was_may_not(phased):
@@ -102,14 +88,11 @@ def test_what_is_to_come_may_change_and_what_was_may_not(phased):
     seen = curve(phased)[:6]
     first, second, third = THREE_PHASES
     for changed, said in (
-            ([{**first, "mixture": {"code": 1, "more": 1}}, second, third],
-             ["train.phases[0].mixture: {'code': 3.0, 'more': 1.0} -> {'code': 1.0, 'more': 1.0}"]),
-            ([{**first, "until": "5k"}, second, third], ["train.phases[0].until: 4k -> 5k"]),
-            ([first, {**second, "batch_tokens": 4096}, third], ["train.phases[1].batch_tokens: 2048 -> 4096"]),
+            ([{**first, "until": "5k"}, second, third], "train.phases[0].until: 4k -> 5k"),
             ([first, {**second, "until": "5k"}, third],
-             ["train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done"])):
+             "train.phases[1].until is 5k, after step 5; it was 12.29k, and step 6 of it is done")):
         refused = run_train(with_phases(phased, changed), expect=2).stderr
-        assert all(text in refused for text in ("plan of finished steps cannot change", "step-0000000", *said)), refused
+        assert all(text in refused for text in ("plan of finished steps cannot change", "step-0000000", said)), refused
     longer = run_train(with_phases(phased, [first, {**second, "until": "16k"}, {
         "until": 20480, "sequence_length": 128, "batch_tokens": 1024, "mixture": {"code": 0, "more": 1}, "lr": 0.001,
         "warmup_steps": 1}])).stdout

@@ -11,35 +11,23 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
 
 from drover.pipeline.config.loading import load_config
-from drover.pipeline.contract.entry import stage_main
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
-from drover.pipeline.data.planning import runs
-from drover.pipeline.data.text_shards import read_documents, read_shard, shard_records
-from drover.pipeline.shard import shard
+from drover.pipeline.data.text_shards import read_shard, shard_records
 from tests.conftest import REPOSITORY, run_stage
 from tests.cut_off import cut_off_stage
 from tests.data.planning.test_near_duplicates import planted
+from tests.data.source_files import lines
 from tests.dirty_corpus import every_pass, write_dirty
+from tests.stages.here import run_here
 from tests.waiting import HANG_S
-
-
-def make_corpus(folder, files=6, rows=150, seed=1):
-    """Two sources of JSON lines with duplicates within and between them and some empty texts."""
-    rng = random.Random(seed)
-    for source in ("web", "books"):
-        (folder / source).mkdir(parents=True)
-        for number in range(files):
-            lines = [json.dumps({"text": text(rng, source)}) for _ in range(rows)]
-            (folder / source / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def text(rng, source):
@@ -60,14 +48,19 @@ def files_source(name, *paths, **fields):
 
 
 def corpus_config(place):
-    """A config over two generated sources, cut into many small units and shards."""
-    make_corpus(place / "in")
-    sources = [files_source(name, place / "in" / name / "*.jsonl") for name in ("web", "books")]
+    """A config over two sources of JSON lines, with duplicates within and between them and some empty texts, cut into
+    many small units and shards."""
+    rng, sources = random.Random(1), []
+    for source in ("web", "books"):
+        (place / "in" / source).mkdir(parents=True)
+        for number in range(6):
+            (place / "in" / source / f"{number}.jsonl").write_bytes(lines(
+                {"text": text(rng, source)} for _ in range(150)))
+        sources.append(files_source(source, place / "in" / source / "*.jsonl"))
     return write_config(place, sources, shard_mb=0.04, heldout_share=0.1)
 
 
-def run(config, *overrides):
-    return stage_main("shard", shard, ["--config", str(config), *overrides])
+run = partial(run_here, "shard")
 
 
 def folder_of(config, name="a"):
@@ -92,11 +85,6 @@ def start(config, *overrides):
     """The stage as a script in a process of its own."""
     return subprocess.Popen([sys.executable, str(REPOSITORY / "pipeline" / "shard.py"), "--config", str(config),
                              *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def share(text):
-    """Where a text falls between 0 and 1: below `heldout_share` it is held out."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
 def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lost_is_made_again(tmp_path):
@@ -127,9 +115,9 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_place_and_what_is_lo
 
 
 def test_unreadable_documents_and_files_are_counted_and_named(tmp_path, capsys):
-    lines = [b'{"text": "text %d"}' % number for number in range(100)]
-    lines[10], lines[50] = b'{"text": "br\xffoken"}', b'{"text": "cut'
-    (tmp_path / "f.jsonl").write_bytes(b"\n".join(lines))
+    rows = [b'{"text": "text %d"}' % number for number in range(100)]
+    rows[10], rows[50] = b'{"text": "br\xffoken"}', b'{"text": "cut'
+    (tmp_path / "f.jsonl").write_bytes(b"\n".join(rows))
     packed = gzip.compress(random.Random(5).randbytes(50_000).hex().encode())
     (tmp_path / "g.txt.gz").write_bytes(packed[:len(packed) // 2])
     config = write_config(tmp_path, [files_source("s", tmp_path / "f.jsonl"), files_source(
@@ -167,112 +155,53 @@ def test_what_makes_no_corpus_is_explained_all_at_once(tmp_path, capsys):
     assert "finished units that are removed" in capsys.readouterr().out
 
 
-TEXTS = st.one_of(st.sampled_from(["", "  ", "same", "other", "a\0", "\u2581 b"]), st.text(max_size=5))
-LINES = st.lists(st.one_of(TEXTS.map(lambda text: {"text": text}),
-                           st.sampled_from([{"text": None}, {"text": "\udc80"}, {"body": "x"}, [], "x"])), max_size=12)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow,
-                                                                 HealthCheck.function_scoped_fixture])
-@given(files=st.lists(st.tuples(st.sampled_from("ab"), LINES), min_size=2, max_size=6), drop=st.booleans())
-def test_every_document_is_accounted_for(tmp_path_factory, files, drop):
-    place = tmp_path_factory.mktemp("any")
-    files = [("a", [{"text": "first of a"}]), ("b", [{"text": "first of b"}]), *files]
-    for number, (source, lines) in enumerate(files):
-        (place / source).mkdir(exist_ok=True)
-        (place / source / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = write_config(place, [files_source(name, place / name / "*.jsonl") for name in "ab"], heldout_share=0.5,
-                          shard_mb=1e-5, max_rejected_share=1.0, drop_duplicates=drop)
-    kept, fates, seen = {"train": [], "heldout": []}, Counter(), set()
-    for number, (_, lines) in sorted(enumerate(files), key=lambda entry: entry[1][0]):
-        for at, line in enumerate(lines, 1):
-            text = line.get("text") if isinstance(line, dict) else None
-            if not isinstance(text, str) or "\udc80" in text:
-                fates["rejected"] += 1
-            elif not text.strip():
-                fates["empty"] += 1
-            elif drop and text in seen:
-                fates["duplicate"] += 1
-            else:
-                seen.add(text)
-                kept["heldout" if share(text) < 0.5 else "train"].append((f"{number}.jsonl:{at}", text))
-    status = run(config)
-    if not kept["train"] or not kept["heldout"]:
-        assert status == 2
-        return
-    assert status == 0
-    found = {split: documents(config, split) for split in kept}
-    assert {split: [(document.id, document.text) for document in found[split]] for split in kept} == kept
-    everything = found["train"] + found["heldout"]
-    for path in folder_of(config).glob("*/*.tar"):
-        keys = [document.key for document in read_documents(path)]
-        assert len(set(keys)) == len(keys)
-    counts = read_manifest(folder_of(config)).counts
-    assert counts["documents_with_nul"] == sum("\0" in document.text for document in everything)
-    assert counts["documents_with_u2581"] == sum("\u2581" in document.text for document in everything)
-    assert counts["text_bytes"] == {split: sum(len(document.text.encode()) for document in found[split])
-                                    for split in found}
-    assert counts["documents_in"] == sum(len(lines) for _, lines in files) == len(everything) + fates.total()
-    assert counts["dropped"] == {"duplicate": fates["duplicate"], "empty": fates["empty"]}
-    assert (counts["train"], counts["heldout"], counts["rejected"]) == (
-        *map(len, kept.values()), fates["rejected"])
-
-
-def test_names_of_any_bytes_go_through_the_stage(tmp_path):
-    (tmp_path / "corpus").mkdir()
-    for number in range(20):
-        with open(os.fsencode(tmp_path) + b"/corpus/caf\xe9-%d.txt" % number, "wb") as file:
-            file.write(b"text number %d" % number)
-    config = write_config(tmp_path, [files_source("t", tmp_path / "corpus/**")], heldout_share=0.3)
+def test_every_document_is_accounted_for_in_files_of_any_name(tmp_path):
+    """Kept with its place, a duplicate, empty or rejected; tests/data/planning/test_passes.py has which, in any
+    corpus."""
+    (tmp_path / "in").mkdir()
+    texts = ["a\0", "b\0", "\u2581 b", *(f"text {number}" for number in range(30))]
+    for number, own in enumerate(([*texts, "", None], [" \n", *texts[:3], "another", 7])):
+        (tmp_path / "in" / os.fsdecode(b"caf\xe9-%d.jsonl" % number)).write_bytes(lines({"text": text} for text in own))
+    config = write_config(tmp_path, [files_source("t", tmp_path / "in/*")], heldout_share=0.5, max_rejected_share=0.1)
     assert run(config) == 0
-    names = {f"caf\\xe9-{number}.txt" for number in range(20)}
-    assert {document.id for split in ("train", "heldout") for document in documents(config, split)} == names
-    (tmp_path / "corpus" / os.fsdecode(b"caf\xe9-7.txt")).unlink()
-    assert "t/caf\\xe9-7.txt is gone" in Run(load_config(config)).why("shard")
+    found = {split: documents(config, split) for split in ("train", "heldout")}
+    kept = [*((f"caf\\xe9-0.jsonl:{at}", text) for at, text in enumerate(texts, 1)), ("caf\\xe9-1.jsonl:5", "another")]
+    assert sorted((document.id, document.text) for own in found.values() for document in own) == sorted(kept)
+    counts = read_manifest(folder_of(config)).counts
+    assert (counts["documents_in"], counts["rejected"], counts["dropped"]) == (41, 2, {"duplicate": 3, "empty": 2})
+    assert (counts["documents_with_nul"], counts["documents_with_u2581"]) == (2, 1)
+    for split, own in found.items():
+        assert counts[split] == len(own) > 0
+        assert counts["text_bytes"][split] == sum(len(document.text.encode()) for document in own)
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9-1.jsonl")).unlink()
+    assert "t/caf\\xe9-1.jsonl is gone" in Run(load_config(config)).why("shard")
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    for source, units in planted(families=90).items():
-        (tmp_path / source).mkdir()
-        for number, texts in enumerate(units):
-            (tmp_path / source / f"{number}.txt").write_text("|".join(texts))
-    sources = [files_source(f"s{source}", tmp_path / f"s{source}" / "*.txt", separator="|") for source in range(3)]
-    return write_config(tmp_path, sources, shard_mb=0.03, heldout_share=0.2, near_duplicates={"verify": 0.5},
-                        keep_duplicate="last")
+    """A config over three sources with duplicates and near-duplicates."""
+    for source, units in planted(families=20).items():
+        (tmp_path / f"{source}.txt").write_text("|".join(itertools.chain(*units)))
+    sources = [files_source(f"s{source}", tmp_path / f"s{source}.txt", separator="|") for source in range(3)]
+    return write_config(tmp_path, sources, heldout_share=0.2, near_duplicates={"verify": 0.5})
 
 
-def kept(config, name):
-    return [row for path in sorted((folder_of(config, name) / "duplicates").glob("*.parquet"))
-            for row in parquet.read_table(path).to_pylist()]
-
-
-def test_counts_reconcile_and_every_dropped_document_names_one_that_stays(corpus, capsys, monkeypatch):
-    """And groups and partitions of any size decide the same."""
-    with monkeypatch.context() as small:
-        small.setattr(runs, "GROUP_UNITS", 2)
-        small.setattr(runs, "PARTITION_ROWS", 200)
-        assert run(corpus, "name=small") == 0
-    assert run(corpus) == 0
-    assert hashes(folder_of(corpus, "small")) == hashes(folder_of(corpus))
-    rows, dropped = kept(corpus, "a"), read_manifest(folder_of(corpus)).counts["dropped"]
-    assert kept(corpus, "small") == rows
-    assert min(dropped["duplicate"], dropped["near_duplicate"]) > 10
-    assert f"{dropped['duplicate']} duplicate, {dropped['near_duplicate']} near_duplicate" in capsys.readouterr().out
-    stay = {(document.source, document.id) for split in ("train", "heldout") for document in documents(corpus, split)}
-    assert len(rows) == dropped["duplicate"] + dropped["near_duplicate"]
-    assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay for row in rows)
-    assert run(corpus, "shard.near_duplicates.bands=9") == 2
-    assert "shard.near_duplicates.bands: absent -> 9" in capsys.readouterr().err
-
-
-def test_without_them_equal_documents_are_named_where_dropped_ones_are_kept(corpus):
-    assert run(corpus, "shard.near_duplicates=null", "shard.keep_dropped=true", "shard.filters=[]") == 0
-    rows = kept(corpus, "a")
-    assert len(rows) == read_manifest(folder_of(corpus)).counts["dropped"]["duplicate"] > 10
-    assert {row["kind"] for row in rows} == {"duplicate"}
-    assert run(corpus, "shard.near_duplicates=null", "name=b") == 0
-    assert not (folder_of(corpus, "b") / "duplicates").exists()
+def test_every_dropped_document_names_one_that_stays(corpus):
+    """Where only equal ones are dropped, if dropped ones are kept."""
+    equal = ["shard.near_duplicates=null", "shard.filters=[]"]
+    for name, more in (("a", []), ("b", [*equal, "shard.keep_dropped=true"])):
+        assert run(corpus, f"name={name}", *more) == 0
+        rows = [row for path in (folder_of(corpus, name) / "duplicates").glob("*.parquet")
+                for row in parquet.read_table(path).to_pylist()]
+        stay = {(document.source, document.id) for split in ("train", "heldout")
+                for document in documents(corpus, split, name)}
+        assert all((row["kept_source"], row["kept_id"]) in stay and (row["source"], row["id"]) not in stay
+                   for row in rows)
+        kinds = Counter(row["kind"] for row in rows)
+        assert set(kinds) == ({"duplicate"} if more else {"duplicate", "near_duplicate"})
+        assert kinds.items() <= read_manifest(folder_of(corpus, name)).counts["dropped"].items()
+    assert run(corpus, "name=c", *equal) == 0
+    assert not (folder_of(corpus, "c") / "duplicates").exists()
 
 
 def test_what_cannot_work_is_refused_before_anything_is_read(corpus, capsys, monkeypatch):

@@ -62,18 +62,21 @@ def test_other_ranks_touch_only_their_share_of_the_shards(tmp_path, fresh, encod
     assert sorted(itertools.chain(*sizes)) == sorted(shards), "each by one rank: at the start, compared, at each save"
 
 
+def channel(monkeypatch, **variables):
+    """That of a rank with these variables."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    return Channel.here()
+
+
 def channels(monkeypatch, world=3):
     """A channel of each rank, in one process; rank 0's has the store."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.delenv("DROVER_CHAIN", raising=False)
-    found = []
-    for rank in range(world):
-        for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, str(value))
-        found.append(Channel.here())
-    return found
+    return [channel(monkeypatch, RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            for rank in range(world)]
 
 
 @pytest.mark.parametrize("status", [0, 2])
@@ -118,17 +121,13 @@ def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(mon
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
     settings = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
                 "TORCHELASTIC_USE_AGENT_STORE": True}
-
-    def channel(**more):
-        for name, value in {**settings, **more}.items():
-            monkeypatch.setenv(name, str(value))
-        return Channel.here()
     for attempt, status in enumerate((2, 0)):
-        first, second = (channel(TORCHELASTIC_RESTART_COUNT=attempt, RANK=rank) for rank in range(2))
+        first, second = (channel(monkeypatch, **settings, TORCHELASTIC_RESTART_COUNT=attempt, RANK=rank)
+                         for rank in range(2))
         first.end(status)
         assert second.listen("train", list) == Ended(status)
     with pytest.raises(UserError, match="--max-restarts 0"):
-        channel(TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
+        channel(monkeypatch, **settings, TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
 
 
 def test_command_lines_that_differ_are_told_apart():

@@ -5,16 +5,15 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 
 import pytest
 
 from drover.pipeline.contract.manifest import read_manifest
-from drover.pipeline.contract.state import PROGRESS, Progress, read_state
+from drover.pipeline.contract.state import PROGRESS, read_state
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.checkpoints import complete_checkpoints
 from drover.pipeline.records.goodput import goodput
-from tests.conftest import REPOSITORY, environment, stage_command
+from tests.conftest import slow
 from tests.stages.training import (
     curve,
     difference,
@@ -50,7 +49,6 @@ def test_a_run_trains_and_says_so(fresh):
     assert {record["step"] for record in lines(fresh, log="samples")} == {6, 12}
     assert [record["event"] for record in lines(fresh, log="events")] == ["start", *["checkpoint"] * 3, "finish"]
     assert read_json(folder / PROGRESS)["goodput"] == pytest.approx(goodput(folder.parent).share, abs=0.02)
-    assert len(list(checkpoints(fresh).iterdir())) == 2
     counts = read_manifest(folder).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
     assert run_train(fresh, ranks=2).stdout.count("up to date") == 1
@@ -59,8 +57,7 @@ def test_a_run_trains_and_says_so(fresh):
     assert [record["loss"] for record in metrics] == [record["loss"] for record in curve(fresh, "quiet")]
 
 
-@pytest.mark.parametrize("damage", ["flip", pytest.param("cut", marks=pytest.mark.slow), "remove", "marker",
-                                    pytest.param("torn marker", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("damage", ["flip", "remove", "marker", *slow("torn marker")])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(begun, damage):
     """What was once finished is set aside for the user to look at; only what never was is removed."""
     newest = checkpoints(begun) / "step-00000008"
@@ -69,7 +66,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(begun, damage):
         content = bytearray(victim.read_bytes())
         content[len(content) // 2] ^= 1
         victim.write_bytes(content)
-    elif damage in ("cut", "torn marker"):
+    elif damage == "torn marker":
         os.truncate(victim, 20)
     else:
         victim.unlink()
@@ -99,7 +96,8 @@ def test_what_a_begun_run_cannot_become_is_refused(begun):
              ["model.layers: 2 -> 3", "cannot continue as another network"]),
             (["train.steps=6", "--accept-drift"], ["at step 8 already, beyond train.steps 6"]),
             (["train.optimizer=muon"], ['train.optimizer: absent -> "muon"']),
-            (["train.optimizer=muon", "--accept-drift"], ["does not hold momentum.layers.0.attention.wq.weight, nor "]),
+            (["train.optimizer=muon", "--accept-drift"],
+             ["does not hold momentum.layers.0.attention.wq.weight, nor ", " states that train.optimizer"]),
             (["train.packing=best_fit"], ["train.packing"]),
             (["train.log_to=[{kind: 'no_such_module:Sink'}]"],
              ["train.log_to.0.kind names no_such_module:Sink, which cannot be imported"]),
@@ -246,9 +244,6 @@ def test_a_signal_to_one_rank_of_three_stops_all_and_going_on_makes_sense(fresh)
         kill(process)
     step, state = stopped(fresh), read_state(train_folder(fresh))
     assert (state.status, state.step, state.reason, state.again) == ("preempted", step, "SIGUSR2 on rank 2", True)
-    progress = Progress(**read_json(train_folder(fresh) / PROGRESS))
-    assert (progress.done, progress.total, progress.loss) == (step, 100_000, lines(fresh)[-1]["loss"])
-    assert progress.tokens_per_s > 0 and 0 < progress.goodput <= 1
     told = [f"train.steps={step + 2}", *settings[1:], "--accept-drift"]
     assert f"continuing after step {step}" in run_train(fresh, *told, ranks=3).stdout
     assert [record["step"] for record in curve(fresh)] == list(range(1, step + 3))
@@ -265,16 +260,3 @@ def test_time_that_is_up_stops_and_going_on_makes_sense(fresh):
     assert len(events(fresh, "finish")) == 1
 
 
-@pytest.mark.slow
-def test_signals_that_came_blocked_wait_until_training_hears_them(fresh):
-    """As a launcher starts a rank: what comes while libraries are imported does not kill it, and is not lost."""
-    process = subprocess.Popen(
-        stage_command("train", fresh, *LONG), cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]))
-    try:
-        process.send_signal(signal.SIGUSR2)
-        said, _ = process.communicate(timeout=HANG_S)
-    finally:
-        kill(process)
-    assert process.returncode == 130 and "stopped after step 1 (SIGUSR2)" in said
-    assert stopped(fresh) == 1 and read_state(train_folder(fresh)).again

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.formats.sharded_tensors import CheckpointReader
 from drover.pipeline.records.metrics import read_metrics
@@ -86,6 +87,12 @@ def stored_tensors(config, name="mini"):
     newest = max((train_folder(config, name) / "checkpoints").glob("step-????????"))
     with CheckpointReader(newest) as reader:
         return {tensor: reader.read(tensor) for tensor in reader.names()}
+
+
+def weights(config, name="mini"):
+    """Files of the last checkpoint of a finished run and their hashes."""
+    return sorted((record["path"], record["sha256"]) for record in read_manifest(train_folder(config, name)).outputs
+                  if record["path"].endswith(".safetensors"))
 
 
 def assert_equal_to_the_bit(config, name="mini", to="whole"):

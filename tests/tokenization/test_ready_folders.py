@@ -18,12 +18,18 @@ TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ m
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
+def with_special(byte_level, names):
+    """The tokenizer with special tokens of these names, as instruct models have them."""
+    tokenizer = Tokenizer.from_str(byte_level.to_str())
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return tokenizer
+
+
 @pytest.fixture(scope="module", params=["BOS first", "no BOS", "template in a file"])
 def source(request, tmp_path_factory, byte_level):
     """A folder as instruct models come: special tokens beyond BOS and EOS, a template, settings of its own."""
     folder = tmp_path_factory.mktemp("source")
-    tokenizer = Tokenizer.from_str(byte_level.to_str())
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    tokenizer = with_special(byte_level, SPECIAL)
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     if request.param != "no BOS":
         bos = SPECIAL[0]

@@ -1,34 +1,23 @@
 """What fp8 does to the values of a layer is counted as it happens."""
 
-import numpy as np
 import pytest
 import torch
 
-from drover.model.config import ModelConfig
-from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.config.tree import Config
-from drover.pipeline.data.sampling.batch import pack
-from drover.pipeline.parallel.grid import Grid, own
-from drover.pipeline.parallel.initial_values import drawn
+from drover.pipeline.parallel.grid import own
 from drover.pipeline.training.device_facts import compiled_graphs
-from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.guards import StepLimits
 from drover.pipeline.training.monitor import FACTORS, Fp8Watch, fp8_curves
+from tests.training.engines.kit import batch_of, engine_of
 
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 
-MODEL = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=48, vocab_size=64, context_length=32)
 CPU = torch.device("cpu")
 LARGE = 125 * 2.0**10
 """A value that bfloat16 and four digits hold, two million times the size of a first weight."""
 
 
 def built(ranks, **train):
-    """An engine, and a batch of four sequences."""
-    config = Config(train=TrainConfig(precision="fp8", micro_batch=2, **train))
-    engine = build_engine(config, MODEL, Grid(ranks, config.parallel), torch.bfloat16, 2, drawn(MODEL, 0))
-    random = np.random.default_rng(0)
-    return engine, pack([(random.integers(0, 64, 33), np.array([0, 9 + row])) for row in range(4)])
+    return engine_of(ranks, torch.bfloat16, precision="fp8", **train), batch_of()
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "tensorwise"])

@@ -10,12 +10,10 @@ import pytest
 
 from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.provenance import SeenDocument
 from drover.pipeline.records.checkpoints import TrainingProgress
 from drover.pipeline.training.engines.engine import StepResult
 from drover.pipeline.training.guard_runner import GuardRunner
-from drover.pipeline.training.guards import Guards
 
 NAN = StepResult(math.nan, 1.0, False)
 
@@ -24,10 +22,10 @@ NAN = StepResult(math.nan, 1.0, False)
 def test_one_rank_reads_documents_and_tells_and_all_stop_with_its_words(monkeypatch, leads):
     read, said, log = Mock(return_value=[SeenDocument("web", "train-0.arrow", 5, "abc", (8,))]), Mock(), Mock()
     monkeypatch.setattr("drover.pipeline.training.guard_runner.documents_of", read)
-    runner = GuardRunner.__new__(GuardRunner)
-    runner.ranks = SimpleNamespace(leads=leads, same=lambda value: value if leads else "what rank 0 has read")
-    runner.data, runner.say, runner.excluded, runner.batch_sequences = None, said, Excluded(), 8
-    Guards.__init__(runner, GuardConfig(max_skipped=1))
+    ranks = SimpleNamespace(leads=leads, by_leader=lambda read: [],
+                            same=lambda value: value if leads else "what rank 0 has read")
+    runner = GuardRunner(Mock(**{"config.train.guards": GuardConfig(max_skipped=1)}), ranks, Mock(), said)
+    runner.batch_sequences = 8
     runner.judge_step(1, NAN, TrainingProgress(), True, log)
     assert read.call_count == said.call_count == log.call_count == leads
     if leads:

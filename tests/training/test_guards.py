@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from drover.pipeline.config.section import identity
-from drover.pipeline.config.training import GuardConfig, TrainConfig
+from drover.pipeline.config.training import GuardConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.records.rollbacks import Rollback, excluded_by, is_abandoned
@@ -43,10 +42,6 @@ def judged(guards, *values):
     """Judge steps by their losses or (loss, norm), and say what came of each."""
     return [outcome(guards.judge(41 + step, *(value if isinstance(value, tuple) else (value, 0.5)), HERE))
             for step, value in enumerate(values)]
-
-
-def test_no_setting_makes_a_finished_run_stale():
-    assert identity(TrainConfig()) == identity(TrainConfig(guards=GuardConfig(spike="skip", max_skipped=0)))
 
 
 @pytest.mark.parametrize("loss, norm, spike", [(NAN, 0.5, "log"), (INF, 0.5, "skip"), (3.2, NAN, "rollback"),

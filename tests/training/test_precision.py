@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drover.pipeline.training.precision import DTYPES, choose_precision
+from drover.pipeline.training.resume import agreed_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -30,3 +31,8 @@ def test_on_gpus_only_bf16_that_is_not_emulated_counts(monkeypatch, supported, e
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation=True: asked.append(including_emulation) or supported)
     assert choose_precision("auto", GPU)[0] == expected and asked == [False]
+
+
+def test_what_a_run_computed_in_before_is_said(ranks):
+    """That `auto` stays in it, tests/stages shows."""
+    assert agreed_precision("fp8", "bf16", ranks) == ("fp8", "fp8 as configured, bf16 before")

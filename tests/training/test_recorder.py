@@ -9,7 +9,7 @@ import torch
 
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.contract.state import PROGRESS
+from drover.pipeline.contract.state import PROGRESS, Progress
 from drover.pipeline.core.files import read_json
 from drover.pipeline.parallel.ranks import Ranks
 from drover.pipeline.records.checkpoints import TrainingProgress
@@ -29,6 +29,7 @@ def test_the_time_that_is_left_follows_the_tokens_that_are(tmp_path, monkeypatch
     work = SimpleNamespace(folder=tmp_path, say=lambda text: None)
     recorder = module.Recorder(work, Ranks(0, 1, torch.device("cpu")), PLAN)
     recorder.open(TrainingProgress(step=first), False)
-    recorder.step(TrainingProgress(), TrainingProgress(step=step), StepResult(float("nan"), 1.0, True), 1.0, 0.0, 0.1)
-    found = read_json(tmp_path / PROGRESS)
-    assert (found["done"], found["total"], found["left_s"], found["loss"]) == (step, 15, left_s, "nan")
+    recorder.step(TrainingProgress(), TrainingProgress(step=step, tokens=512), StepResult(float("nan"), 1.0, True), 2.0,
+                  0.0, 0.1)
+    found = Progress(**read_json(tmp_path / PROGRESS))
+    assert (found.done, found.total, found.left_s, found.loss, found.tokens_per_s) == (step, 15, left_s, "nan", 256.0)

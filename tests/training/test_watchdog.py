@@ -16,37 +16,18 @@ from drover.pipeline.training.watchdog import STEP_S, Watchdog
 LIMIT = 600.0
 
 
-class Watched:
-    """A watchdog that is asked every second of a made-up time."""
-
-    def __init__(self, tmp_path):
-        self.dog, self.hung = Watchdog(tmp_path / "hangs", 0, LIMIT), False
-
-    def passes(self, seconds):
-        """Time goes by; the process is over where the watchdog found it hanging."""
-        for _ in range(int(seconds)):
-            self.hung = self.hung or self.dog.hangs_for(1.0) is not None
-        if self.hung:
-            raise HungError
-
-
-class HungError(BaseException):
-    """The end of a process."""
-
-
-@pytest.fixture
-def watched(tmp_path):
-    """After some steps of a second."""
-    return after(tmp_path, 1.0)
+def hangs(dog, seconds):
+    """Whether a watchdog finds a hang while so much of a made-up time goes by; it is asked every second."""
+    return any(dog.hangs_for(1.0) is not None for _ in range(int(seconds)))
 
 
 def after(tmp_path, *seconds):
     """A watchdog after such steps, of which each took so long."""
-    found = Watched(tmp_path)
+    dog = Watchdog(tmp_path / "hangs", 0, LIMIT)
     for step, took in enumerate(seconds, 1):
-        found.dog.finished(step, took)
-        found.passes(1)
-    return found
+        dog.finished(step, took)
+        assert not hangs(dog, 1)
+    return dog
 
 
 @pytest.mark.parametrize(("steps", "sign", "limit"), [
@@ -55,11 +36,9 @@ def after(tmp_path, *seconds):
     ([1.0], Watchdog.step_begins, STEP_S), ([], Watchdog.step_begins, FIRST * LIMIT),  # nobody waits for data
     ([30.0] * 3, Watchdog.step_begins, 300.0), ([100.0], Watchdog.pulse, 1000.0)])  # ten slow steps
 def test_the_limit_is_what_it_says(tmp_path, steps, sign, limit):
-    watched = after(tmp_path, *steps)
-    sign(watched.dog)
-    watched.passes(limit - 1)
-    with pytest.raises(HungError):
-        watched.passes(4)
+    dog = after(tmp_path, *steps)
+    sign(dog)
+    assert not hangs(dog, limit - 1) and hangs(dog, 4)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -82,9 +61,9 @@ def test_texts_that_could_not_be_drawn_for_want_of_numbers_are_no_end(monkeypatc
     loop.engine.free_unsharded.assert_called_once()
 
 
-def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(watched):
+def test_a_quick_rank_is_not_taken_to_hang_while_it_waits_for_a_slow_one(tmp_path):
     """Loading, comparing, copying: all ranks are through before any is watched again."""
-    with watched.dog.paused(lambda: watched.passes(4 * LIMIT)):
-        watched.passes(4 * LIMIT)
-    with pytest.raises(HungError):
-        watched.passes(2 * LIMIT)
+    dog, waited = after(tmp_path, 1.0), []
+    with dog.paused(lambda: waited.append(hangs(dog, 4 * LIMIT))):
+        waited.append(hangs(dog, 4 * LIMIT))
+    assert waited == [False, False] and hangs(dog, 2 * LIMIT)

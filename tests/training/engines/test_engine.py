@@ -1,5 +1,7 @@
 """What every engine shares: what of a micro-batch the model gets, and whether all of it learns."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,21 +9,12 @@ from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.training.engines.engine import Engine, without_gradient
 
 
-class Losses(Engine):
-    """An engine as far as a micro-batch's inputs."""
-
-    def __init__(self, across_documents, windowed):
-        self.across_documents, self.windowed, self.proven = across_documents, windowed, True
-
-
-Losses.__abstractmethods__ = frozenset()
-
-
 @pytest.mark.parametrize("windowed", [False, True])
 def test_documents_are_kept_apart_unless_asked_otherwise(windowed):
     """By lengths that the loader knows: nobody waits for a GPU to find where documents begin."""
     batch = pack([(np.arange(33), np.array([0, 11, 20])), (np.arange(33), np.array([5]))])
-    apart, across = (Losses(asked, windowed).inputs(batch) for asked in (False, True))
+    apart, across = (Engine.inputs(SimpleNamespace(across_documents=asked, windowed=windowed, proven=True), batch)
+                     for asked in (False, True))
     assert apart["documents"] is batch.documents and apart["positions"] is batch.positions
     assert apart["document_lengths"] == [11, 9, 12, 5, 27] and "positions" not in across
     assert across.get("document_lengths") == ([32, 32] if windowed else None), "to a window's backend a row is one"

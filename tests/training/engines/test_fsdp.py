@@ -1,36 +1,21 @@
 """The engine in one process: without FSDP2 where there is nothing for it to do, and equal to the last bit."""
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from drover.model.config import ModelConfig
-from drover.pipeline.config.parallel import ParallelConfig
-from drover.pipeline.config.training import TrainConfig
-from drover.pipeline.config.tree import Config
 from drover.pipeline.core.console import readable
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data.sampling.batch import pack
 from drover.pipeline.parallel import fsdp
-from drover.pipeline.parallel.grid import Grid
-from drover.pipeline.parallel.initial_values import drawn
 from drover.pipeline.training.device_facts import memory_explained
-from drover.pipeline.training.engines.build import build_engine
 from drover.pipeline.training.guards import StepLimits
-
-MODEL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=64, context_length=32)
+from tests.training.engines.kit import MODEL, batch_of, engine_of
 
 
 def train(ranks, precision=torch.float32, tied=False, **settings):
     """Three steps over two micro-batches each: the engine, losses and norms, all pieces of its state."""
-    config = Config(train=TrainConfig(micro_batch=2, **settings), parallel=ParallelConfig())
-    model = MODEL.model_copy(update={"tied_embeddings": tied})
-    engine = build_engine(config, model, Grid(ranks, config.parallel), precision, 2, drawn(model, 0))
-    results = []
-    for step in range(3):
-        random = np.random.default_rng(step)
-        batch = pack([(random.integers(0, 64, 33), np.array([0, 9 + row])) for row in range(4)])
+    engine, results = engine_of(ranks, precision, tied, **settings), []
+    for batch in map(batch_of, range(3)):
         results.append(engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits()))
     return engine, results, {name: pieces[0] for name, pieces in engine.state_shards().items()}
 
@@ -68,7 +53,7 @@ def test_want_of_memory_within_a_forward_pass_names_the_largest_modules(ranks, p
         if len(passes) == 2:
             raise torch.OutOfMemoryError("no room")
     engine.model.layers[1].feed_forward.register_forward_pre_hook(fail)
-    batch = pack([(np.arange(33), np.array([0])) for _ in range(4)])
+    batch = batch_of()
     with pytest.raises(UserError) as refused, memory_explained(engine, ranks, 4, "--config c.yaml", first=True):
         engine.step(batch.split(2), 2, batch.targets, 1e-2, StepLimits())
     said, whole = str(refused.value), 4 * MODEL.parameter_count

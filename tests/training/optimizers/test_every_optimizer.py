@@ -14,7 +14,7 @@ from drover.pipeline.core.errors import UserError
 from tests.training.optimizers.kit import MODEL, NO, built, everything, give, model_of, same, step
 
 OUTSIDE = "tests.training.optimizers.outside"
-NAMES = [*OPTIMIZERS, f"{OUTSIDE}:SGD", f"{OUTSIDE}:RADAM", f"{OUTSIDE}:SIGN"]
+NAMES = [*OPTIMIZERS, f"{OUTSIDE}:SGD", f"{OUTSIDE}:RADAM"]
 every = pytest.mark.parametrize("name", NAMES)
 
 

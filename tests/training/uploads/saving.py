@@ -2,7 +2,6 @@
 
 import threading
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from drover.pipeline.config.training import CheckpointConfig
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.records.checkpoints import CHECKPOINTS, TrainingProgress
-from drover.pipeline.storage.mirror import OWNER
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training.async_saver import AsyncSaver
 from drover.pipeline.training.checkpoint import Checkpoints
@@ -116,14 +114,6 @@ class Run:
         """Wait for the copy of the last checkpoint; why there is none."""
         return self.uploads._wait(step, timedelta(seconds=limit_s))
 
-    def kept(self):
-        return sorted(int(path.name[5:]) for path in self.checkpoints.folder.iterdir())
-
     def remove_here(self, step):
         path = self.checkpoints.path(step)
         path.rename(self.folder / path.name)
-
-    def lose_store(self):
-        """Another process claims it, past the gate, which holds back what goes through the store."""
-        owner = Path(self.store.url.removeprefix("file://")) / OWNER
-        owner.write_text('{"format": 1, "name": "mini", "writer": "b"}')

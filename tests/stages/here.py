@@ -1,0 +1,21 @@
+"""A stage in the process of the test."""
+
+from importlib import import_module
+
+import torch.distributed as dist
+
+from drover.pipeline.contract.entry import stage_main
+
+FUNCTIONS = {"tokenizer": "make_tokenizer"}
+"""Of stages whose function is not called as they are."""
+
+
+def run_here(stage, config, *arguments, body=None):
+    """Run a stage, or `body` in its place; its exit status."""
+    if body is None:
+        body = getattr(import_module(f"drover.pipeline.{stage}"), FUNCTIONS.get(stage, stage))
+    try:
+        return stage_main(stage, body, ["--config", str(config), *arguments])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
