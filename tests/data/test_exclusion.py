@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drover.pipeline.data.exclusion import Excluded, ranges_of, sample_numbers, spelled
@@ -32,7 +32,6 @@ def test_ranges_are_sorted_merged_and_checked():
 
 
 @given(ranges=RANGES, cursor=st.integers(0, 250), counts=st.lists(st.integers(0, 60), min_size=1, max_size=5))
-@settings(max_examples=100, deadline=None)
 def test_taking_is_the_same_however_it_is_cut(ranges, cursor, counts):
     excluded, at, parts = Excluded(ranges), cursor, []
     for count in counts:
@@ -45,7 +44,6 @@ def test_taking_is_the_same_however_it_is_cut(ranges, cursor, counts):
 
 
 @given(ranges=RANGES, first=st.integers(0, 250), length=st.integers(0, 100))
-@settings(max_examples=100, deadline=None)
 def test_a_span_is_its_parts_within_and_outside(ranges, first, length):
     excluded, end = Excluded(ranges), first + length
     out, used = (sample_numbers(part(first, end)).tolist() for part in (excluded.within, excluded.outside))

@@ -12,18 +12,12 @@ import zstandard
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.file_kinds import mistaken
-from tests.data.source_files import batch, files_source, read, texts, write_batches
+from tests.data.source_files import file_bytes, files_source, read, texts
+from tests.refusal import refused
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 GZIPPED, ZSTD = gzip.compress(LINES, mtime=0), zstandard.compress(LINES)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-
-
-def of_table(folder, ending):
-    write_batches(folder / f"made.{ending}", batch(("text", ["one", "two"])))
-    data = (folder / f"made.{ending}").read_bytes()
-    (folder / f"made.{ending}").unlink()
-    return data
 
 
 def zipped():
@@ -53,7 +47,7 @@ def zipped():
     ("a.json.gz", "parquet", "it is a Parquet file"), ("a.parquet", "arrow", "it is an Arrow file")])
 def test_a_file_is_named_for_what_it_is(tmp_path, name, data, said):
     if isinstance(data, str):
-        data = of_table(tmp_path, data)
+        data = file_bytes(data, tmp_path)
         data = gzip.compress(data, mtime=0) if name.endswith(".gz") else data
     (tmp_path / name).write_bytes(data)
     documents, (rejection,) = read(tmp_path / name)
@@ -82,18 +76,16 @@ def test_a_document_that_is_binary_further_on_is_not_taken_for_latin_1(tmp_path)
     assert "iconv -f latin1" in rejections[1].reason
 
 
-@pytest.mark.parametrize(("ending", "data"), [
-    ("jsonl", b'{"text": "one"}\n{]\n'), ("csv.gz", gzip.compress(b"text\none\n", mtime=0)), ("parquet", None)])
-def test_a_name_that_is_not_utf_8(tmp_path, ending, data):
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_name_that_is_not_utf_8(tmp_path, kind):
     """In a whole stage: tests/stages/test_shard.py."""
-    path, name = tmp_path / (os.fsdecode(b"caf\xe9 \xff.") + ending), f"caf\\xe9 \\xff.{ending}"
-    path.write_bytes(of_table(tmp_path, "parquet") if data is None else data)
+    path, name = tmp_path / (os.fsdecode(b"caf\xe9 \xff.") + kind), f"caf\\xe9 \\xff.{kind}"
+    path.write_bytes(file_bytes(kind, tmp_path) + b"{]\n" * (kind == "jsonl"))
     documents, rejections = read(tmp_path / "*")
-    assert documents[0].id == f"{name}:1" and all(rejection.file == name for rejection in rejections)
+    assert documents[0].id == f"{name}:1" and [own.file for own in rejections] == [name] * (kind == "jsonl")
 
 
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path):
     for name in (b"a\xe9.txt", b"a\\xe9.txt"):
         (tmp_path / os.fsdecode(name)).write_text("x")
-    with pytest.raises(UserError, match="two files are called s/a"):
-        read(tmp_path / "*.txt")
+    refused(UserError, "two files are called s/a", read, tmp_path / "*.txt")

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
@@ -44,7 +44,7 @@ def record(shard, tmp_path):
     return output_record(tmp_path, shard, split="train", source="web", docs=len(DOCUMENTS))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(members=st.lists(st.tuples(st.text("abc-0.", min_size=1, max_size=12) | st.sampled_from(["k" * 94, "k" * 95]),
                                   st.binary(max_size=20) | st.sampled_from(
                                       [b"x" * size for size in (511, 512, 513, 9728, 10240)])), max_size=8))
@@ -76,7 +76,7 @@ def harmed(data, place, byte, cut):
     return data[:place] if cut else data[:place] + bytes([byte]) + data[place + 1:]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80)
 @given(only=st.sampled_from([None, {0}, {1, 3}, set()]), **HARM)
 def test_any_byte_may_be_wrong(shard, tmp_path, only, **harm):
     """Of headers, texts and ends: what is given are documents of the shard, or their letters are others."""
@@ -117,7 +117,7 @@ def test_a_member_that_is_no_document_is_named(tmp_path, member):
         list(read_documents(tmp_path / "s.tar"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text(),
        value=st.integers(-2**63, 2**64 - 1) | st.text() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_member_reads_back_as_it_was(text, value):
@@ -141,7 +141,7 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     assert result.stdout.splitlines() == [f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(**HARM)
 def test_webdatasets_reader_gives_no_text_of_a_changed_shard_without_an_error(shard, tmp_path, record, **harm):
     """Where a shard is cut between two members, only the hash shows it."""

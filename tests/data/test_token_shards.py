@@ -51,7 +51,7 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
     assert shard.tokens(0, 5).tolist() == DOCUMENTS[0], "what is given is a copy"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(lengths=st.lists(st.integers(0, 30) | st.just(4000), max_size=60), data=st.data(),
        block=st.sampled_from([1, 2, 5, 512]))
 def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, lengths, data, block):

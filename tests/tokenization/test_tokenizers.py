@@ -50,7 +50,7 @@ def test_odd_and_real_text_comes_back_and_has_equal_ids_in_the_export(vocabulari
 
 
 @every_kind
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=any_text)
 def test_any_text_comes_back_and_has_equal_ids_in_the_export(vocabularies, exported, kind, text):
     comes_back(vocabularies[kind], text)

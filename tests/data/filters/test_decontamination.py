@@ -36,7 +36,7 @@ def plainly(items, n, least, text):
 FEW_WORDS = st.lists(st.sampled_from(["a", "B", "c,", "Straße", "x"]), max_size=9).map(" ".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(FEW_WORDS, max_size=6), st.integers(1, 5), st.integers(1, 4), FEW_WORDS, st.booleans())
 def test_it_finds_what_looking_at_every_place_finds(items, n, least, text, collide):
     """Also where all words have one hash, so that the words must decide."""

@@ -194,7 +194,7 @@ PIECES = st.sampled_from([
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's mean of no words at all
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.lists(PIECES, min_size=1, max_size=120).map("".join) | st.randoms(use_true_random=False).map(real_or_dirty),
        st.sampled_from(sorted(KINDS)), st.data())
 def test_any_text_under_any_thresholds_gets_the_same_verdict(text, kind, data):
@@ -210,7 +210,7 @@ MANY = random.Random(3).choices(["so", "it", "is", "äh", "😀", "indeed" * 40]
 assert len("".join(MANY)) > 10 * 2**14, "beyond one block"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(FEW, st.integers(2, 10), st.booleans())
 @example(MANY, 2, False)
 @example(MANY, 5, True)

@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.config.data import ShardConfig
@@ -21,9 +21,6 @@ from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import reading_units
 from tests.block_digests import block_digests
 from tests.data.source_files import batch, files_source, lines, payload_of, texts, told, write_batches
-
-SETTINGS = settings(max_examples=60, deadline=None,
-                    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +55,7 @@ INNER = st.lists(st.integers(0, 5000), max_size=8)
 LIMITS = st.integers(3, 40).map(lambda limit: limit / 1e6) | st.just(128.0)
 
 
-@SETTINGS
+@settings(max_examples=60)
 @given(rows=st.lists(LINE, min_size=1, max_size=12), joint=st.sampled_from([b"\n", b"\r\n", b"\n\n"]), inner=INNER)
 def test_lines(tmp_path, rows, joint, inner):
     """How separators are found has the next test."""
@@ -69,7 +66,7 @@ def test_lines(tmp_path, rows, joint, inner):
     assert parts == whole
 
 
-@settings(SETTINGS, max_examples=150)
+@settings(max_examples=150)
 @given(separator=st.sampled_from(["\n\n", "\n", "--", "aba", "abaaba", "aabaa", "abab", "<|end|>", "\u20ac", "aXa"]),
        pieces=st.lists(st.sampled_from(["a", "b", "ab", "aba", "\n", "\n\n\n", "-", "X", "<|end|>", "\u20ac", "<",
                                         "abaaba", "aabaa", "x" * 30]), min_size=1, max_size=24),
@@ -94,7 +91,7 @@ def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, me
             assert not isinstance(own.record, str) or data[int(own.record):].startswith(tuple(long))
 
 
-@SETTINGS
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=8), inner=INNER)
 def test_row_groups(tmp_path, sizes, inner):
     path, rows = tmp_path / "f.parquet", [f"row {row} " + "x" * row * 50 for row in range(6)]

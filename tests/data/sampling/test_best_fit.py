@@ -30,7 +30,7 @@ def packed(lengths, room):
 
 
 @given(room=st.integers(1, 60), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bins_are_those_of_a_piece_at_a_time(room, data):
     lengths = data.draw(st.lists(st.integers(1, room), max_size=120))
     bins = packed(lengths, room)

@@ -23,7 +23,7 @@ LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
        length=st.integers(1, 24), shares=st.none() | st.tuples(st.integers(1, 5), st.integers(1, 5)),
        asked=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9), st.integers(-8, 40), st.integers(1, 12)),
                       min_size=1, max_size=6), packed=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, lengths, length, shares, asked, packed):
     """In steps and at random. The shards that a batch is read from are known before. What a sample is made of,
     test_over_phases.py has."""

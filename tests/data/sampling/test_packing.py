@@ -29,7 +29,7 @@ def every(data):
 
 
 @given(documents=DOCUMENTS, length=st.integers(1, 24), mixed=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_token_once_an_epoch_and_no_document_cut_that_fits(tmp_path_factory, documents, length, mixed):
     folder = tmp_path_factory.mktemp("shards")
     read, table = {}, write_numbered(folder, documents)

@@ -88,7 +88,7 @@ STEPS = st.lists(st.one_of(
     st.tuples(st.sampled_from(["remove", "write to"]), NUMBERS)), max_size=30)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @example(steps=[("get", False, 0, False), ("write to", 0), ("remove", 0), ("get", False, 0, False)], room=1,
          recent=False)
 @given(steps=STEPS, room=st.integers(1, 4), recent=st.booleans())
