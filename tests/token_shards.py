@@ -16,7 +16,6 @@ from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable
 from drover.pipeline.data.token_shards import write_shard
 
 SOURCES = ("web", "code")
-BATCH_TENSORS = ("tokens", "labels", "documents", "positions")
 
 
 def write_documents(path: Path, documents: Sequence[Any], text_bytes: Sequence[int], keys: Sequence[str], *,
@@ -74,7 +73,7 @@ def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: di
 
 def assert_same_batches(one: Any, other: Any) -> None:
     """Equal to the last bit, in types too."""
-    for name in BATCH_TENSORS:
+    for name in ("tokens", "labels", "documents", "positions"):
         ours, theirs = getattr(one, name), getattr(other, name)
         assert ours.dtype == theirs.dtype and ours.is_contiguous() and bool((ours == theirs).all()), name
     assert (one.targets, one.lengths, one.padding) == (other.targets, other.lengths, other.padding)

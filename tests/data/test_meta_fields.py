@@ -9,31 +9,25 @@ from tests.data.source_files import batch, write_batches, write_jsonl
 from tests.stages.test_shard import files_source, folder_of, run, write_config
 
 
-def corpus(place, fields):
-    """Records of which half have `url`, one of them null, and one in all `rare`; a line in each file is broken."""
-    (place / "in").mkdir(exist_ok=True)
-    for number in range(4):
-        records = [{"text": f"text {number} {row} " * 20, **({"url": row or None} if row % 2 == 0 else {})}
-                   for row in range(20)]
-        records[0] |= {"text": ""} | ({"rare": 1} if number == 3 else {})
-        write_jsonl(place / f"in/{number}.jsonl", [*records, ["no object"]])
-    return write_config(place, [files_source("web", place / "in" / "*.jsonl", meta_fields=fields)],
-                        shard_mb=0.001, heldout_share=0.2, max_rejected_share=0.5)
-
-
 def said(capsys):
     """What was printed, its lines joined."""
     return " ".join("".join(capsys.readouterr()).split())
 
 
 def test_fields_are_counted_over_all_units_and_one_of_no_record_is_refused(tmp_path, capsys):
-    config = corpus(tmp_path, ["url", "ulr"])
+    """Half of the records have `url`, one of them null, and one in all has `rare`; a line in each file is broken."""
+    for number in range(4):
+        records = [{"text": f"text {number} {row} " * 20, **({"url": row or None} if row % 2 == 0 else {})}
+                   for row in range(20)]
+        records[0] |= {"text": ""} | ({"rare": 1} if number == 3 else {})
+        write_jsonl(tmp_path / f"{number}.jsonl", [*records, ["no object"]])
+    config = write_config(tmp_path, [files_source("web", tmp_path / "*.jsonl", meta_fields=["url", "ulr"])],
+                          shard_mb=0.001, heldout_share=0.2, max_rejected_share=0.5)
     assert run(config) == 2
     told = said(capsys)
     assert "source web: none of the 80 records that could be read has a field named ulr" in told
     assert "meta_fields" in told and not list(folder_of(config).rglob("*.tar"))
-    corpus(tmp_path, ["url", "rare"])
-    assert run(config) == 0
+    assert run(config, "shard.sources.0.meta_fields=[url, rare]") == 0
     assert read_manifest(folder_of(config)).counts["cards"]["web"]["fields"] == {
         "url": {"in": 40, "of": 80}, "rare": {"in": 1, "of": 80}}
     assert "source web: meta field url in 40 of 80 documents" in said(capsys)

@@ -69,8 +69,7 @@ def test_samples_are_those_of_shards_kept_whole_over_several_epochs(tmp_path, mo
     """Also where threads read through a single place: a shard that is forgotten while another thread reads it must not
     give that thread another file's bytes."""
     monkeypatch.setattr(token_shards, "BLOCK", 3)
-    records = make_shards(tmp_path, 14)
-    table = ShardTable.of(records)
+    table = ShardTable.of(make_shards(tmp_path, 14))
     few, all_ = (data_of(tmp_path, table, *kept, mixture) for kept in ((1, whole), (1000, 1 << 26)))
     assert few.order.plan_sha256 == all_.order.plan_sha256 and min(few.order.epochs(600).values()) > 2
     numbers = [np.random.default_rng(seed).integers(0, 600, 40) for seed in range(20)]
@@ -101,13 +100,12 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
 
 
 def test_nothing_is_looked_at_before_it_is_read(tmp_path, monkeypatch, opened):
-    records, looked, stat = make_shards(tmp_path, 12), [], os.stat
-    table = ShardTable.of(records)
+    table, looked, stat = ShardTable.of(make_shards(tmp_path, 12)), [], os.stat
     opened.clear()
     monkeypatch.setattr(os, "stat", lambda path, **rest: looked.append(str(path)) or stat(path, **rest))
     data = data_of(tmp_path, table)
     assert not opened and size_problems(tmp_path, table, [4]) == []
-    assert [path for path in looked if path.endswith(".arrow")] == [str(tmp_path / records[4]["path"])]
+    assert [path for path in looked if path.endswith(".arrow")] == [str(tmp_path / table.path(4))]
     data.batch(0, 1)
     data.batch(0, 1)
     assert 1 <= len(opened) <= 3 and set(opened.values()) == {1}, "it stays open"

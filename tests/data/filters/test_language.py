@@ -7,6 +7,7 @@ import pytest
 from drover.pipeline.config.section import identity
 from drover.pipeline.core.errors import UserError
 from tests.data.filters.test_kinds import made, outcome
+from tests.refusal import refused
 
 pytest.importorskip("fasttext", reason="of the extra `clean`")
 
@@ -51,8 +52,6 @@ def test_only_the_beginning_is_looked_at_where_that_is_asked_for():
 def test_what_is_no_model_is_told_of(tmp_path):
     path = tmp_path / "lid.ftz"
     own = made(kind="language", path=str(path), languages=["en"])
-    with pytest.raises(UserError, match="is not there"):
-        own.open()
+    refused(UserError, "is not there", own.open)
     path.write_text("no model")
-    with pytest.raises(UserError, match="is no fastText model"):
-        own.open()
+    refused(UserError, "is no fastText model", own.open)

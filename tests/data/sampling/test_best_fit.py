@@ -23,17 +23,13 @@ def plainly_packed(lengths, room):
     return left
 
 
-def packed(lengths, room):
-    order, ends = best_fit(np.array(lengths, np.int64), room)
-    assert sorted(order.tolist()) == list(range(len(lengths))) and ends[0] == 0 and ends[-1] == len(lengths)
-    return [order[start:stop].tolist() for start, stop in pairwise(ends.tolist())]
-
-
 @given(room=st.integers(1, 60), data=st.data())
 @settings(max_examples=200)
 def test_bins_are_those_of_a_piece_at_a_time(room, data):
     lengths = data.draw(st.lists(st.integers(1, room), max_size=120))
-    bins = packed(lengths, room)
+    order, ends = best_fit(np.array(lengths, np.int64), room)
+    assert sorted(order.tolist()) == list(range(len(lengths))) and ends[0] == 0 and ends[-1] == len(lengths)
+    bins = [order[start:stop].tolist() for start, stop in pairwise(ends.tolist())]
     left = [room - sum(lengths[piece] for piece in own) for own in bins]
     assert all(own for own in bins) and min(left, default=0) >= 0
     assert sorted(left) == sorted(plainly_packed(lengths, room))

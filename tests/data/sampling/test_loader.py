@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from drover.pipeline.data.provenance import documents_of, named, pieces
 from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.shard_table import Shards
+from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered
 
 LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
@@ -71,6 +72,5 @@ def test_the_prefetcher_keeps_the_order_of_slow_and_fast_batches_up_to_an_error(
     ahead = Prefetcher(make, range(20), threads)
     assert [ahead.next() for _ in range(3)] == [0, 1, 2] and max(started) <= 3 + threads
     assert [ahead.next() for _ in range(16)] == list(range(3, 19)) and sorted(started) == list(range(20))
-    with pytest.raises(OSError, match="disk gone"):
-        ahead.next()
+    refused(OSError, "disk gone", ahead.next)
     ahead.close()

@@ -15,6 +15,7 @@ from drover.pipeline.data.sampling.consumption import planned_by
 from drover.pipeline.training.data.opening import refuse_beyond
 from drover.tools.audit import Audit, _sequences
 from tests.data.sampling.phased import contents, times_read
+from tests.refusal import refused
 from tests.token_shards import SOURCES, plan_of, training_data, write_numbered
 
 SOME = [[30, 5, 9, 70, 3, 12, 31], [7, 40, 8, 8, 50, 60], [3, 100, 21, 300], [20, 20, 1]]
@@ -49,8 +50,7 @@ def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path)
     assert sum(text.startswith("  padding: ") for text in said) == 3
     assert re.search(r"  the epoch has \d+ tokens of web left where the length changes: they come first, packed again",
                      "\n".join(said))
-    with pytest.raises(UserError, match=rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes "):
-        refuse(epochs["code"] - 0.1)
+    refused(UserError, rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes ", refuse, epochs["code"] - 0.1)
 
 
 def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(tmp_path):

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.data.stored.node_cache import Closed, NodeCache
+from tests.refusal import refused
 
 SIZE = 5000
 
@@ -32,14 +34,6 @@ class Source:
             self.asked.append(number)
             return io.BytesIO(self.content[self.names[number]][start:])
         return read
-
-
-def together(*functions):
-    """Threads that run them; to be joined."""
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 def fail(number):
@@ -171,8 +165,7 @@ def test_a_store_that_does_not_answer_ends_in_its_own_words(tmp_path, source):
 
     def read(start):
         raise UserError("s3://a/b: read failed.")
-    with pytest.raises(UserError, match="s3://a/b: read failed"):
-        cache.open("thing", source.names[0], SIZE, read)
+    refused(UserError, "s3://a/b: read failed", cache.open, "thing", source.names[0], SIZE, read)
     assert cache.get(0) is not None  # its lock is free again
 
 
@@ -192,21 +185,21 @@ def test_only_what_is_the_caches_own_is_removed(tmp_path, source):
 
 @pytest.mark.parametrize(("number", "asked"), [(0, []), (1, [1])], ids=["itself", "room for another"])
 def test_who_needs_what_is_being_fetched_waits_for_it(tmp_path, source, number, asked):
-    cache, begun, go, found = Cache(tmp_path, source), threading.Event(), threading.Event(), []
+    cache, begun, go = Cache(tmp_path, source), threading.Event(), threading.Event()
 
     def read(start):
         begun.set()
         go.wait()
         return io.BytesIO(bytes(SIZE))
-    threads = together(lambda: cache.open("thing 0", source.names[0], SIZE, read))
-    begun.wait()
-    other = Cache(tmp_path, source, things=1.5)
-    assert other.get(1, ahead=True) is None and len(list(other.folder.glob("*.tmp"))) == 1  # its size is spoken for
-    threads += together(*[lambda: found.append(other.get(number))] * 4)
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert found == [bytes([number]) * SIZE] * 4 and source.asked == asked and other.there() == {number}
+    with ThreadPoolExecutor(5) as pool:
+        pool.submit(cache.open, "thing 0", source.names[0], SIZE, read)
+        begun.wait()
+        other = Cache(tmp_path, source, things=1.5)
+        assert other.get(1, ahead=True) is None and len(list(other.folder.glob("*.tmp"))) == 1  # its size is spoken for
+        found = [pool.submit(other.get, number) for _ in range(4)]
+        go.set()
+    assert [one.result() for one in found] == [bytes([number]) * SIZE] * 4
+    assert source.asked == asked and other.there() == {number}
 
 
 def test_a_full_disk_lowers_the_bound_and_says_so(tmp_path, source, monkeypatch):
@@ -228,24 +221,18 @@ def test_a_disk_without_room_for_one_gives_none(tmp_path, source, monkeypatch, p
     cache = Cache(tmp_path, source)
     monkeypatch.setattr(place, lambda *arguments: fail(number))
     if number == errno.EIO:
-        with pytest.raises(UserError, match=r"cannot be written to: Input/output error\. Give another train\.cache"):
-            cache.get(0)
+        refused(UserError, r"cannot be written to: Input/output error\. Give another train\.cache", cache.get, 0)
     else:
         assert cache.get(0) is None and cache.get(1) is None and "is full" in cache.told[0]
     assert not list(cache.folder.glob("*.tmp")) and bool(source.asked) == (number == errno.ENOSPC)
 
 
-@pytest.mark.parametrize("place", ["file", "link", "absent"])
-def test_a_folder_that_cannot_be_used_is_named(tmp_path, source, place):
-    if place == "file":
-        (tmp_path / "c").write_text("")
-    elif place == "link":
-        (tmp_path / "c").mkdir()
-        (tmp_path / "c" / f"drover-tokens-{os.getuid()}").symlink_to(tmp_path)
-    else:
-        (tmp_path / "c").symlink_to(tmp_path / "nowhere/at all")
-    with pytest.raises(UserError, match=r"train\.cache\.folder"):
-        Cache(tmp_path / "c", source)
+@pytest.mark.parametrize("make", [
+    lambda own: own.write_text(""), lambda own: own.symlink_to(own.parent),
+    lambda own: own.symlink_to("/nowhere/at all")], ids=["file", "link", "absent"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path, source, make):
+    make(tmp_path / f"drover-tokens-{os.getuid()}")
+    refused(UserError, r"train\.cache\.folder", Cache, tmp_path, source)
 
 
 def test_reading_ends_in_the_middle_when_it_is_closed(tmp_path, source):
