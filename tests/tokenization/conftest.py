@@ -50,10 +50,17 @@ def byte_level(texts):
     return tokenizer
 
 
+def with_special(byte_level, *tokens):
+    """A copy of the tokenizer that has these special tokens, as ready ones come."""
+    from tokenizers import Tokenizer
+    ready = Tokenizer.from_str(byte_level.to_str())
+    ready.add_special_tokens(list(tokens))
+    return ready
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
     """A file of every kind of vocabulary."""
-    from tokenizers import Tokenizer
     folder = tmp_path_factory.mktemp("vocabularies")
     made = {name: folder / name / file for name, file in (
         ("bpe", "tokenizer.model"), ("unigram", "tokenizer.model"), ("tiktoken", "tokenizer.model"),
@@ -65,12 +72,10 @@ def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
         train_sentencepiece(chunks, TokenizerConfig(vocab_size=size, algorithm=algorithm), made[algorithm],
                             made[algorithm].with_name("train.log"))
     write_characters(made["char"], texts)
-    of_character = byte_of_character()
-    ranks = byte_level.get_vocab()
-    made["tiktoken"].write_bytes(rank_lines(bytes(of_character[character] for character in token)
+    of_character, ranks = byte_of_character(), byte_level.get_vocab()
+    made["tiktoken"].write_bytes(rank_lines(bytes(map(of_character.__getitem__, token))
                                             for token in sorted(ranks, key=ranks.__getitem__)))
-    ready = Tokenizer.from_str(byte_level.to_str())
-    ready.add_special_tokens(["<s>", "</s>"])
+    ready = with_special(byte_level, "<s>", "</s>")
     ready.enable_truncation(8)
     ready.save(str(made["huggingface"]))
     return made

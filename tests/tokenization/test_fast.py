@@ -14,7 +14,7 @@ from drover.pipeline.tokenization.gate import FUZZ_STRINGS, compared, odd_string
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from drover.pipeline.tokenization.kinds import FILES
 from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART
-from tests.tokenization.conftest import KINDS, ODD_TEXTS
+from tests.tokenization.conftest import KINDS, ODD_TEXTS, with_special
 
 pytest.importorskip("fastokens")
 FAST = ("bpe", "tiktoken", "huggingface")
@@ -77,9 +77,8 @@ def test_a_very_long_text_is_cut_where_the_reference_cuts_it(vocabularies, folde
 
 
 def test_what_somebody_added_to_a_tokenizer_is_found_in_texts_and_its_special_tokens_are_not(tmp_path, byte_level):
-    from tokenizers import AddedToken, Tokenizer
-    ready = Tokenizer.from_str(byte_level.to_str())
-    ready.add_special_tokens(["<s>", "</s>"])
+    from tokenizers import AddedToken
+    ready = with_special(byte_level, "<s>", "</s>")
     ready.add_tokens([AddedToken("->", normalized=False), AddedToken("lstrip", lstrip=True, normalized=False)])
     path = tmp_path / "tokenizer.json"
     ready.save(str(path))
