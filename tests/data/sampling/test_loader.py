@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import numpy as np
@@ -48,15 +47,14 @@ def test_batches_are_their_samples_whatever_was_asked_before(tmp_path_factory, l
 
 def test_documents_are_named_once_with_their_source_and_samples(tmp_path):
     data = training_data(tmp_path, write_numbered(tmp_path, LENGTHS), mixture={"web": 1.0, "code": 1.0})
-    documents = documents_of(data, [(0, 3), (8, 11)])
+    one, *others = documents = documents_of(data, [(0, 3), (8, 11)])
     assert {(item.shard, item.key, item.document, sample) for item in documents for sample in item.samples} == {
         (piece.shard.path.name, piece.key, piece.document, piece.sample) for piece in pieces(
             data, np.array([0, 1, 2, 8, 9, 10]))}
-    one = documents[0]
     assert one.record() == {**vars(one), "samples": list(one.samples)} and one.source == one.shard.partition("-")[0]
-    first = f"{one.source}/{one.key} ({one.shard}, document {one.document})"
-    assert re.fullmatch(rf"{re.escape(first)}(, .*){{2}} and {len(documents) - 3} more", named(documents))
-    assert named(documents[:1]) == first
+    first, more = named([one]), named(documents)
+    assert first == f"{one.source}/{one.key} ({one.shard}, document {one.document})"
+    assert more.startswith(f"{first}, ") and more.endswith(f" and {len(others) - 2} more")
 
 
 @pytest.mark.parametrize("threads", [1, 4])

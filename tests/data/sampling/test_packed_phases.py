@@ -24,22 +24,21 @@ RAMP = [{"until": 160, "batch_tokens": 32}, {"until": 400, "sequence_length": 40
         {"until": 560, "sequence_length": 16, "batch_tokens": 32}]
 
 
-def packed(folder, documents, phases=RAMP, **options):
-    return training_data(folder, write_numbered(folder, documents), packed=True,
-                         plan=plan_of(phases, packing="best_fit"), **options)
+def packed(folder, **options):
+    return training_data(folder, write_numbered(folder, SOME), packed=True, plan=plan_of(RAMP, packing="best_fit"),
+                         **options)
 
 
 def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path):
-    data = packed(tmp_path, SOME)
+    data, said = packed(tmp_path), []
     order = data.order
     read = {pool: sum(int(tokens.sum()) for tokens in shards.values())
             for (pool, _), shards in times_read(data, np.arange(10)).items()}
-    carried = order.left_at()
-    assert carried[:2] == [dict.fromkeys(SOURCES, 0), {
-        name: order.pools[pool].tokens - read[pool] for pool, name in enumerate(SOURCES)}]
-    assert all(carried[2].values())
+    first, second, third = order.left_at()
+    assert first == dict.fromkeys(SOURCES, 0) and all(third.values())
+    assert second == {name: order.pools[pool].tokens - read[pool] for pool, name in enumerate(SOURCES)}
     assert abs(planned_by(order).padding[0] - sum(data.batch(0, 10).padding)) < 40, "by the mean of the sequences"
-    epochs, said = order.epochs(order.end), []
+    epochs = order.epochs(order.end)
     assert sum(epochs[pool.name] * pool.tokens for pool in order.pools) == pytest.approx(
         560 - sum(phase.padding for phase in order.taken(order.end)))
 
@@ -55,7 +54,7 @@ def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path)
 
 def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(tmp_path):
     said, again = [], []
-    data = packed(tmp_path, SOME, said=said)
+    data = packed(tmp_path, said=said)
     data.leave_out(Excluded())
     assert len(said) == 6 and said[0].startswith("planned the best-fit packing of 4 of 4 token shards")
     assert said[2] == ("planned the best-fit packing in sequences of 40, of what an epoch has left where the length "
@@ -63,7 +62,7 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
     files, rest = contents(tmp_path / "packing"), data.packings[2]
     path = next(rest.path(row) for row in range(4) if rest.path(row).exists())
     path.write_bytes(path.read_bytes()[:-9])
-    packed(tmp_path, SOME, said=again).leave_out(Excluded())
+    packed(tmp_path, said=again).leave_out(Excluded())
     assert len(again) == 1 and "of 1 of 2 token shards" in again[0] and contents(tmp_path / "packing") == files
     data.leave_out(Excluded([(8, 10)]))
     assert 6 < (before := len(said)) <= 10
@@ -75,7 +74,7 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
 
 
 def test_the_audit_finds_a_sequence_and_a_token_that_came_twice(tmp_path):
-    data = packed(tmp_path, SOME)
+    data = packed(tmp_path)
     end = data.order.end
 
     def faults(*ranges):

@@ -32,8 +32,8 @@ def every(data):
 @settings(max_examples=40)
 def test_every_token_once_an_epoch_and_no_document_cut_that_fits(tmp_path_factory, documents, length, mixed):
     folder = tmp_path_factory.mktemp("shards")
-    read, table = {}, write_numbered(folder, documents)
-    for bins in packed(folder, table, length=length, mixture=dict.fromkeys(SOURCES, 1.0) if mixed else None).spaces[0]:
+    read = {}
+    for bins in packed(folder, write_numbered(folder, documents), length=length, mixture=dict.fromkeys(SOURCES, 1.0) if mixed else None).spaces[0]:
         for number in range(bins.count):
             for shard, start, stop in bins.spans(number):
                 begin, end = shard.document_span(shard.document_at(start))

@@ -56,9 +56,8 @@ def test_faults_name_the_thing():
     phases = [{"until": 640, "mixture": {"web": 1, "code": 0}}, {"until": 1280, "mixture": {"web": 1, "code": 1}}]
     refused(UserError, r"train.phases\[1\] takes sequences from code \(16\): so few", order_of, phases, 1000, 16)
     order_of(phases, 1000, 17)
-    with pytest.raises(UserError, match=r"train takes sequences from code \(16\): so few training tokens do not fill "
-                                        "one of 16"):
-        order_of([], 1000, 16, mixture={"web": 1, "code": 1})
+    refused(UserError, r"train takes sequences from code \(16\): so few training tokens do not fill one of 16",
+            order_of, [], 1000, 16, mixture={"web": 1, "code": 1})
     refused(UserError, r"train.phases\[0\] takes sequences from code \(12\): .* one of 16", order_of,
             [{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
     refused(UserError, r"train\.mixture gives the source code 1e-07", order_of,
