@@ -1,14 +1,10 @@
 """The pages on data do what they say: their commands, in order, on dirty files in which all faults are known."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import parquet
@@ -18,7 +14,7 @@ from drover.pipeline.data.text_shards import SPLITS, read_shard, shard_records
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.storage.store import Store
 from tests.conftest import REPOSITORY, write_config
-from tests.dirty_corpus import Planted, write_dirty
+from tests.dirty_corpus import write_dirty
 from tests.object_store import set_environment
 from tests.pages import BLOCK, checkout, typed
 
@@ -30,7 +26,7 @@ COMMANDS = [line.split("  #")[0].strip() for _, block in BLOCK.findall(PAGE) for
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Planted]:
+def planted(tmp_path_factory, corpus):
     """A folder that looks like the checkout, with the files that the page speaks of, and what is wrong in them."""
     home = checkout(tmp_path_factory.mktemp("home"))
     write_config(home, corpus, name="demo", runs_dir="runs").rename(home / "configs/demo.yaml")
@@ -40,33 +36,29 @@ def planted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Pat
 
 
 @pytest.fixture(scope="module")
-def home(planted: tuple[Path, Planted], seaweed_bucket: tuple[str, str]) -> Iterator[Path]:
+def home(planted, seaweed_bucket):
     """The folder, after every command of the page."""
     folder, _ = planted
+    bucket = f"s3://{seaweed_bucket[1]}/{folder.parent.name}-{os.getpid()}"
     with pytest.MonkeyPatch.context() as patch:
         set_environment(patch, seaweed_bucket[0])
-        _type_all(folder, f"s3://{seaweed_bucket[1]}/{folder.parent.name}-{os.getpid()}")
+        store = Store(bucket)
+        for file in filter(Path.is_file, (folder / "texts").rglob("*")):
+            store.put(file.relative_to(folder).as_posix(), file)
+        remote = folder / "configs/remote.yaml"
+        remote.write_text(remote.read_text().replace("s3://bucket", bucket))
+        for command in COMMANDS:
+            result = typed(command.replace("s3://bucket", bucket), folder)
+            assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
         yield folder
 
 
-def _type_all(folder: Path, bucket: str) -> None:
-    store = Store(bucket)
-    for file in filter(Path.is_file, (folder / "texts").rglob("*")):
-        store.put(file.relative_to(folder).as_posix(), file)
-    remote = folder / "configs/remote.yaml"
-    remote.write_text(remote.read_text().replace("s3://bucket", bucket))
-    for command in COMMANDS:
-        command = command.replace("s3://bucket", bucket)
-        result = typed(command, folder)
-        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
-
-
-def made(home: Path, name: str, stage: str = "shard") -> Any:
+def made(home, name, stage="shard"):
     """The manifest of a stage of a run."""
     return read_manifest(home / "runs" / name / stage)
 
 
-def test_what_is_dirty_is_gone_and_counted(home: Path, planted: tuple[Path, Planted]) -> None:
+def test_what_is_dirty_is_gone_and_counted(home, planted):
     """Every copy names the document that is kept."""
     folder, (_, dirt) = home / "runs/cleaned/shard", planted
     found = {document.id: document for split in SPLITS for record in shard_records(made(home, "cleaned"), split)
@@ -88,13 +80,13 @@ def test_what_is_dirty_is_gone_and_counted(home: Path, planted: tuple[Path, Plan
     assert any("HTML page" in reason for reason in reasons)
 
 
-def test_parts_by_hand_and_objects_give_the_shards_of_one_run(home: Path) -> None:
+def test_parts_by_hand_and_objects_give_the_shards_of_one_run(home):
     cleaned, parts, remote = ([(record["path"], record["sha256"]) for split in SPLITS for record in shard_records(
         made(home, name), split)] for name in ("cleaned", "parts", "remote"))
     assert cleaned == parts == remote and len(cleaned) > 4
 
 
-def test_training_from_the_store_has_the_losses_of_training_from_files(home: Path) -> None:
+def test_training_from_the_store_has_the_losses_of_training_from_files(home):
     stored, cleaned = ([record["loss"] for record in read_metrics(home / "runs" / name / "train/metrics.jsonl")]
                        for name in ("stored", "cleaned"))
     assert stored == cleaned and len(cleaned) == 40

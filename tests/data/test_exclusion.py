@@ -1,7 +1,5 @@
 """Batches around excluded samples: every other sample once, however the taking is cut up."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

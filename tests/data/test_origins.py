@@ -1,7 +1,5 @@
 """Where documents with ids of their own were read: their shards say it."""
 
-from __future__ import annotations
-
 import json
 import random
 

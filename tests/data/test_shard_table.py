@@ -1,7 +1,5 @@
 """Many shards: what is kept of them is bounded, whatever is read; and the samples are those of shards kept whole."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

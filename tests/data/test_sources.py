@@ -9,6 +9,7 @@ from drover.pipeline.config.data import HubSource, StdlibSource
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
+from tests.conftest import slow
 from tests.data.source_files import RECORDS, config_of, files_source, lost, payload_of, read, texts, write_jsonl
 from tests.refusal import refused
 
@@ -93,7 +94,7 @@ def dataset_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("streaming", [True, *slow(False)])
 def test_a_local_hugging_face_dataset(dataset_folder, tmp_path, monkeypatch, streaming):
     import datasets
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)

@@ -1,7 +1,6 @@
 """Small vocabularies of every kind, trained on real text."""
 
 import base64
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def rank_lines(tokens):
 
 
 @pytest.fixture(scope="session")
-def texts(corpus: Path) -> list[str]:
+def texts(corpus):
     """The documents of the miniature corpus."""
     return [path.read_bytes().decode() for path in sorted(corpus.glob("*.txt"))]
 
@@ -59,7 +58,7 @@ def with_special(byte_level, *tokens):
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
+def files(tmp_path_factory, texts, byte_level):
     """A file of every kind of vocabulary."""
     folder = tmp_path_factory.mktemp("vocabularies")
     made = {name: folder / name / file for name, file in (

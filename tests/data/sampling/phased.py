@@ -1,7 +1,5 @@
 """Data over phases, of running text and of packed documents, over a few token shards."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

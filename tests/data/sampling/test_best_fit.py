@@ -1,7 +1,5 @@
 """Best-fit packing against the plainest one, a piece at a time: nothing lost, nothing cut, the same bins."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +11,7 @@ from drover.pipeline.data.sampling.best_fit import best_fit
 
 def plainly_packed(lengths, room):
     """Best fit from the longest piece on, each looked at by itself: the room that each bin is left with."""
-    left: list[int] = []
+    left = []
     for length in sorted(lengths, reverse=True):
         fits = [(free, number) for number, free in enumerate(left) if free >= length]
         if fits:

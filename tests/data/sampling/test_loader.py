@@ -1,7 +1,5 @@
 """From token shards to batches, and from samples back to documents."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

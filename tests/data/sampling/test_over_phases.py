@@ -2,8 +2,6 @@
 at most once an epoch whatever the lengths, and a function of nothing but the sample number, the phases begun and what
 was left out before."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

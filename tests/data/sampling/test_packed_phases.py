@@ -1,8 +1,6 @@
 """Packed documents over phases: what is left where the length changes is packed anew and told, once and by all ranks
 alike."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

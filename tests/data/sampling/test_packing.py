@@ -1,7 +1,5 @@
 """Documents packed by best fit: every token once, none cut without need; a plan that is found, remade or refused."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -33,7 +31,9 @@ def every(data):
 def test_every_token_once_an_epoch_and_no_document_cut_that_fits(tmp_path_factory, documents, length, mixed):
     folder = tmp_path_factory.mktemp("shards")
     read = {}
-    for bins in packed(folder, write_numbered(folder, documents), length=length, mixture=dict.fromkeys(SOURCES, 1.0) if mixed else None).spaces[0]:
+    data = packed(folder, write_numbered(folder, documents), length=length,
+                  mixture=dict.fromkeys(SOURCES, 1.0) if mixed else None)
+    for bins in data.spaces[0]:
         for number in range(bins.count):
             for shard, start, stop in bins.spans(number):
                 begin, end = shard.document_span(shard.document_at(start))

@@ -1,7 +1,5 @@
 """The node's cache: verified, within its bound, fetched once, whatever else happens on the disk."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Token shards read from an object store: equal to the files, verified, fetched once, and faults named."""
 
-from __future__ import annotations
-
 import shutil
 from types import SimpleNamespace
 
