@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tarfile
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -83,10 +82,11 @@ def test_any_byte_may_be_wrong(shard, tmp_path, record, only, place, byte, cut):
     whole, [documents, told] = found(shard, only)[0], found(path, only)
     assert told or len(documents) == len(whole)
     assert sum(one != other for one, other in zip(documents, whole, strict=False)) <= 1
-    with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed") if data != sound \
-            else nullcontext():
-        assert [text for batch in read_texts(tmp_path / "harmed", record, 3000) for text in batch.texts] == [
-            own.text for own in DOCUMENTS]
+    texts = (text for batch in read_texts(tmp_path / "harmed", record, 3000) for text in batch.texts)
+    if data == sound:
+        assert list(texts) == [own.text for own in DOCUMENTS]
+    else:
+        refused(UserError, r"web-00000\.tar is not what the stage shard committed", list, texts)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -102,13 +102,12 @@ def test_a_cut_is_noticed_and_named(shard, inside):
     assert "web-00000.tar is missing" in found(shard)[1]
 
 
-@pytest.mark.parametrize(("count", "letter", "told"), [
-    (4, b".", None), (4, b"!", r"page\.3 does not have the hash"), (3, b".", "holds 3 documents instead of 4")])
-def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp_path, record, count, letter, told):
-    write_documents(shard, DOCUMENTS[:count])
-    shard.write_bytes(shard.read_bytes().replace(b"n. text.", b"n. text" + letter))
-    with pytest.raises(UserError, match=told) if told else nullcontext():
-        assert list(read_shard(tmp_path, record)) == [replace(own, key=key(own.text)) for own in DOCUMENTS]
+def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp_path, record):
+    assert list(read_shard(tmp_path, record)) == [replace(own, key=key(own.text)) for own in DOCUMENTS]
+    shard.write_bytes(shard.read_bytes().replace(b"n. text.", b"n. text!"))
+    refused(UserError, r"page\.3 does not have the hash", list, read_shard(tmp_path, record))
+    write_documents(shard, DOCUMENTS[:3])
+    refused(UserError, "holds 3 documents instead of 4", list, read_shard(tmp_path, record))
 
 
 @pytest.mark.parametrize("member", [b"{not json", b'{"source": "web", "id": "1", "meta": {}}', b"[]",
@@ -128,8 +127,7 @@ def test_a_member_reads_back_as_it_was(text, value):
 
 
 def test_half_a_character_is_not_written():
-    with pytest.raises(UnicodeEncodeError):
-        to_json(Document("t", "s", "1", {"a": "\ud800"}))
+    refused(UnicodeEncodeError, "surrogates", to_json, Document("t", "s", "1", {"a": "\ud800"}))
 
 
 def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):

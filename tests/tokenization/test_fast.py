@@ -14,6 +14,7 @@ from drover.pipeline.tokenization.gate import FUZZ_STRINGS, compared, odd_string
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from drover.pipeline.tokenization.kinds import FILES
 from drover.pipeline.tokenization.tiktoken_tokenizer import MAX_PART
+from tests.refusal import refused
 from tests.tokenization.conftest import KINDS, ODD_TEXTS, with_special
 
 pytest.importorskip("fastokens")
@@ -125,5 +126,5 @@ def test_a_wrong_encoder_does_not_come_through_the_gate(monkeypatch, vocabularie
     vocabulary = vocabularies["tiktoken"]
     native = Native(lambda text: wrong(vocabulary, text, vocabulary.encode(text)))
     monkeypatch.setattr(fast, "_opened", lambda path, kind: native)
-    with pytest.raises(EncoderError, match=re.escape(problem)):
-        compared(FastEncoder(vocabulary, folders["tiktoken"]), vocabulary, odd_strings(vocabulary))
+    refused(EncoderError, re.escape(problem), compared, FastEncoder(vocabulary, folders["tiktoken"]), vocabulary,
+            odd_strings(vocabulary))

@@ -20,16 +20,11 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.data.documents import Document
 from tests.conftest import REPOSITORY, merged, run_python, run_stage
-from tests.data.source_files import lines
+from tests.data.source_files import write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, hashes, run, write_config
 
 CHAIN = [{"kind": "masking"}, {"kind": "length", "least_characters": 20}, {"kind": "length", "name": "long",
          "most_words": 40}, {"kind": "repetition"}]
-
-
-def write_texts(path, texts):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lines({"text": text} for text in texts))
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +33,13 @@ def done(tmp_path_factory):
     in many small units and shards; what filters drop is kept. Its config, manifest, what it kept and dropped, said."""
     place = tmp_path_factory.mktemp("filtering")
     for source in ("web", "books"):
+        (place / source).mkdir()
         for number in range(6):
-            write_texts(place / "in" / source / f"{number}.jsonl", [
+            write_jsonl(place / source / f"{number}.jsonl", [{"text": text} for text in [
                 f"{source} {number} {row} " + "lorem " * (row % 60) + ("\nagain and again" * 9) * (row % 7 == 0)
                 + f" u{number}.{row}@example.org" * (row % 5 == 0) for row in range(100)] + [
-                    f"the same text but for the address a{number}{source}@example.org", "short", " \n"])
-    sources = [files_source(name, place / "in" / name / "*.jsonl") for name in ("web", "books")]
+                    f"the same text but for the address a{number}{source}@example.org", "short", " \n"]])
+    sources = [files_source(name, place / name / "*.jsonl") for name in ("web", "books")]
     config = write_config(place, sources, shard_mb=0.02, heldout_share=0.1, filters=CHAIN, keep_dropped=True)
     with redirect_stdout(io.StringIO()) as said:
         assert run(config) == 0

@@ -115,9 +115,8 @@ def test_an_id_outside_the_vocabulary_is_found_in_its_document(tmp_path, kind):
     data.vocabulary = 48
     data.batch(0, every(data))
     data.vocabulary, key = 47, f"{1:016x}{1:016x}"
-    with pytest.raises(UserError, match=rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), "
-                                        "but the vocabulary has 47 ids"):
-        data.batch(0, every(data))
+    refused(UserError, rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), but the "
+                       "vocabulary has 47 ids", data.batch, 0, every(data))
 
 
 def test_the_audit_counts_packed_sequences_however_many_there_are(tmp_path):
