@@ -48,10 +48,10 @@ def stage(folder, corpus, near=None):
     Returns:
         names of the units, the number of each one's source, their records
     """
-    names = [f"{source}-{unit:05d}" for source, units in corpus.items() for unit in range(len(units))]
-    sources = [number for number, units in enumerate(corpus.values()) for _ in units]
-    return names, sources, [_stage(folder, name, [(own, text) for unit, own, text in in_order(corpus) if unit == name],
-                                   near) for name in names]
+    units = {f"{source}-{unit:05d}": number for number, (source, units) in enumerate(corpus.items())
+             for unit in range(len(units))}
+    return [*units], [*units.values()], [_stage(folder, name, [(own, text) for unit, own, text in in_order(corpus)
+                                                               if unit == name], near) for name in units]
 
 
 def _stage(folder, name, documents, near):

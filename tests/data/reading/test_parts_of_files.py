@@ -78,10 +78,10 @@ def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, me
     path, text = tmp_path / "f.txt", "".join(pieces)
     data = codecs.BOM_UTF8 * bom + text.encode()
     path.write_bytes(data)
-    every = text.split(separator)
-    every = every if every[-1] else every[:-1]
+    *every, last = (own.encode() for own in text.split(separator))
     limit = max(len(separator.encode()), round(megabytes * 1e6))
-    short, long = ([own.encode() for own in every if (len(own.encode()) > limit) == beyond] for beyond in (False, True))
+    every += [last] if last else []
+    short, long = [own for own in every if len(own) <= limit], tuple(own for own in every if len(own) > limit)
     for borders in (all_borders(len(data), inner), [0, len(data)]):
         found, ids, rejections, _ = in_parts(path, borders, separator=separator, megabytes=limit / 1e6)
         assert [own.encode() for own in found] == short and len(rejections) == len(long)
@@ -89,7 +89,7 @@ def test_separators_that_may_overlap(tmp_path, separator, pieces, bom, inner, me
             assert all(data[int(name.partition("@")[2]):].startswith(own) for name, own in zip(ids, short, strict=True))
         for own in rejections:
             assert "longer than shard.max_document_mb" in own.reason and own.documents == 1 and not own.lost
-            assert not isinstance(own.record, str) or data[int(own.record):].startswith(tuple(long))
+            assert not isinstance(own.record, str) or data[int(own.record):].startswith(long)
 
 
 @settings(max_examples=60)

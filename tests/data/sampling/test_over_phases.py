@@ -22,7 +22,7 @@ both = pytest.mark.parametrize("packed", [False, True], ids=["cut", "packed"])
     st.integers(1, 9), st.integers(0, 9)))
 @settings(max_examples=20)
 def test_one_phase_is_the_order_without_phases(tmp_path_factory, packed, documents, length, shares):
-    """Where sources are mixed. And a document's readings are the pieces that name it."""
+    """Where sources are mixed. And a document's readings are the pieces that name it; packed, none is cut that fits."""
     folder, said = tmp_path_factory.mktemp("shards"), []
     table, mixture = write_numbered(folder, documents), shares and dict(zip(SOURCES, shares, strict=True))
     plain = training_data(folder, table, length, mixture, packed)

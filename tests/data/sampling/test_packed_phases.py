@@ -71,18 +71,27 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
     assert said == [], "what was planned is known"
 
 
+def faults(data, *ranges):
+    """What the audit says of the samples of these ranges."""
+    found = Audit()
+    _sequences(data, ranges, found)
+    return found.faults
+
+
 def test_the_audit_finds_a_sequence_and_a_token_that_came_twice(tmp_path):
     data = packed(tmp_path)
     end = data.order.end
-
-    def faults(*ranges):
-        found = Audit()
-        _sequences(data, ranges, found)
-        return found.faults
-    assert faults((0, end)) == []
-    [twice] = faults((0, end), (3, 4))
+    assert faults(data, (0, end)) == []
+    [twice] = faults(data, (0, end), (3, 4))
     assert ", of 16 tokens, came 2 times in epoch 0" in twice
     # What was left where the length changed first is thought to be everything.
     data.spaces[2:4] = [data.spaces[1]] * 2
-    wrong = faults((0, end))
+    wrong = faults(data, (0, end))
     assert wrong and all("came twice in epoch 0" in fault for fault in wrong)
+
+
+def test_the_audit_counts_packed_sequences_however_many_there_are(tmp_path):
+    """Documents of 9 tokens leave 7 of 16 empty: more sequences than their tokens would fill."""
+    data = training_data(tmp_path, write_numbered(tmp_path, [[9] * 40] * 2), packed=True)
+    assert sum(bins.count for bins in data.spaces[0]) == 80 and data.order.pools[0].tokens // 16 == 45
+    assert faults(data, (0, 200)) == []

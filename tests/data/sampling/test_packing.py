@@ -1,19 +1,16 @@
-"""Documents packed by best fit: every token once, none cut without need; a plan that is found, remade or refused."""
+"""The plan of documents packed by best fit: found, remade or refused. What it makes, test_over_phases.py compares."""
 
 import gc
 import os
 import shutil
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.packing import Alone, make, read
-from drover.tools.audit import Audit, _sequences
-from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents
+from tests.data.sampling.phased import by_three_ranks, contents
 from tests.refusal import refused
-from tests.token_shards import SOURCES, training_data, write_numbered
+from tests.token_shards import training_data, write_numbered
 
 FEW = [[30, 5, 9, 16, 3], [7, 40], [3]]
 
@@ -24,23 +21,6 @@ def packed(folder, table, **options):
 
 def every(data):
     return sum(sequences.count for sequences in data.spaces[0])
-
-
-@given(documents=DOCUMENTS, length=st.integers(1, 24), mixed=st.booleans())
-@settings(max_examples=40)
-def test_every_token_once_an_epoch_and_no_document_cut_that_fits(tmp_path_factory, documents, length, mixed):
-    folder = tmp_path_factory.mktemp("shards")
-    read = {}
-    data = packed(folder, write_numbered(folder, documents), length=length,
-                  mixture=dict.fromkeys(SOURCES, 1.0) if mixed else None)
-    for bins in data.spaces[0]:
-        for number in range(bins.count):
-            for shard, start, stop in bins.spans(number):
-                begin, end = shard.document_span(shard.document_at(start))
-                assert stop - start == min(length, end - start) and (start - begin) % length == 0, "cut, though it fits"
-                read.setdefault(shard, []).extend(range(start, stop))
-    assert all(sorted(tokens) == list(range(shard.token_count)) for shard, tokens in read.items())
-    assert sum(map(len, read.values())) == sum(map(sum, documents))
 
 
 def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
@@ -117,12 +97,3 @@ def test_an_id_outside_the_vocabulary_is_found_in_its_document(tmp_path, kind):
     data.vocabulary, key = 47, f"{1:016x}{1:016x}"
     refused(UserError, rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), but the "
                        "vocabulary has 47 ids", data.batch, 0, every(data))
-
-
-def test_the_audit_counts_packed_sequences_however_many_there_are(tmp_path):
-    """Documents of 9 tokens leave 7 of 16 empty: more sequences than their tokens would fill."""
-    data = packed(tmp_path, write_numbered(tmp_path, [[9] * 40, [9] * 40]))
-    assert every(data) == 80 and data.order.pools[0].tokens // 16 == 45
-    proven = Audit()
-    _sequences(data, [(0, 200)], proven)
-    assert proven.faults == []
