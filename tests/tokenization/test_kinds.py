@@ -36,8 +36,7 @@ def test_a_stage_folder_loads_back_as_the_vocabulary_it_was_written_from(folder,
     loaded, vocabulary = load_tokenizer(folder(kind)), vocabularies[kind]
     assert [loaded.encode(text) for text in ODD_TEXTS] == [vocabulary.encode(text) for text in ODD_TEXTS]
     assert loaded.special_tokens == vocabulary.special_tokens and loaded.bounds == vocabulary.bounds
-    record = vocabulary_record(folder(kind))
-    assert (record["size"], record["sha256"]) == (vocabulary.size, vocabulary.sha256)
+    assert vocabulary_record(folder(kind))["size"] == vocabulary.size
 
 
 def test_another_file_than_the_recorded_one_is_refused(folder, files):

@@ -161,7 +161,7 @@ def refused(capsys, config, *overrides):
     return "".join(capsys.readouterr())
 
 
-def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
+def test_the_stage_counts_by_task_names_the_items_and_goes_by_their_content(corpus, tmp_path, capsys):
     assert run(corpus) == 0
     told = capsys.readouterr().out
     assert "filter decontamination: 2 of 2 items of spiders were found in 5 documents" in told
@@ -175,10 +175,6 @@ def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
     assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
     assert not any("spider" in document.text for split in ("train", "heldout") for document in documents(corpus, split))
-
-
-def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys):
-    assert run(corpus) == 0
     (tmp_path / "sets").rename(tmp_path / "moved")
     corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
     assert run(corpus) == 0

@@ -146,7 +146,6 @@ def test_presets_and_what_replaces_them():
     assert FINEWEB | {"library": ""} == {"ngram": 5, "bands": 14, "rows": 8, "words": "runs", "library": ""}
     assert signature_settings(NearDuplicates(preset="olmo3", rows=4, words="characters")) == FINEWEB | {
         "bands": 26, "rows": 4, "words": "characters"}
-    assert signature_settings(None) is None
 
 
 def test_of_one_component_only_so_many_that_stay_are_compared(tmp_path, monkeypatch):
