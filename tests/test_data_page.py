@@ -72,8 +72,8 @@ def test_what_is_dirty_is_gone_and_counted(home, planted):
     assert Counter(row["kind"] for row in rows) == {"duplicate": 8, "near_duplicate": len(dirt.near)}
     assert all(row["kept_id"] in found and row["id"] not in found for row in rows)
     counts = made(home, "cleaned").counts
-    assert counts["dropped"] == {"duplicate": 8, "near_duplicate": 6, "empty": 3, "length": 5, "gopher_repetition": 4,
-                                 "decontamination": 3}
+    assert {name: count for name, count in counts["dropped"].items() if count} == {
+        "duplicate": 8, "near_duplicate": 6, "empty": 3, "length": 5, "gopher_repetition": 4, "decontamination": 3}
     reasons = [json.loads(line)["reason"] for line in (folder / "rejected.jsonl").open()]
     assert len(reasons) == counts["rejected"] == 8
     assert sum("max_document_mb" in reason for reason in reasons) == 1
@@ -90,4 +90,5 @@ def test_training_from_the_store_has_the_losses_of_training_from_files(home):
     stored, cleaned = ([record["loss"] for record in read_metrics(home / "runs" / name / "train/metrics.jsonl")]
                        for name in ("stored", "cleaned"))
     assert stored == cleaned and len(cleaned) == 40
-    assert [phase["steps"] for phase in made(home, "cleaned", "train").counts["phases"]] == [16, 16, 8]
+    phases = made(home, "cleaned", "train").counts["phases"]
+    assert [(phase["steps"], sum(phase["tokens"].values())) for phase in phases] == [(16, 8192), (16, 16384), (8, 8192)]
