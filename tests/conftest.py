@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, settings
 
 from drover.pipeline.config.plugins import warn
 from tests.cloud_servers import azurite, azurite_server, google, google_server  # noqa: F401 - fixtures of all
@@ -23,6 +24,10 @@ from tests.warm import WarmProcess, WarmServer
 from tests.workers import pytest_addoption, pytest_configure  # noqa: F401 - hooks of this conftest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+settings.register_profile("drover", deadline=None, suppress_health_check=[
+    HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+settings.load_profile("drover")  # no test has a time limit of its own, and fixtures may be shared by examples
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None,

@@ -49,9 +49,9 @@ def changed(text: str, chance: random.Random, words: int = 2) -> str:
     return " ".join(parts)
 
 
-def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
+def write_dirty(folder: Path, size: int = 1) -> Planted:
     """Fill `folder/texts` and `folder/evaluation` with files; `size` times as many documents of the clean kind."""
-    chance, planted, texts = random.Random(seed), Planted(), folder / "texts"
+    chance, planted, texts = random.Random(0), Planted(), folder / "texts"
     prose = paragraphs()
     asked = [prose.pop(at) for at in range(400, 0, -80)]  # what is asked for stands in leaked documents only
     for name in ("texts/web", "evaluation"):
@@ -70,10 +70,10 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
         ("web", 60), ("second", 40), ("book", 20), ("table", 30)))
     planted.clean |= {each["id"] for each in [*web, *second, *tables]}  # of plain text the ids are places
     copies = [{**each, "id": f"copy-{number}"} for number, each in enumerate(chance.sample(web, 8))]
-    near = []
-    for number, each in enumerate(chance.sample(web, 6)):
-        near.append({**each, "id": f"near-{number}", "text": changed(each["text"], chance)})
-        planted.near[f"near-{number}"] = each["id"]
+    first = chance.sample(web, 6)
+    near = [{**each, "id": f"near-{number}", "text": changed(each["text"], chance)}
+            for number, each in enumerate(first)]
+    planted.near = {own["id"]: each["id"] for own, each in zip(near, first, strict=True)}
     questions = [{"question": f"In the manual, complete: {' '.join(piece.split()[:18])}",
                   "answer": " ".join(piece.split()[18:24])} for piece in asked]
     leaked = documents("leaked", 3)
@@ -98,8 +98,7 @@ def write_dirty(folder: Path, seed: int = 0, size: int = 1) -> Planted:
         b'{"id": "torn-3", "text": "caf\xe9"}\n{"id": "torn-4", "text": "half \\ud83d"}\n[]\n\n')
     (texts / "web/part-4.jsonl").write_text("<!DOCTYPE html><html>404 Not Found</html>")
     (texts / "books.txt").write_text("\n=====\n".join(each["text"] for each in books))
-    table = pa.table({name: [each[name] for each in tables] for name in ("id", "text", "url")})
-    pq.write_table(table, texts / "tables.parquet", row_group_size=7)
+    pq.write_table(pa.Table.from_pylist(tables), texts / "tables.parquet", row_group_size=7)
     (folder / "evaluation/questions.jsonl").write_bytes(lines(questions))
     return planted
 

@@ -16,7 +16,6 @@ from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable
 from drover.pipeline.data.token_shards import write_shard
 
 SOURCES = ("web", "code")
-BATCH_TENSORS = ("tokens", "labels", "documents", "positions")
 
 
 def write_documents(path: Path, documents: Sequence[Any], text_bytes: Sequence[int], keys: Sequence[str], *,
@@ -74,7 +73,7 @@ def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: di
 
 def assert_same_batches(one: Any, other: Any) -> None:
     """Equal to the last bit, in types too."""
-    for name in BATCH_TENSORS:
+    for name in ("tokens", "labels", "documents", "positions"):
         ours, theirs = getattr(one, name), getattr(other, name)
         assert ours.dtype == theirs.dtype and ours.is_contiguous() and bool((ours == theirs).all()), name
     assert (one.targets, one.lengths, one.padding) == (other.targets, other.lengths, other.padding)
@@ -83,10 +82,13 @@ def assert_same_batches(one: Any, other: Any) -> None:
 def assert_batch(batch: Any, own: Sequence[Any], packed: bool, again: bool) -> None:
     """A batch of one sequence is what its pieces of documents say. A label is the next token of a document; where
     documents are packed, a piece that was cut and does not fill its sequence has none for its last token. Packed again
-    it may have lost that label, too."""
+    it may have lost that label, too. Documents are packed in pieces as long as the sequence, and what is left."""
     from drover.pipeline.data.sampling.batch import IGNORED
     length, ids = batch.tokens.shape[1], [piece.ids().tolist() for piece in own]
     padding = length - sum(map(len, ids))
+    for piece in own if packed and not again else ():
+        begin, end = piece.shard.document_span(piece.document)
+        assert piece.start % length == 0 and piece.stop == min(piece.start + length, end - begin), "cut, though it fits"
     labels = [label for part in ids for label in (*part[1:], IGNORED)] + [IGNORED] * padding
     begin, end = own[-1].shard.document_span(own[-1].document)
     if not padding and begin + own[-1].stop < end and (not packed or len(own) == 1) and not (

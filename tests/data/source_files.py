@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pyarrow as pa
@@ -11,10 +12,10 @@ import zstandard
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.tree import Config
-from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.data.streams import Piece
 
 RECORDS = [{"text": "one\ntwo", "name": "a", "stars": 1},
            {"text": 'comma, "quote", ü €  \u2028', "name": "b", "stars": 2},
@@ -48,9 +49,8 @@ def read(*sources, **settings):
 
 def payload_of(path, *borders, megabytes=128.0, **fields):
     """The payload of a unit that reads a file, or the pieces of it between these borders."""
-    about = path.stat()
-    pieces = [{"name": f"s/{path.name}", "path": str(path), "bytes": about.st_size, "mtime_ns": changed_ns(about),
-               "start": start, "stop": stop} for start, stop in pairwise(borders or (0, about.st_size))]
+    whole = replace(Piece.of(path), name=f"s/{path.name}")
+    pieces = [vars(replace(whole, start=start, stop=stop)) for start, stop in pairwise(borders or (0, whole.stop))]
     return {"name": "s-00000", "source": files_source(path, **fields).model_dump(mode="json"), "pieces": pieces,
             "max_document_mb": megabytes}
 

@@ -44,7 +44,7 @@ def test_a_card_counts_what_was_kept_and_shows_what_was_dropped():
                                     for number in (0, 1)]}, "long": {"too long": [{"id": "a.jsonl:4", "text": "z"}]}}}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.booleans() | st.tuples(st.sampled_from("ab"), st.sampled_from("xyz")),
                           st.text("xé", min_size=1, max_size=9))),
        st.lists(st.integers(0, 30), max_size=4), st.integers(0, 3))

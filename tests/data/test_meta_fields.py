@@ -1,24 +1,11 @@
 """Fields that a source keeps as meta: counted over all of its documents, and refused where no record has one."""
 
 import pytest
-from pyarrow.csv import write_csv
 
 from drover.launch.submit import main
 from drover.pipeline.contract.manifest import read_manifest
-from tests.data.source_files import batch, write_batches, write_jsonl
+from tests.data.source_files import batch, file_bytes, write_batches, write_jsonl
 from tests.stages.test_shard import files_source, folder_of, run, write_config
-
-
-def corpus(place, fields):
-    """Records of which half have `url`, one of them null, and one in all `rare`; a line in each file is broken."""
-    (place / "in").mkdir(exist_ok=True)
-    for number in range(4):
-        records = [{"text": f"text {number} {row} " * 20, **({"url": row or None} if row % 2 == 0 else {})}
-                   for row in range(20)]
-        records[0] |= {"text": ""} | ({"rare": 1} if number == 3 else {})
-        write_jsonl(place / f"in/{number}.jsonl", [*records, ["no object"]])
-    return write_config(place, [files_source("web", place / "in" / "*.jsonl", meta_fields=fields)],
-                        shard_mb=0.001, heldout_share=0.2, max_rejected_share=0.5)
 
 
 def said(capsys):
@@ -27,43 +14,43 @@ def said(capsys):
 
 
 def test_fields_are_counted_over_all_units_and_one_of_no_record_is_refused(tmp_path, capsys):
-    config = corpus(tmp_path, ["url", "ulr"])
+    """Half of the records have `url`, one of them null, and one in all has `rare`; a line in each file is broken."""
+    for number in range(4):
+        records = [{"text": f"text {number} {row} " * 20, **({"url": row or None} if row % 2 == 0 else {})}
+                   for row in range(20)]
+        records[0] |= {"text": ""} | ({"rare": 1} if number == 3 else {})
+        write_jsonl(tmp_path / f"{number}.jsonl", [*records, ["no object"]])
+    config = write_config(tmp_path, [files_source("web", tmp_path / "*.jsonl", meta_fields=["url", "ulr"])],
+                          shard_mb=0.001, heldout_share=0.2, max_rejected_share=0.5)
     assert run(config) == 2
     told = said(capsys)
     assert "source web: none of the 80 records that could be read has a field named ulr" in told
     assert "meta_fields" in told and not list(folder_of(config).rglob("*.tar"))
-    corpus(tmp_path, ["url", "rare"])
-    assert run(config) == 0
+    assert run(config, "shard.sources.0.meta_fields=[url, rare]") == 0
     assert read_manifest(folder_of(config)).counts["cards"]["web"]["fields"] == {
         "url": {"in": 40, "of": 80}, "rare": {"in": 1, "of": 80}}
     assert "source web: meta field url in 40 of 80 documents" in said(capsys)
 
 
-def write_columns(place, ending, number, names):
-    place.mkdir(exist_ok=True)
-    columns = batch(*((name, [f"{name} {number} {row} " * 9 for row in range(30)]) for name in names))
-    if ending == "csv":
-        return write_csv(columns, place / f"{number}.csv")
-    return write_batches(place / f"{number}.{ending.split()[0]}", columns, stream=" " in ending)
-
-
-@pytest.mark.parametrize("ending", ["parquet", "arrow stream", "csv"])
-def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, ending, capsys):
+@pytest.mark.parametrize("kind", ["parquet", "arrow stream", "csv"])
+def test_a_column_of_no_file_is_refused_before_anything_is_read(tmp_path, kind, capsys):
     """A file that cannot be looked into is left to the reading."""
+    (tmp_path / "in").mkdir()
     for number in range(2):
-        write_columns(tmp_path / "in", ending, number, ["text", "url"])
-    source = files_source("tables", tmp_path / "in" / "*", meta_fields=["url", "lang"])
+        (tmp_path / f"in/{number}.{kind.split()[0]}").write_bytes(file_bytes(kind, tmp_path))
+    source = files_source("tables", tmp_path / "in" / "*", meta_fields=["name", "lang"])
     config = write_config(tmp_path, [source], heldout_share=0.2, max_rejected_share=1.0)
     assert run(config) == 2
     told = said(capsys)
     assert "source tables: none of its 2 files has a column named lang; the columns of 1." in told
-    assert "are text, url." in told and not (folder_of(config) / "units").exists()
+    assert "are text, name, stars." in told and not (folder_of(config) / "units").exists()
     assert main(["--stage", "shard", "--config", str(config), "--cluster", "local", "name=b"]) == 2
     assert "has a column named lang" in said(capsys) and not folder_of(config, "b").exists()
     (tmp_path / "in/3.parquet").write_bytes(b"PAR1 cut off")
     assert run(config) == 2
     assert (folder_of(config) / "rejected.jsonl").read_text().count("no column named lang") == 2
-    write_columns(tmp_path / "in", ending, 2, ["text", "url", "lang"])
+    texts = [f"text {row}" for row in range(30)]
+    write_batches(tmp_path / "in/2.parquet", batch(*((name, texts) for name in ("text", "name", "lang"))))
     assert run(config) == 0
     card = read_manifest(folder_of(config)).counts["cards"]["tables"]
     assert card["fields"]["lang"] == {"in": 30, "of": card["documents"]} == {"in": 30, "of": 30}

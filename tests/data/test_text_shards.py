@@ -5,11 +5,10 @@ import re
 import subprocess
 import sys
 import tarfile
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.writer import TarWriter
 
@@ -18,6 +17,7 @@ from drover.pipeline.core.files import output_record
 from drover.pipeline.data.documents import Document, from_json, to_json
 from drover.pipeline.data.text_shards import read_documents, read_shard, read_texts, write_members
 from tests.conftest import REPOSITORY, environment
+from tests.refusal import refused
 
 DOCUMENTS = [Document(text, "web", f"page.{number}", {"stars": number, "tags": ["a.b", None]})
              for number, text in enumerate(["short", "ü € 漢字 \u2028 \0", "x" * 5000, "dots. in. text."])]
@@ -44,7 +44,7 @@ def record(shard, tmp_path):
     return output_record(tmp_path, shard, split="train", source="web", docs=len(DOCUMENTS))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(members=st.lists(st.tuples(st.text("abc-0.", min_size=1, max_size=12) | st.sampled_from(["k" * 94, "k" * 95]),
                                   st.binary(max_size=20) | st.sampled_from(
                                       [b"x" * size for size in (511, 512, 513, 9728, 10240)])), max_size=8))
@@ -67,23 +67,26 @@ def found(path, only=None):
     return documents, None
 
 
-HARM = {"place": st.integers(0, 20_000), "byte": st.integers(0, 255), "cut": st.booleans()}
-
-
-def harmed(data, place, byte, cut):
-    """The bytes cut at a place, or with another byte there."""
-    place %= len(data)
-    return data[:place] if cut else data[:place] + bytes([byte]) + data[place + 1:]
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(only=st.sampled_from([None, {0}, {1, 3}, set()]), **HARM)
-def test_any_byte_may_be_wrong(shard, tmp_path, only, **harm):
-    """Of headers, texts and ends: what is given are documents of the shard, or their letters are others."""
-    (tmp_path / "harmed.tar").write_bytes(harmed(shard.read_bytes(), **harm))
-    whole, [documents, told] = found(shard, only)[0], found(tmp_path / "harmed.tar", only)
+@settings(max_examples=100)
+@given(only=st.sampled_from([None, {0}, {1, 3}, set()]), place=st.integers(0, 20_000), byte=st.integers(0, 255),
+       cut=st.booleans())
+def test_any_byte_may_be_wrong(shard, tmp_path, record, only, place, byte, cut):
+    """Of headers, texts and ends: what is given are documents of the shard, or their letters are others. Webdataset's
+    reader gives no text of a changed shard without an error: where it is cut between two members, only the hash shows
+    it."""
+    sound, path = shard.read_bytes(), tmp_path / "harmed" / record["path"]
+    place %= len(sound)
+    data = sound[:place] if cut else sound[:place] + bytes([byte]) + sound[place + 1:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    whole, [documents, told] = found(shard, only)[0], found(path, only)
     assert told or len(documents) == len(whole)
     assert sum(one != other for one, other in zip(documents, whole, strict=False)) <= 1
+    texts = (text for batch in read_texts(tmp_path / "harmed", record, 3000) for text in batch.texts)
+    if data == sound:
+        assert list(texts) == [own.text for own in DOCUMENTS]
+    else:
+        refused(UserError, r"web-00000\.tar is not what the stage shard committed", list, texts)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -99,13 +102,12 @@ def test_a_cut_is_noticed_and_named(shard, inside):
     assert "web-00000.tar is missing" in found(shard)[1]
 
 
-@pytest.mark.parametrize(("count", "letter", "told"), [
-    (4, b".", None), (4, b"!", r"page\.3 does not have the hash"), (3, b".", "holds 3 documents instead of 4")])
-def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp_path, record, count, letter, told):
-    write_documents(shard, DOCUMENTS[:count])
-    shard.write_bytes(shard.read_bytes().replace(b"n. text.", b"n. text" + letter))
-    with pytest.raises(UserError, match=told) if told else nullcontext():
-        assert list(read_shard(tmp_path, record)) == [replace(own, key=key(own.text)) for own in DOCUMENTS]
+def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp_path, record):
+    assert list(read_shard(tmp_path, record)) == [replace(own, key=key(own.text)) for own in DOCUMENTS]
+    shard.write_bytes(shard.read_bytes().replace(b"n. text.", b"n. text!"))
+    refused(UserError, r"page\.3 does not have the hash", list, read_shard(tmp_path, record))
+    write_documents(shard, DOCUMENTS[:3])
+    refused(UserError, "holds 3 documents instead of 4", list, read_shard(tmp_path, record))
 
 
 @pytest.mark.parametrize("member", [b"{not json", b'{"source": "web", "id": "1", "meta": {}}', b"[]",
@@ -113,11 +115,10 @@ def test_a_changed_letter_and_another_number_of_documents_are_noticed(shard, tmp
 def test_a_member_that_is_no_document_is_named(tmp_path, member):
     whole = to_json(Document("a", "s", "1", {}))
     write_members(tmp_path / "s.tar", [("abc", whole), ("broken", member)])
-    with pytest.raises(UserError, match=r"s\.tar.*broken\.json"):
-        list(read_documents(tmp_path / "s.tar"))
+    refused(UserError, r"s\.tar.*broken\.json", list, read_documents(tmp_path / "s.tar"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text(),
        value=st.integers(-2**63, 2**64 - 1) | st.text() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_member_reads_back_as_it_was(text, value):
@@ -126,8 +127,7 @@ def test_a_member_reads_back_as_it_was(text, value):
 
 
 def test_half_a_character_is_not_written():
-    with pytest.raises(UnicodeEncodeError):
-        to_json(Document("t", "s", "1", {"a": "\ud800"}))
+    refused(UnicodeEncodeError, "surrogates", to_json, Document("t", "s", "1", {"a": "\ud800"}))
 
 
 def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
@@ -141,24 +141,10 @@ def test_the_pages_snippet_reads_them_through_a_data_loader(tmp_path):
     assert result.stdout.splitlines() == [f"web {own.id} {len(own.text)}" for own in DOCUMENTS]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(**HARM)
-def test_webdatasets_reader_gives_no_text_of_a_changed_shard_without_an_error(shard, tmp_path, record, **harm):
-    """Where a shard is cut between two members, only the hash shows it."""
-    sound = shard.read_bytes()
-    data = harmed(sound, **harm)
-    (tmp_path / "harmed/train").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "harmed" / record["path"]).write_bytes(data)
-    with pytest.raises(UserError, match=r"web-00000\.tar is not what the stage shard committed") if data != sound \
-            else nullcontext():
-        assert [text for batch in read_texts(tmp_path / "harmed", record, 3000) for text in batch.texts] == [
-            own.text for own in DOCUMENTS]
-
-
 def test_what_was_committed_and_is_no_text_shard_is_refused(tmp_path):
     write_members(tmp_path / "a.tar", [("a", b"[]")])
-    with pytest.raises(UserError, match="is no text shard"):
-        list(read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=1), 10))
+    refused(UserError, "is no text shard", list,
+            read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=1), 10))
     write_documents(tmp_path / "a.tar", DOCUMENTS)
-    with pytest.raises(UserError, match="holds 4 documents instead of 3"):
-        list(read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=3), 10))
+    refused(UserError, "holds 4 documents instead of 3", list,
+            read_texts(tmp_path, output_record(tmp_path, tmp_path / "a.tar", docs=3), 10))

@@ -2,10 +2,6 @@
 
 import os
 import pickle
-import re
-import subprocess
-import sys
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +13,8 @@ from hypothesis import strategies as st
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import token_shards
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
-from tests.conftest import REPOSITORY
+from tests.conftest import run_python
+from tests.refusal import refused
 from tests.token_shards import write_shards
 
 DOCUMENTS = [[1, 5, 6, 7, 2], [1, 2], [9], [], [1, 65535, 2], list(range(1000))]
@@ -32,14 +29,11 @@ def make(folder, documents=DOCUMENTS, dtype="uint16", **options):
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_training_and_arrow_read_the_same(tmp_path, dtype):
     shard = make(tmp_path, dtype=dtype)
-    with pa.OSFile(str(shard.path)) as file:
-        reader = pa.ipc.open_file(file)
-        assert reader.num_record_batches == 1
-        table = reader.read_all()
-    assert table.to_pylist() == [{"tokens": ids, "bytes": 10 * len(ids), "key": bytes.fromhex(key)}
+    batch = read_batch(shard.path)
+    assert batch.to_pylist() == [{"tokens": ids, "bytes": 10 * len(ids), "key": bytes.fromhex(key)}
                                  for ids, key in zip(DOCUMENTS, KEYS, strict=True)]
-    assert table.schema.field("tokens").type == pa.large_list(pa.from_numpy_dtype(dtype))
-    assert table.schema.metadata == {b"format": b"1", b"dtype": dtype.encode(), b"tokenizer_sha256": b"ab"}
+    assert batch.schema.field("tokens").type == pa.large_list(pa.from_numpy_dtype(dtype))
+    assert batch.schema.metadata == {b"format": b"1", b"dtype": dtype.encode(), b"tokenizer_sha256": b"ab"}
     assert (shard.documents, shard.token_count, shard.record["text_bytes"]) == (len(DOCUMENTS), 1011, 10 * 1011)
     for number, ids in enumerate(DOCUMENTS):
         read = shard.document_tokens(number)
@@ -51,7 +45,7 @@ def test_training_and_arrow_read_the_same(tmp_path, dtype):
     assert shard.tokens(0, 5).tolist() == DOCUMENTS[0], "what is given is a copy"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(lengths=st.lists(st.integers(0, 30) | st.just(4000), max_size=60), data=st.data(),
        block=st.sampled_from([1, 2, 5, 512]))
 def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, lengths, data, block):
@@ -76,14 +70,12 @@ def test_documents_are_found_in_the_file_as_in_memory(tmp_path_factory, lengths,
 
 def test_what_is_outside_is_an_error(tmp_path):
     shard = make(tmp_path)
-    reads = [partial(shard.tokens, *span) for span in ((0, shard.token_count + 1), (-1, 2), (5, 4))]
-    reads += [partial(read, number) for read in (shard.document_tokens, shard.document_bytes, shard.document_key)
-              for number in (len(DOCUMENTS), -1)]
-    for read in reads:
-        with pytest.raises(IndexError):
-            read()
-    with pytest.raises(ValueError, match=r"the 1 keys of .* are not of 16 bytes each"):
-        write_shard(tmp_path / "x", np.zeros(1, "uint16"), np.array([0, 1]), [1], ["00"], metadata={})
+    for read, *place in (*((shard.tokens, *span) for span in ((0, shard.token_count + 1), (-1, 2), (5, 4))),
+                         *((read, number) for number in (len(DOCUMENTS), -1) for read in (
+                             shard.document_tokens, shard.document_bytes, shard.document_key))):
+        refused(IndexError, "which has", read, *place)
+    refused(ValueError, r"the 1 keys of .* are not of 16 bytes each", write_shard,
+            tmp_path / "x", np.zeros(1, "uint16"), np.array([0, 1]), [1], ["00"], metadata={})
 
 
 def test_a_torn_file_is_named(tmp_path):
@@ -91,15 +83,12 @@ def test_a_torn_file_is_named(tmp_path):
     shard = make(tmp_path)
     shard.tokens(0, 10)
     os.truncate(shard.path, shard.record["data_offset"] + 20)
-    with pytest.raises(UserError, match="cut after training began"):  # an error, and no signal
-        shard.tokens(0, shard.token_count)
-    with pytest.raises(UserError, match=r"web-00000.arrow is damaged or not a token shard"):
-        read_batch(shard.path)
+    refused(UserError, "cut after training began", shard.tokens, 0, shard.token_count)  # an error, and no signal
+    refused(UserError, r"web-00000.arrow is damaged or not a token shard", read_batch, shard.path)
     batch = pa.record_batch({"text": ["a"]})
     with pa.ipc.new_file(str(shard.path), batch.schema) as writer:
         writer.write_batch(batch)
-    with pytest.raises(UserError, match="not a token shard"):
-        read_batch(shard.path)
+    refused(UserError, "not a token shard", read_batch, shard.path)
 
 
 @pytest.mark.parametrize("whole", [0, 1 << 20])
@@ -112,19 +101,17 @@ def test_changed_document_boundaries_are_noticed_where_they_are_read(tmp_path, w
             file.write(value.to_bytes(8, "little", signed=True))
     for place, wrong in ((4000, 39_999), (0, 1), (2000, 5), (2000, 39_000), (2000, -1)):
         put(place, wrong)
-        with pytest.raises(UserError, match=r"does not hold the 4000 documents .* its content was changed"):
-            TokenShard(shard.path, shard.record, whole).document_starts(19_990, 20_010)
+        refused(UserError, r"does not hold the 4000 documents .* its content was changed",
+                TokenShard(shard.path, shard.record, whole).document_starts, 19_990, 20_010)
         put(place, 10 * place)
     assert shard.document_starts(19_990, 20_010).tolist() == [19_990, 20_000]
     put(2000, -1)
-    with pytest.raises(UserError, match="damaged or not a token shard"):
-        read_batch(shard.path)
+    refused(UserError, "damaged or not a token shard", read_batch, shard.path)
 
 
 def test_reading_needs_no_arrow(tmp_path):
     (tmp_path / "shard.pickle").write_bytes(pickle.dumps(make(tmp_path)))
     code = ("import pickle, sys; shard = pickle.load(open(sys.argv[1], 'rb'));"
             "print(shard.tokens(0, 5).tolist(), shard.document_key(1)[-2:], 'pyarrow' in sys.modules)")
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path / "shard.pickle")], cwd=REPOSITORY, text=True,
-                            capture_output=True, check=True)
-    assert re.fullmatch(r"\[1, 5, 6, 7, 2\] 01 False\n", result.stdout)
+    result = run_python("-c", code, tmp_path / "shard.pickle")
+    assert result.stdout == "[1, 5, 6, 7, 2] 01 False\n"

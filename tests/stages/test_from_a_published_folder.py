@@ -17,8 +17,8 @@ from drover.pipeline.core.files import read_json
 from drover.pipeline.data.shard_table import open_shards
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
-from tests.tokenization.conftest import byte_level, texts  # noqa: F401
-from tests.tokenization.test_ready_folders import TEMPLATE, with_special
+from tests.tokenization.conftest import byte_level, texts, with_special  # noqa: F401
+from tests.tokenization.test_ready_folders import TEMPLATE
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ FAST = ["train.precision=fp32", "train.steps=2", "train.warmup_steps=1", "train.
 def source(tmp_path_factory, byte_level):  # noqa: F811
     """The folder, as transformers writes it."""
     folder = tmp_path_factory.mktemp("published")
-    tokenizer = with_special(byte_level, NAMES)
+    tokenizer = with_special(byte_level, *NAMES)
     bos, pad, *ends = (tokenizer.token_to_id(NAMES[index]) for index in (0, 2, 1, 5, 6))
     tokenizer.post_processor = processors.Sequence([
         processors.ByteLevel(trim_offsets=False),

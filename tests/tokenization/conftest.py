@@ -1,7 +1,6 @@
 """Small vocabularies of every kind, trained on real text."""
 
 import base64
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def rank_lines(tokens):
 
 
 @pytest.fixture(scope="session")
-def texts(corpus: Path) -> list[str]:
+def texts(corpus):
     """The documents of the miniature corpus."""
     return [path.read_bytes().decode() for path in sorted(corpus.glob("*.txt"))]
 
@@ -50,10 +49,17 @@ def byte_level(texts):
     return tokenizer
 
 
-@pytest.fixture(scope="session")
-def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
-    """A file of every kind of vocabulary."""
+def with_special(byte_level, *tokens):
+    """A copy of the tokenizer that has these special tokens, as ready ones come."""
     from tokenizers import Tokenizer
+    ready = Tokenizer.from_str(byte_level.to_str())
+    ready.add_special_tokens(list(tokens))
+    return ready
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory, texts, byte_level):
+    """A file of every kind of vocabulary."""
     folder = tmp_path_factory.mktemp("vocabularies")
     made = {name: folder / name / file for name, file in (
         ("bpe", "tokenizer.model"), ("unigram", "tokenizer.model"), ("tiktoken", "tokenizer.model"),
@@ -65,12 +71,10 @@ def files(tmp_path_factory, texts, byte_level) -> dict[str, Path]:
         train_sentencepiece(chunks, TokenizerConfig(vocab_size=size, algorithm=algorithm), made[algorithm],
                             made[algorithm].with_name("train.log"))
     write_characters(made["char"], texts)
-    of_character = byte_of_character()
-    ranks = byte_level.get_vocab()
-    made["tiktoken"].write_bytes(rank_lines(bytes(of_character[character] for character in token)
+    of_character, ranks = byte_of_character(), byte_level.get_vocab()
+    made["tiktoken"].write_bytes(rank_lines(bytes(map(of_character.__getitem__, token))
                                             for token in sorted(ranks, key=ranks.__getitem__)))
-    ready = Tokenizer.from_str(byte_level.to_str())
-    ready.add_special_tokens(["<s>", "</s>"])
+    ready = with_special(byte_level, "<s>", "</s>")
     ready.enable_truncation(8)
     ready.save(str(made["huggingface"]))
     return made

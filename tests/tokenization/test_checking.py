@@ -9,6 +9,7 @@ from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.huggingface_tokenizer import HuggingFaceTokenizer
 from drover.pipeline.tokenization.reporting import described
 from tests.refusal import refused
+from tests.tokenization.conftest import with_special
 
 
 @pytest.fixture
@@ -38,7 +39,8 @@ def test_numbers_of_a_source(vocabularies, exported):
 
 
 def test_the_word_mark_is_counted_and_passes(vocabularies, exported):
-    check = checked(vocabularies["bpe"], exported(vocabularies["bpe"]), "a\u2581b", "a b")
+    vocabulary = vocabularies["bpe"]
+    check = checked(vocabulary, exported(vocabulary), "a\u2581b", "a b")
     assert (check.tally["literal_marks"], check.tally["round_trip_failures"], check.failures) == (1, 0, [])
 
 
@@ -58,10 +60,9 @@ def test_an_export_without_bos_is_refused(vocabularies, exported):
 
 
 def test_a_vocabulary_that_loses_text_is_refused(tmp_path, byte_level, exported):
-    from tokenizers import Tokenizer, normalizers
-    lossy = Tokenizer.from_str(byte_level.to_str())
+    from tokenizers import normalizers
+    lossy = with_special(byte_level, "<s>", "</s>")
     lossy.normalizer = normalizers.Lowercase()
-    lossy.add_special_tokens(["<s>", "</s>"])
     lossy.save(str(tmp_path / "lossy.json"))
     vocabulary = HuggingFaceTokenizer(tmp_path / "lossy.json")
     check = checked(vocabulary, exported(vocabulary), "all lower", "One upper")
@@ -95,8 +96,7 @@ def test_sets_of_ids_survive_as_text():
 def test_the_report_says_what_the_tokens_are_like(vocabularies, exported, texts):
     vocabulary = vocabularies["bpe"]
     check = checked(vocabulary, exported(vocabulary), *texts[:3])
-    total = summed([check.tally])
-    report = described(vocabulary, {"web": total}, summed([]), check.seen, 0, 3)
+    report = described(vocabulary, {"web": (total := summed([check.tally]))}, summed([]), check.seen, 0, 3)
     assert report["sources"]["web"]["bytes_per_token"] == round(total["text_bytes"] / total["tokens"], 6) > 1.5
     assert report["pieces"] == 1024 - 1 - 256 - 256 and 0 < report["unused_pieces"] < report["pieces"]
     assert report["training_sample"]["bytes_per_token"] is None and "heldout_documents" not in report

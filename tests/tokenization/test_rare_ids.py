@@ -1,5 +1,7 @@
 """Unknown and byte-fallback ids: counted per shard, and compared with what the tokenizer's report has."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -11,22 +13,18 @@ from drover.pipeline.tokenization.kinds import load_tokenizer
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
 
-class Vocabulary:
-    size, unk_id, byte_fallback_ids = 128, 0, frozenset({3, 4})
-    bos_id, eos_id = 1, 2
-
-
 def record(path, unknown, fallback, source="a", tokens=1002):
     return {"path": path, "source": source, "docs": 1, "tokens": tokens, "unknown_tokens": unknown,
             "fallback_tokens": fallback}
 
 
-def test_they_are_counted(monkeypatch):
-    ids = np.array([0, 1, 3, 9, 4, 4, 0, 127], np.uint16)
-    assert rare_counts(ids, Vocabulary()) == {"unknown_tokens": 2, "fallback_tokens": 3}
-    for name, value in (("eos_id", 0), ("unk_id", None)):  # one that stands around documents; none
-        monkeypatch.setattr(Vocabulary, name, value)
-        assert rare_counts(ids, Vocabulary()) == {"unknown_tokens": 0, "fallback_tokens": 3}
+@pytest.mark.parametrize(("changes", "unknown"), [({}, 2), ({"eos_id": 0}, 0), ({"unk_id": None}, 0)],
+                         ids=["as it is", "around documents", "none"])
+def test_they_are_counted(changes, unknown):
+    vocabulary = SimpleNamespace(**{"size": 128, "unk_id": 0, "byte_fallback_ids": {3, 4}, "bos_id": 1, "eos_id": 2,
+                                    **changes})
+    assert rare_counts(np.array([0, 1, 3, 9, 4, 4, 0, 127], np.uint16), vocabulary) == {
+        "unknown_tokens": unknown, "fallback_tokens": 3}
 
 
 REPORT = {"total": {"unknown_share": 0.0, "fallback_share": 0.02},

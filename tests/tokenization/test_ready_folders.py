@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from drover.pipeline.data.documents import Document
 from drover.pipeline.tokenization.checking import Check
 from drover.pipeline.tokenization.kinds import load_tokenizer, ready_file
 from drover.pipeline.tokenizer import make
-from tests.tokenization.conftest import ODD_TEXTS
+from tests.tokenization.conftest import ODD_TEXTS, with_special
 
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
             "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
@@ -18,18 +18,11 @@ TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ m
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 
-def with_special(byte_level, names):
-    """The tokenizer with special tokens of these names, as instruct models have them."""
-    tokenizer = Tokenizer.from_str(byte_level.to_str())
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    return tokenizer
-
-
 @pytest.fixture(scope="module", params=["BOS first", "no BOS", "template in a file"])
 def source(request, tmp_path_factory, byte_level):
     """A folder as instruct models come: special tokens beyond BOS and EOS, a template, settings of its own."""
     folder = tmp_path_factory.mktemp("source")
-    tokenizer = with_special(byte_level, SPECIAL)
+    tokenizer = with_special(byte_level, *SPECIAL)
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     if request.param != "no BOS":
         bos = SPECIAL[0]

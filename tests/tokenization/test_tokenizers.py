@@ -50,7 +50,7 @@ def test_odd_and_real_text_comes_back_and_has_equal_ids_in_the_export(vocabulari
 
 
 @every_kind
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=any_text)
 def test_any_text_comes_back_and_has_equal_ids_in_the_export(vocabularies, exported, kind, text):
     comes_back(vocabularies[kind], text)
@@ -61,7 +61,7 @@ def test_there_are_llama_3s_256_special_tokens(vocabularies):
     for kind in OWN:
         vocabulary = vocabularies[kind]
         ids = [vocabulary.special_tokens[name] for name in SPECIAL_TOKENS]
-        assert ids == list(range(ids[0], ids[0] + 256)) and len(set(SPECIAL_TOKENS)) == 256
+        assert ids == list(range(ids[0], ids[0] + 256))
         assert (vocabulary.bos_id, vocabulary.eos_id) == (ids[0], ids[1]) and vocabulary.bounds == (BOS, EOS)
     named = {0: "begin_of_text", 1: "end_of_text", 2: "reserved_special_token_0", 3: "reserved_special_token_1",
              4: "finetune_right_pad_id", 5: "step_id", 6: "start_header_id", 7: "end_header_id", 8: "eom_id",

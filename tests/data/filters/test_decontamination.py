@@ -1,7 +1,6 @@
 """Documents in which items of evaluation sets stand: which are found, in whatever files the items lie, and what the
 stage makes of it."""
 
-import gzip
 import json
 from unittest.mock import Mock
 
@@ -21,7 +20,7 @@ from drover.pipeline.data.filters.decontamination import MOST_IN_META, OUTPUT
 from drover.pipeline.data.filters.item_index import ItemIndex
 from tests.conftest import REPOSITORY
 from tests.data.filters.test_kinds import made, outcome
-from tests.data.source_files import lines, write_batches, write_jsonl
+from tests.data.source_files import lines, write_jsonl
 from tests.stages.test_shard import documents, files_source, folder_of, run, write_config
 
 
@@ -36,7 +35,7 @@ def plainly(items, n, least, text):
 FEW_WORDS = st.lists(st.sampled_from(["a", "B", "c,", "Straße", "x"]), max_size=9).map(" ".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(FEW_WORDS, max_size=6), st.integers(1, 5), st.integers(1, 4), FEW_WORDS, st.booleans())
 def test_it_finds_what_looking_at_every_place_finds(items, n, least, text, collide):
     """Also where all words have one hash, so that the words must decide."""
@@ -63,14 +62,11 @@ RECORDS = [{"question": ITEM, "answer": "six legs", "tags": ["easy", "nature"]},
 
 
 def write_sets(folder):
-    """The records in a file of each format."""
+    """The records in files of two formats."""
     folder.mkdir(exist_ok=True)
-    (folder / "set.jsonl").write_bytes(lines(RECORDS))
-    (folder / "set.jsonl.gz").write_bytes(gzip.compress(lines(RECORDS)))
-    (folder / "set.json").write_text(json.dumps(RECORDS))
-    (folder / "set.csv").write_text("question,answer,tags\n" + "".join(
-        f'"{record["question"]}",{record["answer"]},\n' for record in RECORDS))
-    write_batches(folder / "set.parquet", pa.RecordBatch.from_pylist(RECORDS))
+    write_jsonl(folder / "set.jsonl", RECORDS)
+    (folder / "set.csv").write_text("question,answer\n" + "".join(
+        f'"{record["question"]}",{record["answer"]}\n' for record in RECORDS))
 
 
 def filter_of(*files, **asked):
@@ -79,8 +75,9 @@ def filter_of(*files, **asked):
     return made(kind="decontamination", files=files, **asked)
 
 
-@pytest.mark.parametrize("name", ["set.jsonl", "set.jsonl.gz", "set.json", "set.csv", "set.parquet"])
-def test_items_are_read_from_any_format(tmp_path, name):
+@pytest.mark.parametrize("name", ["set.jsonl", "set.csv"])
+def test_items_are_read_from_objects_and_columns(tmp_path, name):
+    """From every format and compression test_formats.py reads."""
     write_sets(tmp_path)
     own = filter_of((tmp_path / name, ["answer", "question"]), n=3)  # fields in the order that is asked
     own.open()
@@ -95,13 +92,13 @@ def test_a_flagged_document_names_tasks_and_items_and_keeps_its_text(tmp_path):
     write_sets(tmp_path)
     own = made(kind="decontamination", action="flag", files=[
         {"path": str(many), "task": "spiders", "fields": ["text"]},
-        {"path": str(tmp_path / "set.json"), "fields": ["question", "tags"]}])
+        {"path": str(tmp_path / "set.jsonl"), "fields": ["question", "tags"]}])
     after = own(Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3}))
     assert after == Document(f"{ITEM}\n\n{ITEM}", "s", "1", {"stars": 3, "contamination": {
-        "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.json:1"]}})
+        "spiders": [f"many.jsonl:{number + 1}" for number in range(MOST_IN_META)], "set": ["set.jsonl:1"]}})
     found = own.summary(own.findings())
     assert found["spiders"]["found"] == MOST_IN_META + 2 and found["spiders"]["documents"] == 1
-    assert (found["set"]["action"], found["set"]["which"]) == ("flag", {"set.json:1": 1})
+    assert (found["set"]["action"], found["set"]["which"]) == ("flag", {"set.jsonl:1": 1})
 
 
 def test_a_task_is_read_as_its_file_says():
@@ -137,8 +134,8 @@ def test_memory_that_runs_out_says_nothing_against_a_set(tmp_path, monkeypatch):
 def test_equal_names_in_one_task_are_refused(tmp_path):
     for folder in ("one", "two"):
         write_sets(tmp_path / folder)
-    with pytest.raises(UserError, match=r"set\.json:1 of the task set twice"):
-        filter_of(*((tmp_path / folder / "set.json", ["question"]) for folder in ("one", "two"))).open()
+    with pytest.raises(UserError, match=r"set\.jsonl:1 of the task set twice"):
+        filter_of(*((tmp_path / folder / "set.jsonl", ["question"]) for folder in ("one", "two"))).open()
 
 
 @pytest.fixture
@@ -152,7 +149,7 @@ def corpus(tmp_path):
         write_jsonl(tmp_path / f"in/{number}.jsonl", [{"text": text} for text in texts])
     wanted = [{"kind": "decontamination", "files": [
         {"path": str(tmp_path / "sets/set.jsonl"), "task": "spiders", "fields": ["question"]},
-        {"path": str(tmp_path / "sets/set.json"), "task": "answers", "fields": ["answer"]}]}]
+        {"path": str(tmp_path / "sets/set.csv"), "task": "answers", "fields": ["answer"]}]}]
     return write_config(tmp_path, [files_source("web", tmp_path / "in/*.jsonl")], shard_mb=0.002, heldout_share=0.2,
                         filters=wanted)
 
@@ -164,7 +161,7 @@ def refused(capsys, config, *overrides):
     return "".join(capsys.readouterr())
 
 
-def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
+def test_the_stage_counts_by_task_names_the_items_and_goes_by_their_content(corpus, tmp_path, capsys):
     assert run(corpus) == 0
     told = capsys.readouterr().out
     assert "filter decontamination: 2 of 2 items of spiders were found in 5 documents" in told
@@ -178,14 +175,6 @@ def test_the_stage_counts_by_task_and_names_the_items(corpus, capsys):
     found = json.loads((folder_of(corpus) / OUTPUT).read_text())["decontamination"]
     assert found["spiders"]["which"] == {"set.jsonl:1": 4, "set.jsonl:2": 1} and found["answers"]["which"] == {}
     assert not any("spider" in document.text for split in ("train", "heldout") for document in documents(corpus, split))
-    assert run(corpus, "name=b", "launch.processes=2", "--part", "1/2") == 0
-    assert run(corpus, "name=b", "--part", "0/2") == 0 and run(corpus, "name=b") == 0
-    again = read_manifest(folder_of(corpus, "b"))
-    assert (again.fingerprint, again.outputs) == (manifest.fingerprint, manifest.outputs)
-
-
-def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp_path, capsys):
-    assert run(corpus) == 0
     (tmp_path / "sets").rename(tmp_path / "moved")
     corpus.write_text(corpus.read_text().replace("/sets/", "/moved/"))
     assert run(corpus) == 0
@@ -197,6 +186,6 @@ def test_other_items_make_the_stage_stale_and_another_place_does_not(corpus, tmp
 
 def test_a_set_that_is_not_there_and_a_source_called_as_filters_files_are_refused(corpus, tmp_path, capsys):
     assert "A source of shard.sources is called filters" in refused(capsys, corpus, "shard.sources.0.name=filters")
-    (tmp_path / "sets/set.json").unlink()
+    (tmp_path / "sets/set.csv").unlink()
     told = refused(capsys, corpus, "name=b", "shard.sources.0.paths=[nowhere.jsonl]")
     assert "nowhere.jsonl" in told and "the filter decontamination needs" in told

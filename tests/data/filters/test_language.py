@@ -7,6 +7,7 @@ import pytest
 from drover.pipeline.config.section import identity
 from drover.pipeline.core.errors import UserError
 from tests.data.filters.test_kinds import made, outcome
+from tests.refusal import refused
 
 pytest.importorskip("fasttext", reason="of the extra `clean`")
 
@@ -38,8 +39,8 @@ def test_other_languages_and_doubtful_ones_are_dropped():
 def test_labels_are_those_of_the_model():
     assert outcomes(path=str(WITH_SCRIPTS), languages=["eng_Latn", "fra_Latn"])[1][:3] == [
         None, "of another language", None]
-    with pytest.raises(UserError, match=r"is to keep eng, but the model .* knows 3 labels.*did you mean eng_Latn"):
-        made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open()
+    refused(UserError, r"is to keep eng, but the model .* knows 3 labels.*did you mean eng_Latn",
+            made(kind="language", path=str(WITH_SCRIPTS), languages=["eng"]).open)
 
 
 def test_only_the_beginning_is_looked_at_where_that_is_asked_for():
@@ -51,8 +52,6 @@ def test_only_the_beginning_is_looked_at_where_that_is_asked_for():
 def test_what_is_no_model_is_told_of(tmp_path):
     path = tmp_path / "lid.ftz"
     own = made(kind="language", path=str(path), languages=["en"])
-    with pytest.raises(UserError, match="is not there"):
-        own.open()
+    refused(UserError, "is not there", own.open)
     path.write_text("no model")
-    with pytest.raises(UserError, match="is no fastText model"):
-        own.open()
+    refused(UserError, "is no fastText model", own.open)

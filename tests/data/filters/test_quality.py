@@ -7,6 +7,7 @@ import random
 import re
 import sysconfig
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 from hypothesis import example, given, settings
@@ -116,12 +117,10 @@ def compare(kind, text, **asked):
 
 @functools.cache
 def real_texts():
-    """Files of the standard library, whole and their docstrings' paragraphs, and its licence and copyright texts."""
-    found = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]:
-        text = path.read_text(errors="ignore")
-        found += [text[:20_000], *(part.strip('"') for part in re.findall('"""[^"]{200,4000}"""', text)[:6])]
-    return [text for text in found if text.strip()]
+    """Beginnings of files of the standard library, and of Python's help."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+    texts = [*(path.read_text(errors="ignore") for path in files), *topics.values()]
+    return [text[:10_000] for text in texts if text.strip()]
 
 
 LINES = ["Home", "read more...", "- one", "• two", "A fact [12] was told [citation needed]. [edit]",
@@ -149,7 +148,7 @@ def real_or_dirty(draw):
 def test_the_defaults_say_of_real_and_of_dirty_texts_what_datatrove_says(kind):
     draw, texts = random.Random(7), real_texts()
     texts = texts + [dirty(text, draw) for text in texts for _ in range(2)]
-    reasons = {compare(kind, text) for text in texts if text.strip()}
+    reasons = {compare(kind, text) for text in texts}
     assert None in reasons and len(reasons) > 2  # some pass, and several rules have dropped others
 
 
@@ -170,8 +169,8 @@ LOOSE = {kind: {name: False if values == (True, False) else None for name, value
 @pytest.mark.parametrize(("setting", "text"), [
     ("dup_line_frac", "a b\nc d\na b\ne f"), ("dup_para_frac", "a b\n\nc d\n\na b"),
     ("dup_line_char_frac", "a b\nc d\na b\ne f"), ("top_2_gram", "a b c a b d a b"),
-    ("dup_5_gram", "a b c d e " * 2 + "f"), ("dup_10_gram", "a b c d e f g h i j " * 3),
-    ("top_3_gram", "a b c d"), ("max_symbol_word_ratio", "a # b c"), ("max_symbol_word_ratio", "a … b c"),
+    ("dup_5_gram", "a b c d e " * 2 + "f"), ("top_3_gram", "a b c d"),
+    ("max_symbol_word_ratio", "a # b c"), ("max_symbol_word_ratio", "a … b c"),
     ("max_avg_word_length", "aa bbb . cc"), ("max_bullet_lines_ratio", "- a\nb\n • c"),
     ("max_ellipsis_lines_ratio", "a…\nb\nc... "), ("short_line_thr", "a\n" + "b" * 31 + "\n\nc"),
     ("char_duplicates_ratio", "ab\ncd\nab"), ("new_line_ratio", "a b\nc\n")])
@@ -194,7 +193,7 @@ PIECES = st.sampled_from([
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's mean of no words at all
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.lists(PIECES, min_size=1, max_size=120).map("".join) | st.randoms(use_true_random=False).map(real_or_dirty),
        st.sampled_from(sorted(KINDS)), st.data())
 def test_any_text_under_any_thresholds_gets_the_same_verdict(text, kind, data):
@@ -210,7 +209,7 @@ MANY = random.Random(3).choices(["so", "it", "is", "äh", "😀", "indeed" * 40]
 assert len("".join(MANY)) > 10 * 2**14, "beyond one block"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(FEW, st.integers(2, 10), st.booleans())
 @example(MANY, 2, False)
 @example(MANY, 5, True)

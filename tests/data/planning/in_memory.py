@@ -63,23 +63,17 @@ def _with_tail(documents, source, trained):
     return found
 
 
-def shard_numbers(sizes, target):
-    """Which shard each document goes to: runs of about equal size, as few as keep to `target` bytes on average."""
-    before = np.cumsum(sizes) - sizes
-    total = int(sizes.sum())
-    count = max(1, ceil(total / target))
-    numbers = before * count // max(total, 1)
-    return numbers  # a document larger than a shard leaves a gap
-
-
 def write_shards(folder, documents, sources, target):
-    """The bytes of all shards of `target` bytes of text each, by split and name."""
+    """The bytes of all shards, by split and name: runs of documents of about equal size, as few as keep to `target`
+    bytes of text on average."""
     found = {}
     for split in SPLITS:
         for source in sources:
             own = [one for one in documents if one.source == source and not one.dropped
                    and one.heldout == (split == "heldout")]
-            numbers = shard_numbers(np.array([len(one.text.encode()) for one in own], np.int64), target)
+            sizes = np.array([len(one.text.encode()) for one in own], np.int64)
+            shards = max(1, ceil(sizes.sum() / target))
+            numbers = (np.cumsum(sizes) - sizes) * shards // max(sizes.sum(), 1)  # a document of several leaves a gap
             for number in np.unique(numbers).tolist():
                 path, seen, members = folder / "expected.tar", Counter(), []
                 for one in (one for one, where in zip(own, numbers, strict=True) if where == number):

@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
+from networkx import Graph, connected_components
 from pyarrow import parquet
 
 from drover.pipeline.config.data import ShardConfig
@@ -47,10 +48,10 @@ def stage(folder, corpus, near=None):
     Returns:
         names of the units, the number of each one's source, their records
     """
-    names = [f"{source}-{unit:05d}" for source, units in corpus.items() for unit in range(len(units))]
-    sources = [number for number, units in enumerate(corpus.values()) for _ in units]
-    return names, sources, [_stage(folder, name, [(own, text) for unit, own, text in in_order(corpus) if unit == name],
-                                   near) for name in names]
+    units = {f"{source}-{unit:05d}": number for number, (source, units) in enumerate(corpus.items())
+             for unit in range(len(units))}
+    return [*units], [*units.values()], [_stage(folder, name, [(own, text) for unit, own, text in in_order(corpus)
+                                                               if unit == name], near) for name in units]
 
 
 def _stage(folder, name, documents, near):
@@ -103,15 +104,4 @@ def texts_of(folder, *splits):
 
 def firsts(pairs, first=min):
     """The first of the component of each node that is in a pair."""
-    above = {}
-
-    def root(node):
-        way = [above.setdefault(node, node)]
-        while above[way[-1]] != way[-1]:
-            way.append(above[way[-1]])
-        above.update(dict.fromkeys([node, *way], way[-1]))
-        return way[-1]
-    for pair in pairs:
-        roots = [root(int(node)) for node in pair]
-        above.update(dict.fromkeys(roots, first(roots)))
-    return {node: root(node) for node in sorted(above)}
+    return {node: first(own) for own in connected_components(Graph([*pairs])) for node in own}

@@ -3,8 +3,6 @@ without spaces between words, too (`near_duplicates.words: characters`)."""
 
 import ast
 import random
-import subprocess
-import sys
 from collections import defaultdict
 
 import numpy as np
@@ -14,6 +12,7 @@ from drover.pipeline.config.data import NearDuplicates
 from drover.pipeline.data.planning import near_duplicates, runs
 from drover.pipeline.data.planning.near_duplicates import shingles, similarity
 from drover.pipeline.data.planning.signatures import NONE, signature_settings, signatures, words
+from tests.conftest import run_python
 from tests.data.planning import staged_corpora
 from tests.data.planning.staged_corpora import cut_into, firsts, in_order, passes, texts_of
 
@@ -133,8 +132,7 @@ def test_signatures_are_a_function_of_the_text_alone():
             "from drover.pipeline.config.data import NearDuplicates; "
             "settings = signature_settings(NearDuplicates()); "
             "print(signatures(['Some WORDS that are, like, these: ÄÖ one two.', 'x', 'a b c d e'], settings).tolist())")
-    said = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                           env={"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}).stdout
+    said = {run_python("-c", code, PYTHONHASHSEED=seed, RAYON_NUM_THREADS=threads).stdout
             for seed, threads in (("1", "1"), ("2", "4"))}
     [found] = map(ast.literal_eval, said)
     texts = ["some words that are like these äö one two", "", "a b c d e"]
@@ -148,7 +146,6 @@ def test_presets_and_what_replaces_them():
     assert FINEWEB | {"library": ""} == {"ngram": 5, "bands": 14, "rows": 8, "words": "runs", "library": ""}
     assert signature_settings(NearDuplicates(preset="olmo3", rows=4, words="characters")) == FINEWEB | {
         "bands": 26, "rows": 4, "words": "characters"}
-    assert signature_settings(None) is None
 
 
 def test_of_one_component_only_so_many_that_stay_are_compared(tmp_path, monkeypatch):

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.data.planning import runs, shards
 from drover.pipeline.data.planning.passes import decide
-from drover.pipeline.data.planning.runs import SUMS, by_key, equal_rows
+from drover.pipeline.data.planning.runs import SUMS, equal_rows
 from drover.pipeline.data.text_shards import SPLITS
 from tests.data.planning import in_memory, staged_corpora
 from tests.data.planning.staged_corpora import Work, cut_into, passes, stage
+from tests.refusal import refused
 
 TEXTS = st.lists(st.one_of(st.sampled_from(["same", "other", "ab", "a", "b", "bb", "a\0\u2581b", "x" * 70]),
                            st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9)), max_size=9)
@@ -21,7 +22,7 @@ CORPORA = st.fixed_dictionaries({name: st.lists(TEXTS, min_size=1, max_size=4) f
 TAIL = {"tail": True, "target": 3, "seed": 1}
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(corpus=CORPORA, drop=st.booleans(), keep=st.sampled_from(["first", "last"]), tail=st.booleans(),
        share=st.sampled_from([0.07, 0.1, 0.25, 0.5, 0.9]), target=st.sampled_from([3, 10, 60, 1000]),
        sizes=st.tuples(st.sampled_from([1, 5, 10**6]), st.sampled_from([1, 2, 256]), st.sampled_from([2, 9, 10**6])),
@@ -55,19 +56,16 @@ def test_the_shards_are_those_of_one_process_that_holds_all(corpus, drop, keep, 
         first += len(units)
 
 
-@settings(max_examples=100, deadline=None)
 @given(digests=st.lists(st.tuples(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.sampled_from([0, 7, 2**64 - 1])),
                         min_size=1, max_size=30))
 def test_digests_that_agree_in_a_half_are_told_apart(digests):
     high, low = np.array(digests, np.uint64).T
     for last, numbers in ((False, range(len(digests))), (True, reversed(range(len(digests))))):
         order = sorted(numbers, key=digests.__getitem__)
-        assert by_key([high, low], last).tolist() == order
-        firsts, others, kept = equal_rows([high, low], last)
-        assert firsts.tolist() == [place for at, place in enumerate(order)
-                                   if not at or digests[order[at - 1]] != digests[place]]
-        assert sorted([*firsts.tolist(), *others.tolist()]) == list(range(len(digests)))
-        assert all(digests[one] == digests[other] and other in firsts for one, other in zip(others, kept, strict=True))
+        first = {digests[place]: place for place in reversed(order)}
+        others = [place for place in order if first[digests[place]] != place]
+        assert [found.tolist() for found in equal_rows([high, low], last)] == [
+            [place for place in order if place not in others], others, [first[digests[place]] for place in others]]
 
 
 def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
@@ -78,25 +76,22 @@ def test_groups_and_partitions_follow_from_the_documents_alone(monkeypatch):
     assert runs.layout("a", [0], [0]).partitions == 1
 
 
-@pytest.mark.parametrize(("phase", "name", "told"), [
-    ("match", "group-000000", r"runs/000/group-000000 ends before its part 0 of 1. Delete it"),
-    ("sort", "a-00000.npy", r"a-00000.npy has 2 documents instead of 3. Delete it")])
-def test_a_torn_file_is_named(tmp_path, phase, name, told):
-    corpus = {"a": [["one", "two", "three"]]}
-    work, config = Work(tmp_path), staged_corpora.settings(corpus, heldout_share=0.5)
-    staged, do_units = stage(tmp_path, corpus), work.do_units
+@pytest.mark.parametrize(("phase", "file", "harm", "told"), [
+    ("match", "runs/*/group-000000", lambda path: path.write_bytes(path.read_bytes()[:-1]),
+     r"runs/000/group-000000 ends before its part 0 of 1. Delete it"),
+    ("sort", "*/a-00000.npy", lambda path: np.save(path, np.load(path)[:2]),
+     r"a-00000.npy has 2 documents instead of 3. Delete it")])
+def test_a_torn_file_is_named(tmp_path, phase, file, harm, told):
+    corpus, work = {"a": [["one", "two", "three"]]}, Work(tmp_path)
+    do_units = work.do_units
 
     def torn(own, *arguments):
         if own == phase:
-            [path] = (tmp_path / "staging").glob(f"runs/*/{name}" if phase == "match" else f"*/{name}")
-            if phase == "match":
-                path.write_bytes(path.read_bytes()[:-1])
-            else:
-                np.save(path, np.load(path)[:2])
+            harm(next((tmp_path / "staging").glob(file)))
         return do_units(own, *arguments)
     work.do_units = torn
-    with pytest.raises(shards.UserError, match=told):
-        decide(work, config, *staged)
+    refused(shards.UserError, told, decide, work, staged_corpora.settings(corpus, heldout_share=0.5),
+            *stage(tmp_path, corpus))
 
 
 @pytest.mark.parametrize(("harm", "told"), [
@@ -106,5 +101,5 @@ def test_a_torn_file_is_named(tmp_path, phase, name, told):
 def test_a_shard_that_a_disk_harms_is_refused(tmp_path, monkeypatch, harm, told):
     corpus, plain = {"a": [["one", "two"]]}, shards.write_members
     monkeypatch.setattr(shards, "write_members", lambda path, members: plain(path, harm(list(members))))
-    with pytest.raises(shards.UserError, match=rf"a-00000\.tar {told}"):
-        passes(tmp_path, corpus, staged_corpora.settings(corpus, heldout_share=0.5, shard_mb=1))
+    refused(shards.UserError, rf"a-00000\.tar {told}", passes, tmp_path, corpus,
+            staged_corpora.settings(corpus, heldout_share=0.5, shard_mb=1))

@@ -26,9 +26,9 @@ def write(path, *columns):
     write_batches(path, batch(*columns), batch(*columns))
 
 
-def read(path, *, start=0, **fields):
-    """(documents, rejections) of a file from its byte `start` on."""
-    return told(unit_documents(payload_of(path, start, path.stat().st_size, megabytes=0.001, **fields)))
+def read(path, *borders, **fields):
+    """(documents, rejections) of a file, or of its pieces between these borders."""
+    return told(unit_documents(payload_of(path, *borders, megabytes=0.001, **fields)))
 
 
 def strings(kind, values):
@@ -88,5 +88,5 @@ def test_a_shortage_of_memory_or_disk_is_no_damage(path, monkeypatch, place, sta
     write_batches(path, batch(TEXT), stream=stream)
     monkeypatch.setattr(columnar, place, Mock(side_effect=error))
     with pytest.raises(UserError if told else OSError, match=told and f"{path.name} {told}") as caught:
-        read(path, start=start)
+        read(path, start, path.stat().st_size)
     assert told or caught.value is error

@@ -1,9 +1,8 @@
 """Data over phases, of running text and of packed documents, over a few token shards."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -57,19 +56,17 @@ def by_three_ranks(function):
     """What `function(group)` gives on each of three ranks, which run beside each other."""
     barrier, boxes = threading.Barrier(3), [None] * 3
 
-    class Together:
-        def __init__(self, rank):
-            self.rank, self.world = rank, 3
-
-        def gather(self, value):
-            boxes[self.rank] = value
+    def together(rank):
+        def gather(value):
+            boxes[rank] = value
             barrier.wait(60)
             found = decode(encode(boxes), "a rank")
             barrier.wait(60)
             return found
+        return function(SimpleNamespace(rank=rank, world=3, gather=gather))
 
     with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(function, map(Together, range(3))))
+        return list(pool.map(together, range(3)))
 
 
 def contents(folder):

@@ -1,7 +1,5 @@
 """Best-fit packing against the plainest one, a piece at a time: nothing lost, nothing cut, the same bins."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +11,7 @@ from drover.pipeline.data.sampling.best_fit import best_fit
 
 def plainly_packed(lengths, room):
     """Best fit from the longest piece on, each looked at by itself: the room that each bin is left with."""
-    left: list[int] = []
+    left = []
     for length in sorted(lengths, reverse=True):
         fits = [(free, number) for number, free in enumerate(left) if free >= length]
         if fits:
@@ -23,17 +21,13 @@ def plainly_packed(lengths, room):
     return left
 
 
-def packed(lengths, room):
-    order, ends = best_fit(np.array(lengths, np.int64), room)
-    assert sorted(order.tolist()) == list(range(len(lengths))) and ends[0] == 0 and ends[-1] == len(lengths)
-    return [order[start:stop].tolist() for start, stop in pairwise(ends.tolist())]
-
-
 @given(room=st.integers(1, 60), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bins_are_those_of_a_piece_at_a_time(room, data):
     lengths = data.draw(st.lists(st.integers(1, room), max_size=120))
-    bins = packed(lengths, room)
+    order, ends = best_fit(np.array(lengths, np.int64), room)
+    assert sorted(order.tolist()) == list(range(len(lengths))) and ends[0] == 0 and ends[-1] == len(lengths)
+    bins = [order[start:stop].tolist() for start, stop in pairwise(ends.tolist())]
     left = [room - sum(lengths[piece] for piece in own) for own in bins]
     assert all(own for own in bins) and min(left, default=0) >= 0
     assert sorted(left) == sorted(plainly_packed(lengths, room))

@@ -2,6 +2,7 @@
 function of nothing but the sample number."""
 
 import hashlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,15 +19,13 @@ from tests.token_shards import plan_of
 
 
 def order_of(shares, tokens=None, seed=3, content="x", length=10, space=None):
-    pools = [Pool(f"s{index}", count) for index, count in enumerate(
-        tokens or (5000 + 1000 * index for index in range(len(shares))))]
-    mixture = dict(zip((pool.name for pool in pools), map(float, shares), strict=True))
+    mixture = {f"s{index}": float(share) for index, share in enumerate(shares)}
+    pools = [Pool(*own) for own in zip(mixture, tokens or range(5000, 9000, 1000), strict=False)]
     return Order(pools, plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), seed, content, space)
 
 
 @given(size=st.integers(1, 3000) | st.sampled_from([2, 3, 4, 1023, 1024, 1025]) | st.integers(1, 1 << 40),
        seed=st.integers(0, 1 << 64), part=st.integers(-3, 1 << 20))
-@settings(max_examples=100, deadline=None)
 def test_permute_is_a_bijection_that_unpermute_undoes(size, seed, part):
     numbers = np.arange(size) if size <= 3000 else np.unique(np.random.default_rng(0).integers(0, size, 1000))
     key = (seed, part, 7)
@@ -42,14 +41,14 @@ def test_the_order_never_changes(shares, places, plan):
     """A change here orphans every run in progress: it needs a new VERSION."""
     order = order_of(shares)
     found = order.locate(np.arange(20_000))
-    assert hashlib.sha256(np.stack([found.pool, found.epoch, found.sequence]).tobytes()).hexdigest()[:16] == places
+    assert hashlib.sha256(np.stack([found.pool, found.epoch, found.sequence])).hexdigest()[:16] == places
     assert permute(np.arange(10), 10, (0, 0, 0)).tolist() == [5, 8, 0, 9, 7, 2, 6, 4, 3, 1]
     assert order.plan_sha256[:16] == plan and not found.space.any()
 
 
 @given(exponents=st.lists(st.floats(-16.9, 0) | st.floats(-4, 0) | st.just(-np.inf), min_size=1, max_size=4),
        seed=st.integers(0, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_share_is_met_in_every_period(exponents, seed):
     shares = np.array([1.0, *(2.0**exponent for exponent in exponents)])
     shares = np.where(shares > 0, np.maximum(shares, SMALLEST_SHARE * shares.sum() * 1.01), 0)
@@ -63,7 +62,7 @@ def test_every_share_is_met_in_every_period(exponents, seed):
 
 @pytest.mark.parametrize(("tokens", "shares", "period"), [
     ((2001, 901), (0.7, 0.3), PERIOD), ((300_000, 51, 101), (1, 1e-4, 7e-5), 2**17)])
-def test_each_source_is_gone_through_exactly_and_counted(tokens, shares, period):
+def test_each_source_is_gone_through_exactly(tokens, shares, period):
     """Over three periods every sequence of a source comes once an epoch, each epoch in an order of its own; also
     backwards."""
     found, samples = order_of(shares, tokens), 3 * period + 5
@@ -72,7 +71,6 @@ def test_each_source_is_gone_through_exactly_and_counted(tokens, shares, period)
     for index, share in enumerate(np.array(shares) / sum(shares)):
         here, count = pool == index, (tokens[index] - 1) // 10
         assert abs(here.sum() - share * samples) <= 5
-        assert found.epochs(samples)[f"s{index}"] == 10 * here.sum() / tokens[index]
         assert np.array_equal(np.sort(epoch[here]), np.arange(here.sum()) // count)
         own, another = (sequence[here & (epoch == number)] for number in (0, 1))
         assert np.array_equal(np.sort(own), np.arange(count)) and own.tolist() != another.tolist()
@@ -81,22 +79,15 @@ def test_each_source_is_gone_through_exactly_and_counted(tokens, shares, period)
         assert np.array_equal(where, wanted) and np.array_equal(of, sequence[wanted])
 
 
-class Packed:
-    """Packings that make of each source so many sequences."""
-
-    def __init__(self, counts, identity=""):
-        self.counts, self.identity = counts, identity
-
-    def whole(self, length):
-        return [Segment(0, count, 9 * count, self.identity) for count in self.counts]
-
-
 def test_the_plan_hash_knows_every_ingredient():
+    def packed(*counts, identity=""):
+        return SimpleNamespace(whole=lambda length: [Segment(0, count, 9 * count, identity) for count in counts])
+
     def plan(shares=(1, 1), tokens=(101, 201), **changes):
         return order_of(shares, tokens, **changes).plan_sha256
     changed = [{}, {"length": 11}, {"seed": 1}, {"shares": [1, 2]}, {"shares": [1, 1e-4]}, {"content": "y"},
-               {"content": ["x"]}, {"tokens": (102, 201)}, {"space": Packed([10, 20])},
-               {"space": Packed([10, 20], "p")}]
+               {"content": ["x"]}, {"tokens": (102, 201)}, {"space": packed(10, 20)},
+               {"space": packed(10, 20, identity="p")}]
     assert plan() == plan() and len({plan(**change) for change in changed}) == 10
     rows = [[f"train/ä-{number}.arrow", f"{number:064x}"] for number in range(2500)]
     assert all(plan(content=content) == plan(content=iter(content)) for content in (rows, rows[:1], []))

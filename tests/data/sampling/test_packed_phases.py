@@ -1,8 +1,6 @@
 """Packed documents over phases: what is left where the length changes is packed anew and told, once and by all ranks
 alike."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -15,6 +13,7 @@ from drover.pipeline.data.sampling.consumption import planned_by
 from drover.pipeline.training.data.opening import refuse_beyond
 from drover.tools.audit import Audit, _sequences
 from tests.data.sampling.phased import contents, times_read
+from tests.refusal import refused
 from tests.token_shards import SOURCES, plan_of, training_data, write_numbered
 
 SOME = [[30, 5, 9, 70, 3, 12, 31], [7, 40, 8, 8, 50, 60], [3, 100, 21, 300], [20, 20, 1]]
@@ -23,22 +22,21 @@ RAMP = [{"until": 160, "batch_tokens": 32}, {"until": 400, "sequence_length": 40
         {"until": 560, "sequence_length": 16, "batch_tokens": 32}]
 
 
-def packed(folder, documents, phases=RAMP, **options):
-    return training_data(folder, write_numbered(folder, documents), packed=True,
-                         plan=plan_of(phases, packing="best_fit"), **options)
+def packed(folder, **options):
+    return training_data(folder, write_numbered(folder, SOME), packed=True, plan=plan_of(RAMP, packing="best_fit"),
+                         **options)
 
 
 def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path):
-    data = packed(tmp_path, SOME)
+    data, said = packed(tmp_path), []
     order = data.order
     read = {pool: sum(int(tokens.sum()) for tokens in shards.values())
             for (pool, _), shards in times_read(data, np.arange(10)).items()}
-    carried = order.left_at()
-    assert carried[:2] == [dict.fromkeys(SOURCES, 0), {
-        name: order.pools[pool].tokens - read[pool] for pool, name in enumerate(SOURCES)}]
-    assert all(carried[2].values())
+    first, second, third = order.left_at()
+    assert first == dict.fromkeys(SOURCES, 0) and all(third.values())
+    assert second == {name: order.pools[pool].tokens - read[pool] for pool, name in enumerate(SOURCES)}
     assert abs(planned_by(order).padding[0] - sum(data.batch(0, 10).padding)) < 40, "by the mean of the sequences"
-    epochs, said = order.epochs(order.end), []
+    epochs = order.epochs(order.end)
     assert sum(epochs[pool.name] * pool.tokens for pool in order.pools) == pytest.approx(
         560 - sum(phase.padding for phase in order.taken(order.end)))
 
@@ -49,13 +47,12 @@ def test_what_is_left_where_the_length_changes_is_counted_to_the_token(tmp_path)
     assert sum(text.startswith("  padding: ") for text in said) == 3
     assert re.search(r"  the epoch has \d+ tokens of web left where the length changes: they come first, packed again",
                      "\n".join(said))
-    with pytest.raises(UserError, match=rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes "):
-        refuse(epochs["code"] - 0.1)
+    refused(UserError, rf"allows {epochs['code'] - 0.1:g} of code, and the plan takes ", refuse, epochs["code"] - 0.1)
 
 
 def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(tmp_path):
     said, again = [], []
-    data = packed(tmp_path, SOME, said=said)
+    data = packed(tmp_path, said=said)
     data.leave_out(Excluded())
     assert len(said) == 6 and said[0].startswith("planned the best-fit packing of 4 of 4 token shards")
     assert said[2] == ("planned the best-fit packing in sequences of 40, of what an epoch has left where the length "
@@ -63,7 +60,7 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
     files, rest = contents(tmp_path / "packing"), data.packings[2]
     path = next(rest.path(row) for row in range(4) if rest.path(row).exists())
     path.write_bytes(path.read_bytes()[:-9])
-    packed(tmp_path, SOME, said=again).leave_out(Excluded())
+    packed(tmp_path, said=again).leave_out(Excluded())
     assert len(again) == 1 and "of 1 of 2 token shards" in again[0] and contents(tmp_path / "packing") == files
     data.leave_out(Excluded([(8, 10)]))
     assert 6 < (before := len(said)) <= 10
@@ -74,18 +71,27 @@ def test_a_rollback_has_only_what_comes_after_planned_again_and_so_does_damage(t
     assert said == [], "what was planned is known"
 
 
-def test_the_audit_finds_a_sequence_and_a_token_that_came_twice(tmp_path):
-    data = packed(tmp_path, SOME)
-    end = data.order.end
+def faults(data, *ranges):
+    """What the audit says of the samples of these ranges."""
+    found = Audit()
+    _sequences(data, ranges, found)
+    return found.faults
 
-    def faults(*ranges):
-        found = Audit()
-        _sequences(data, ranges, found)
-        return found.faults
-    assert faults((0, end)) == []
-    [twice] = faults((0, end), (3, 4))
+
+def test_the_audit_finds_a_sequence_and_a_token_that_came_twice(tmp_path):
+    data = packed(tmp_path)
+    end = data.order.end
+    assert faults(data, (0, end)) == []
+    [twice] = faults(data, (0, end), (3, 4))
     assert ", of 16 tokens, came 2 times in epoch 0" in twice
     # What was left where the length changed first is thought to be everything.
     data.spaces[2:4] = [data.spaces[1]] * 2
-    wrong = faults((0, end))
+    wrong = faults(data, (0, end))
     assert wrong and all("came twice in epoch 0" in fault for fault in wrong)
+
+
+def test_the_audit_counts_packed_sequences_however_many_there_are(tmp_path):
+    """Documents of 9 tokens leave 7 of 16 empty: more sequences than their tokens would fill."""
+    data = training_data(tmp_path, write_numbered(tmp_path, [[9] * 40] * 2), packed=True)
+    assert sum(bins.count for bins in data.spaces[0]) == 80 and data.order.pools[0].tokens // 16 == 45
+    assert faults(data, (0, 200)) == []

@@ -1,21 +1,16 @@
-"""Documents packed by best fit: every token once, none cut without need; a plan that is found, remade or refused."""
-
-from __future__ import annotations
+"""The plan of documents packed by best fit: found, remade or refused. What it makes, test_over_phases.py compares."""
 
 import gc
 import os
 import shutil
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.packing import Alone, make, read
-from drover.tools.audit import Audit, _sequences
-from tests.data.sampling.phased import DOCUMENTS, by_three_ranks, contents
-from tests.token_shards import SOURCES, training_data, write_numbered
+from tests.data.sampling.phased import by_three_ranks, contents
+from tests.refusal import refused
+from tests.token_shards import training_data, write_numbered
 
 FEW = [[30, 5, 9, 16, 3], [7, 40], [3]]
 
@@ -26,22 +21,6 @@ def packed(folder, table, **options):
 
 def every(data):
     return sum(sequences.count for sequences in data.spaces[0])
-
-
-@given(documents=DOCUMENTS, length=st.integers(1, 24), mixed=st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_every_token_once_an_epoch_and_no_document_cut_that_fits(tmp_path_factory, documents, length, mixed):
-    folder = tmp_path_factory.mktemp("shards")
-    read, table = {}, write_numbered(folder, documents)
-    for bins in packed(folder, table, length=length, mixture=dict.fromkeys(SOURCES, 1.0) if mixed else None).spaces[0]:
-        for number in range(bins.count):
-            for shard, start, stop in bins.spans(number):
-                assert [table.path(row) for row in bins.rows(np.array([number]))] == [shard.record["path"]]
-                begin, end = shard.document_span(shard.document_at(start))
-                assert stop - start == min(length, end - start) and (start - begin) % length == 0, "cut, though it fits"
-                read.setdefault(shard, []).extend(range(start, stop))
-    assert all(sorted(tokens) == list(range(shard.token_count)) for shard, tokens in read.items())
-    assert sum(map(len, read.values())) == sum(map(sum, documents))
 
 
 def test_the_plan_is_part_of_what_the_order_is_and_is_counted(tmp_path):
@@ -74,24 +53,17 @@ def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):
     assert not place.exists()
 
 
-def of_another_shard(packing):
-    packing.path(1).write_bytes(packing.path(0).read_bytes())
-
-
-DAMAGE = {
-    "cut": (lambda packing: os.truncate(packing.path(1), packing.path(1).stat().st_size - 1), 1),
-    "changed": (lambda packing: packing.path(1).write_bytes(packing.path(1).read_bytes()[:-1] + b"x"), 1),
-    "of another shard": (of_another_shard, 1), "all gone": (lambda packing: shutil.rmtree(packing.folder), 3)}
-
-
-@pytest.mark.parametrize(("harm", "count"), DAMAGE.values(), ids=DAMAGE)
-def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm, count):
+@pytest.mark.parametrize(("harm", "told", "count"), [
+    (lambda packing: os.truncate(packing.path(1), packing.path(1).stat().st_size - 1), "is damaged: it has", 1),
+    (lambda packing: packing.path(1).write_bytes(packing.path(1).read_bytes()[:-1] + b"x"), None, 1),
+    (lambda packing: packing.path(1).write_bytes(packing.path(0).read_bytes()), None, 1),
+    (lambda packing: shutil.rmtree(packing.folder), None, 3)], ids=["cut", "changed", "of another shard", "all gone"])
+def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm, told, count):
     table, said = write_numbered(tmp_path, FEW), []
     first, before = packed(tmp_path, table), contents(tmp_path)
     harm(first.packings[0])
-    if harm is DAMAGE["cut"][0]:
-        with pytest.raises(UserError, match="is damaged: it has"):
-            first.batch(0, 8)
+    if told:
+        refused(UserError, told, first.batch, 0, 8)
     again = packed(tmp_path, table, said=said)
     why = "they were not planned before" if count == 3 else "their files were missing, damaged or of other shards"
     assert said == [f"planned the best-fit packing of {count} of 3 token shards: {why}"]
@@ -114,11 +86,7 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
     (tmp_path / table.path(3)).unlink()
     made[0][0].packings[0].path(3).unlink()
 
-    def refused(group):
-        with pytest.raises(UserError, match="cannot be read"):
-            together(group)
-        return True
-    assert all(by_three_ranks(refused))
+    assert all(by_three_ranks(lambda group: refused(UserError, "cannot be read", together, group)))
 
 
 @pytest.mark.parametrize("kind", [False, True])
@@ -127,15 +95,5 @@ def test_an_id_outside_the_vocabulary_is_found_in_its_document(tmp_path, kind):
     data.vocabulary = 48
     data.batch(0, every(data))
     data.vocabulary, key = 47, f"{1:016x}{1:016x}"
-    with pytest.raises(UserError, match=rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), "
-                                        "but the vocabulary has 47 ids"):
-        data.batch(0, every(data))
-
-
-def test_the_audit_counts_packed_sequences_however_many_there_are(tmp_path):
-    """Documents of 9 tokens leave 7 of 16 empty: more sequences than their tokens would fill."""
-    data = packed(tmp_path, write_numbered(tmp_path, [[9] * 40, [9] * 40]))
-    assert every(data) == 80 and data.order.pools[0].tokens // 16 == 45
-    proven = Audit()
-    _sequences(data, [(0, 200)], proven)
-    assert proven.faults == []
+    refused(UserError, rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), but the "
+                       "vocabulary has 47 ids", data.batch, 0, every(data))

@@ -11,6 +11,7 @@ from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned, train_tokens
 from drover.pipeline.data.sampling.order import PART, Order, Pool
+from tests.refusal import refused
 from tests.token_shards import plan_of
 
 NAMES = ("web", "code", "books")
@@ -53,18 +54,16 @@ def test_sequences_of_a_shorter_phase_are_shuffled_over_a_window_and_differently
 
 def test_faults_name_the_thing():
     phases = [{"until": 640, "mixture": {"web": 1, "code": 0}}, {"until": 1280, "mixture": {"web": 1, "code": 1}}]
-    with pytest.raises(UserError, match=r"train.phases\[1\] takes sequences from code \(16\): so few"):
-        order_of(phases, 1000, 16)
+    refused(UserError, r"train.phases\[1\] takes sequences from code \(16\): so few", order_of, phases, 1000, 16)
     order_of(phases, 1000, 17)
-    with pytest.raises(UserError, match=r"train takes sequences from code \(16\): so few training tokens do not fill "
-                                        "one of 16"):
-        order_of([], 1000, 16, mixture={"web": 1, "code": 1})
-    with pytest.raises(UserError, match=r"train.phases\[0\] takes sequences from code \(12\): .* one of 16"):
-        order_of([{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
-    with pytest.raises(UserError, match=r"train\.mixture gives the source code 1e-07"):
-        order_of([{"until": 640, "mixture": {"web": 1e7, "code": 1}}], 1000, 1000)
-    with pytest.raises(UserError, match=r"train.phases\[0\] has no mixture, so its sources have shares"):
-        order_of([{"until": 640}], 10**12, 1000)
+    refused(UserError, r"train takes sequences from code \(16\): so few training tokens do not fill one of 16",
+            order_of, [], 1000, 16, mixture={"web": 1, "code": 1})
+    refused(UserError, r"train.phases\[0\] takes sequences from code \(12\): .* one of 16", order_of,
+            [{"until": 640, "sequence_length": 8}, {"until": 1280}], 1000, 12)
+    refused(UserError, r"train\.mixture gives the source code 1e-07", order_of,
+            [{"until": 640, "mixture": {"web": 1e7, "code": 1}}], 1000, 1000)
+    refused(UserError, r"train.phases\[0\] has no mixture, so its sources have shares", order_of,
+            [{"until": 640}], 10**12, 1000)
 
 
 def test_what_was_used_is_found_while_phases_are_laid_out_anew(monkeypatch):

@@ -1,12 +1,11 @@
 """The node's cache: verified, within its bound, fetched once, whatever else happens on the disk."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,31 +14,14 @@ from hypothesis import strategies as st
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.data.stored.node_cache import Closed, NodeCache
+from tests.refusal import refused
 
 SIZE = 5000
 
 
-class Source:
-    """Things to fetch, of SIZE bytes each, and how often each was asked for."""
-
-    def __init__(self, count=8):
-        self.content = {hashlib.sha256(data).hexdigest(): data for data in
-                        (bytes([number]) * SIZE for number in range(count))}
-        self.names, self.asked = list(self.content), []
-
-    def reader(self, number):
-        def read(start):
-            self.asked.append(number)
-            return io.BytesIO(self.content[self.names[number]][start:])
-        return read
-
-
-def together(*functions):
-    """Threads that run them; to be joined."""
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    return threads
+CONTENT = [bytes([number]) * SIZE for number in range(8)]
+"""Of things to fetch."""
+NAMES = [hashlib.sha256(content).hexdigest() for content in CONTENT]
 
 
 def fail(number):
@@ -47,15 +29,18 @@ def fail(number):
 
 
 class Cache(NodeCache):
-    """One with room for so many of them, that keeps what it says."""
+    """One with room for so many of them, that keeps what it says and what it asks the store for."""
 
-    def __init__(self, folder, source, things=100.0):
-        self.told, self.source = [], source
+    def __init__(self, folder, things=100.0):
+        self.told, self.asked, self.content = [], [], [*CONTENT]
         super().__init__(folder, int(things * SIZE), Figures(), self.told.append)
 
-    def get(self, number, ahead=False):
+    def get(self, number, ahead=False, read=None):
         """The content; None where there is no room."""
-        found = self.open(f"thing {number}", self.source.names[number], SIZE, self.source.reader(number), ahead=ahead)
+        def asked(start):
+            self.asked.append(number)
+            return io.BytesIO(self.content[number][start:])
+        found = self.open(f"thing {number}", NAMES[number], SIZE, read or asked, ahead=ahead)
         if found is None:
             return None
         try:
@@ -65,16 +50,11 @@ class Cache(NodeCache):
 
     def there(self):
         """Numbers of the things in the folder."""
-        return {self.source.names.index(path.stem) for path in self.folder.glob("*.arrow")}
+        return {NAMES.index(path.stem) for path in self.folder.glob("*.arrow")}
 
     def bytes(self):
         """Of all things in the folder, those that are being fetched with them."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.suffix in (".arrow", ".tmp"))
-
-
-@pytest.fixture
-def source():
-    return Source()
 
 
 @pytest.fixture(autouse=True)
@@ -88,16 +68,15 @@ STEPS = st.lists(st.one_of(
     st.tuples(st.sampled_from(["remove", "write to"]), NUMBERS)), max_size=30)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @example(steps=[("get", False, 0, False), ("write to", 0), ("remove", 0), ("get", False, 0, False)], room=1,
          recent=False)
 @given(steps=STEPS, room=st.integers(1, 4), recent=st.booleans())
 def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, room, recent):
     """Two processes get things, needed or ahead, which removes nothing `recent`; others remove things and write to
     them. The model is a list of what is there, the longest unused first."""
-    source, there, harmed, fetched, removed, again = Source(), [], set(), 0, 0, 0
-    caches = [Cache(tmp_path_factory.mktemp("cache"), source, room)]
-    caches.append(Cache(caches[0].folder.parent, source, room))
+    folder, there, harmed, fetched, removed, again = tmp_path_factory.mktemp("cache"), [], set(), 0, 0, 0
+    caches = [Cache(folder, room), Cache(folder, room)]
     for step in steps:
         if step[0] == "get":
             _, who, number, ahead = step
@@ -112,10 +91,10 @@ def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, ro
                 there = [*(one for one in there if one != number), number]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("drover.pipeline.data.stored.node_cache.RECENT_S", 1e6 if recent else -1e6)
-                assert caches[who].get(number, ahead=ahead) == (bytes([number]) * SIZE if fits else None)
+                assert caches[who].get(number, ahead=ahead) == (CONTENT[number] if fits else None)
             harmed = (harmed & set(there)) - {number}
         elif step[1] in there:
-            path = caches[0].folder / f"{source.names[step[1]]}.arrow"
+            path = caches[0].folder / f"{NAMES[step[1]]}.arrow"
             if step[0] == "remove":
                 path.unlink()
                 there.remove(step[1])
@@ -125,135 +104,126 @@ def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, ro
                 path.write_bytes(bytes(SIZE))
                 harmed.add(step[1])
         assert caches[0].there() == set(there) and caches[0].bytes() <= room * SIZE
-        assert len(source.asked) == sum(cache.figures.fetched for cache in caches) == fetched
+        assert sum(len(cache.asked) for cache in caches) == sum(cache.figures.fetched for cache in caches) == fetched
         assert sum(cache.figures.removed for cache in caches) == removed
         assert sum("was written to" in told for cache in caches for told in cache.told) == again
     for cache in caches:
         cache.close()
 
 
-def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path, source):
-    cache = Cache(tmp_path, source)
-    read, later = cache.open("thing 1", source.names[1], SIZE, source.reader(1)), Cache(tmp_path, source, things=1)
-    assert cache.folder.stat().st_mode & 0o777 == 0o700
-    assert cache.get(1) == later.get(1) == bytes([1]) * SIZE
-    assert (cache.figures.fetched, cache.figures.hits, later.figures.hits) == (1, 1, 1)
-    assert later.get(3) is not None and later.there() == {3}
-    assert os.pread(read, SIZE, 0) == bytes([1]) * SIZE  # who reads it reads on
+def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path):
+    cache = Cache(tmp_path)
+    assert cache.folder.stat().st_mode & 0o777 == 0o700 and cache.get(1) == CONTENT[1]
+    later = Cache(tmp_path, things=1)
+    read = later.open("thing 1", NAMES[1], SIZE, pytest.fail)
+    assert (cache.figures.fetched, cache.figures.hits, later.figures.hits) == (1, 0, 1)
+    assert later.get(3) == CONTENT[3] and later.there() == {3}
+    assert os.pread(read, SIZE, 0) == CONTENT[1]  # who reads it reads on
     os.close(read)
 
 
 @pytest.mark.parametrize(("content", "asked", "told"), [
     (bytes([2]) * SIZE + b"x", 2, "thing 2 is not what .*{} -> "),
     (bytes([2]) * (SIZE - 1), 3, "thing 2 breaks off after 4,999 of 5,000 bytes")])
-def test_content_that_is_not_what_the_hash_says_is_refused_by_name_and_not_kept(tmp_path, source, content, asked, told):
-    cache = Cache(tmp_path, source)
-    source.content[source.names[2]] = content
-    with pytest.raises(UserError, match=told.format(source.names[2][:12])):
-        cache.get(2)
-    assert source.asked == [2] * asked and cache.figures.retries == asked - 1
+def test_content_that_is_not_what_the_hash_says_is_refused_by_name_and_not_kept(tmp_path, content, asked, told):
+    cache = Cache(tmp_path)
+    cache.content[2] = content
+    refused(UserError, told.format(NAMES[2][:12]), cache.get, 2)
+    assert cache.asked == [2] * asked and cache.figures.retries == asked - 1
     assert not cache.there() and not list(cache.folder.glob("*.tmp"))
 
 
-def test_what_breaks_off_goes_on_from_there(tmp_path, source):
-    cache, starts, left = Cache(tmp_path, source), [], [1000, 1000, 0, SIZE]
+def test_what_breaks_off_goes_on_from_there(tmp_path):
+    cache, starts, left = Cache(tmp_path), [], [1000, 1000, 0, SIZE]
 
     def read(start):
         starts.append(start)
-        return io.BytesIO(source.content[source.names[3]][start:start + left.pop(0)])
-    source.reader = lambda number: read
-    assert cache.get(3) == bytes([3]) * SIZE and starts == [0, 1000, 2000, 2000]
+        return io.BytesIO(CONTENT[3][start:start + left.pop(0)])
+    assert cache.get(3, read=read) == CONTENT[3] and starts == [0, 1000, 2000, 2000]
     assert cache.figures.retries == 3 and len(cache.told) == 3
 
 
-def test_a_store_that_does_not_answer_ends_in_its_own_words(tmp_path, source):
-    cache = Cache(tmp_path, source)
+def test_a_store_that_does_not_answer_ends_in_its_own_words(tmp_path):
+    cache = Cache(tmp_path)
 
     def read(start):
         raise UserError("s3://a/b: read failed.")
-    with pytest.raises(UserError, match="s3://a/b: read failed"):
-        cache.open("thing", source.names[0], SIZE, read)
+    refused(UserError, "s3://a/b: read failed", cache.get, 0, read=read)
     assert cache.get(0) is not None  # its lock is free again
 
 
-def test_only_what_is_the_caches_own_is_removed(tmp_path, source):
-    own = Cache(tmp_path, source).folder
+def test_only_what_is_the_caches_own_is_removed(tmp_path):
+    own = Cache(tmp_path).folder
     kept = [tmp_path / "weights.arrow", own / "weights.arrow", own / "notes.txt"]
-    left = own / f"{source.names[0]}.node-1.tmp"  # of a process that was killed
+    left = own / f"{NAMES[0]}.node-1.tmp"  # of a process that was killed
     for path in (*kept, left):
         path.write_bytes(bytes(3 * SIZE))
-    cache = Cache(tmp_path, source, things=1)
+    cache = Cache(tmp_path, things=1)
     assert not left.exists()
     for number in range(4):
         cache.get(number)
     assert all(path.exists() for path in kept)
-    assert {path.name for path in own.glob("*.arrow")} == {"weights.arrow", f"{source.names[3]}.arrow"}
+    assert {path.name for path in own.glob("*.arrow")} == {"weights.arrow", f"{NAMES[3]}.arrow"}
 
 
 @pytest.mark.parametrize(("number", "asked"), [(0, []), (1, [1])], ids=["itself", "room for another"])
-def test_who_needs_what_is_being_fetched_waits_for_it(tmp_path, source, number, asked):
-    cache, begun, go, found = Cache(tmp_path, source), threading.Event(), threading.Event(), []
+def test_who_needs_what_is_being_fetched_waits_for_it(tmp_path, number, asked):
+    cache, begun, go = Cache(tmp_path), threading.Event(), threading.Event()
 
     def read(start):
         begun.set()
         go.wait()
         return io.BytesIO(bytes(SIZE))
-    threads = together(lambda: cache.open("thing 0", source.names[0], SIZE, read))
-    begun.wait()
-    other = Cache(tmp_path, source, things=1.5)
-    assert other.get(1, ahead=True) is None and len(list(other.folder.glob("*.tmp"))) == 1  # its size is spoken for
-    threads += together(*[lambda: found.append(other.get(number))] * 4)
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert found == [bytes([number]) * SIZE] * 4 and source.asked == asked and other.there() == {number}
+    with ThreadPoolExecutor(5) as pool:
+        pool.submit(cache.get, 0, read=read)
+        begun.wait()
+        other = Cache(tmp_path, things=1.5)
+        assert other.get(1, ahead=True) is None and len(list(other.folder.glob("*.tmp"))) == 1  # its size is spoken for
+        found = [pool.submit(other.get, number) for _ in range(4)]
+        go.set()
+    assert [one.result() for one in found] == [CONTENT[number]] * 4
+    assert other.asked == asked and other.there() == {number}
 
 
-def test_a_full_disk_lowers_the_bound_and_says_so(tmp_path, source, monkeypatch):
-    cache, room = Cache(tmp_path, source), 3 * SIZE
+def test_a_full_disk_lowers_the_bound_and_says_so(tmp_path, monkeypatch):
+    cache, room = Cache(tmp_path), 3 * SIZE
     allocate = os.posix_fallocate
 
     monkeypatch.setattr("os.posix_fallocate", lambda descriptor, start, size:
                         fail(errno.ENOSPC) if cache.bytes() + size > room else allocate(descriptor, start, size))
     for number in range(6):
-        assert cache.get(number) == bytes([number]) * SIZE
+        assert cache.get(number) == CONTENT[number]
     assert cache.there() == {3, 4, 5} and cache.limit == room and len(cache.told) == 1
     assert "is full: the cache's bound is 0.000 GB now" in cache.told[0]
 
 
 @pytest.mark.parametrize(("place", "number"), [("os.posix_fallocate", errno.EDQUOT), ("os.posix_fallocate", errno.EIO),
                                                ("drover.pipeline.data.stored.node_cache._write", errno.ENOSPC)])
-def test_a_disk_without_room_for_one_gives_none(tmp_path, source, monkeypatch, place, number):
+def test_a_disk_without_room_for_one_gives_none(tmp_path, monkeypatch, place, number):
     """At the start, and while it is written. A disk that does not work is an error."""
-    cache = Cache(tmp_path, source)
+    cache = Cache(tmp_path)
     monkeypatch.setattr(place, lambda *arguments: fail(number))
     if number == errno.EIO:
-        with pytest.raises(UserError, match=r"cannot be written to: Input/output error\. Give another train\.cache"):
-            cache.get(0)
+        refused(UserError, r"cannot be written to: Input/output error\. Give another train\.cache", cache.get, 0)
     else:
         assert cache.get(0) is None and cache.get(1) is None and "is full" in cache.told[0]
-    assert not list(cache.folder.glob("*.tmp")) and bool(source.asked) == (number == errno.ENOSPC)
+    assert not list(cache.folder.glob("*.tmp")) and bool(cache.asked) == (number == errno.ENOSPC)
 
 
-@pytest.mark.parametrize("place", ["file", "link", "absent"])
-def test_a_folder_that_cannot_be_used_is_named(tmp_path, source, place):
-    if place == "file":
-        (tmp_path / "c").write_text("")
-    elif place == "link":
-        (tmp_path / "c").mkdir()
-        (tmp_path / "c" / f"drover-tokens-{os.getuid()}").symlink_to(tmp_path)
-    else:
-        (tmp_path / "c").symlink_to(tmp_path / "nowhere/at all")
-    with pytest.raises(UserError, match=r"train\.cache\.folder"):
-        Cache(tmp_path / "c", source)
+@pytest.mark.parametrize("make", [
+    lambda own: own.write_text(""), lambda own: own.symlink_to(own.parent),
+    lambda own: own.symlink_to("/nowhere/at all")], ids=["file", "link", "absent"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path, make):
+    make(tmp_path / f"drover-tokens-{os.getuid()}")
+    refused(UserError, r"train\.cache\.folder", Cache, tmp_path)
 
 
-def test_reading_ends_in_the_middle_when_it_is_closed(tmp_path, source):
-    cache = Cache(tmp_path, source)
+def test_reading_ends_in_the_middle_when_it_is_closed(tmp_path):
+    cache = Cache(tmp_path)
 
     def read(start):
         cache.close()
         return io.BytesIO(bytes(SIZE))
     with pytest.raises(Closed):
-        cache.open("thing 0", source.names[0], SIZE, read)
+        cache.get(0, read=read)
     assert not list(cache.folder.glob("*.tmp"))
