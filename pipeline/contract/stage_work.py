@@ -40,7 +40,7 @@ from drover.pipeline.contract.tasks import (
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.console import ProgressBar, duration, first, say
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed, sha256_json
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
@@ -318,15 +318,8 @@ def set_aside(folder: Path, keep: bool) -> Path | None:
 
 def software_versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change outputs. Does not import them."""
-    from importlib import metadata
-
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
+    return {"python": platform.python_version(), **versions}
 
 
 def git_state() -> dict[str, Any]:

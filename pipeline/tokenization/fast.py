@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from drover.pipeline.core.errors import install
+from drover.pipeline.core.errors import install, installed_version
 from drover.pipeline.core.files import read_json
 from drover.pipeline.tokenization.base import Flat, Tokenizer
 
@@ -28,16 +28,6 @@ nothing."""
 
 class EncoderError(Exception):
     """The fast encoder cannot open the vocabulary, or failed on a text; the message says why."""
-
-
-def installed_version(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def one_thread() -> None:
