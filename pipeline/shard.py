@@ -33,7 +33,7 @@ from drover.pipeline.data.filters.base import libraries
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
 from drover.pipeline.data.readers import absent_columns
-from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.data.sources import reading_units
 from drover.pipeline.data.text_shards import SPLITS
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def shard(work: Work) -> None:
 
     config, folder = work.config.shard, work.folder
     sources = [source.name for source in config.sources]
-    files = input_files(work.config)
-    if problems := absent_columns(config, files):
+    files = work.listing()
+    if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
     _warn_of_unpinned(work)
 

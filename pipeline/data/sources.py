@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
 from drover.pipeline.core.errors import AbsentInputError, UserError, listed
-from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data.readers import FORMATS, divisible, file_format
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
@@ -58,8 +57,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     return found
 
 
-def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
-                  ) -> list[tuple[str, dict[str, Any]]]:
+def reading_units(config: ShardConfig, files: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """The corpus cut into pieces of work, in order, as (name, payload for `drover.pipeline.data.reading.stage_unit`).
 
     A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
@@ -69,16 +67,15 @@ def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
     A payload has `name`, `source`, `max_document_mb` and `pieces`, each the fields of a `Piece`; those of a dataset are
     its own files, where they lie here.
 
-    Raises:
-        UserError: a file that was there is not any more.
+    files: their records (`external_inputs.listed_files`), those of a source sorted by name.
     """
-    of_source: dict[str, list[tuple[str, InputFile]]] = defaultdict(list)
-    for name, path in files:
-        of_source[name.partition("/")[0]].append((name, path))
+    of_source: dict[str, list[Piece]] = defaultdict(list)
+    for file in files:
+        of_source[file["name"].partition("/")[0]].append(Piece(**file, start=0, stop=file["bytes"]))
     units: list[tuple[str, dict[str, Any]]] = []
     for source in config.sources:
-        pieces = [_whole(*entry) for entry in sorted(of_source[source.name], key=itemgetter(0))]
-        groups: list[list[Piece]] = [pieces] if isinstance(source, HubSource) else \
+        pieces = of_source[source.name]
+        groups = [pieces] if isinstance(source, HubSource) else \
             _groups(pieces, source, config.shard_mb * 1e6)
         settings = source.model_dump(mode="json")
         for index, group in enumerate(groups):
@@ -189,17 +186,6 @@ def _named(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile
     common = os.path.commonpath([_pure(path).parent for path in paths])
     return sorted(((f"{source}/{name_as_text(_pure(path).relative_to(common).as_posix())}", path) for path in paths),
                   key=itemgetter(0))
-
-
-def _whole(name: str, path: InputFile) -> Piece:
-    if isinstance(path, ObjectFile):
-        return Piece(name, path.url, path.size, path.stat().st_mtime_ns, 0, path.size, path.etag)
-    try:
-        about = os.stat(path)  # noqa: PTH116 - half the time of a Path, for a million files
-    except OSError as error:
-        raise UserError(f"source {name.partition('/')[0]}: {path} cannot be read: {error.strerror}. Put it back or "
-                        f"make it readable, and run the stage again.") from None
-    return Piece(name, str(path), about.st_size, changed_ns(about), 0, about.st_size)
 
 
 def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: float) -> list[list[Piece]]:

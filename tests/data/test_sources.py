@@ -4,7 +4,8 @@ import sysconfig
 
 import pytest
 
-from drover.pipeline.config.data import HubSource, ShardConfig, StdlibSource
+from drover.pipeline.config.data import HubSource, StdlibSource
+from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
@@ -24,7 +25,7 @@ def test_documents_come_by_file_name_then_record_whatever_the_units(tmp_path):
     assert names(source) == [f"s/{name}" for name in ordered]
     for megabytes, units in ((1e-5, 4), (1.0, 1)):
         config = config_of(source, shard_mb=megabytes)
-        assert len(reading_units(config.shard, input_files(config))) == units
+        assert len(reading_units(config.shard, listed_files(input_files(config)))) == units
         assert [document.id for document in read(source, shard_mb=megabytes)[0]] == [
             f"{name}:{record}" for name in ordered for record in (1, 2, 3)]
 
@@ -82,7 +83,7 @@ def test_a_file_that_vanishes_is_not_taken_for_a_broken_one(tmp_path):
     with pytest.raises(UserError, match=r"f\.jsonl cannot be read: No such file"):
         list(unit_documents(payload))
     with pytest.raises(UserError, match=r"f\.jsonl cannot be read: No such file"):
-        reading_units(ShardConfig(sources=[files_source(tmp_path / "f.jsonl")]), files)
+        listed_files(files)
 
 
 
