@@ -8,10 +8,10 @@ plain members without extended headers. webdataset's import takes a second, as i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict
@@ -121,9 +121,31 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
     Raises:
         UserError: naming the file and the place at which it is truncated or not a text shard.
     """
-    with _opened(path) as shard:
-        for name, member in shard.members(only):
-            yield from_json(member, name[:-len(SUFFIX)])
+    place = "its beginning"
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+
+        def passed(count: int) -> int:
+            """A number of bytes that are there."""
+            if count > size - file.tell():
+                raise ValueError(f"{size - file.tell()} of {count} bytes are there, and the mark that ends a tar is "
+                                 f"missing")
+            return count
+        try:
+            for number in itertools.count():
+                if (header := file.read(passed(BLOCK))) == END[:BLOCK]:
+                    break
+                name, length = _parsed_header(header)
+                place = f"the member {name}"
+                padded = passed(-(-length // BLOCK) * BLOCK)
+                if only is None or number in only:
+                    yield from_json(file.read(padded)[:length], name[:-len(SUFFIX)])
+                else:
+                    file.seek(padded, os.SEEK_CUR)
+            if file.read(passed(BLOCK)) != END[BLOCK:]:
+                raise ValueError("the mark that ends a tar is missing, so members may be")
+        except _WRONG as error:
+            raise UserError(f"{path} is truncated or no text shard, at {place}: {error}. {_FIX}") from None
 
 
 @dataclass
@@ -206,50 +228,3 @@ def _open(path: Path) -> IO[bytes]:
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[_Shard]:
-    """The shard, open; UserError if it cannot be read, or what is read of it is no text shard."""
-    with _open(path) as file:
-        shard = _Shard(file)
-        try:
-            yield shard
-        except _WRONG as error:
-            raise UserError(f"{path} is truncated or no text shard, at {shard.place}: {error}. {_FIX}") from None
-
-
-class _Shard:
-    """An open shard.
-
-    Attributes:
-        place: what was read last, for messages.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.place = file, "its beginning"
-        self._left = os.fstat(file.fileno()).st_size
-
-    def members(self, only: Collection[int] | None = None) -> Iterator[tuple[str, bytes]]:
-        """Name and content of each member; with `only`, of those of these numbers, from 0."""
-        number = 0
-        while (header := self._take(BLOCK)) != END[:BLOCK]:
-            name, size = _parsed_header(header)
-            self.place = f"the member {name}"
-            padded = -(-size // BLOCK) * BLOCK
-            if only is None or number in only:
-                yield name, self._take(padded)[:size]
-            elif padded > self._left:
-                raise ValueError(f"{self._left} of {size} bytes are there")
-            else:
-                self._file.seek(padded, os.SEEK_CUR)
-                self._left -= padded
-            number += 1
-        if self._take(BLOCK) != END[BLOCK:]:
-            raise ValueError("the mark that ends a tar is missing, so members may be")
-
-    def _take(self, count: int) -> bytes:
-        if count > self._left:
-            raise ValueError(f"{self._left} of {count} bytes are there, and the mark that ends a tar is missing")
-        self._left -= count
-        return self._file.read(count)
