@@ -56,7 +56,8 @@ class TokenCheck(Hook):
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.work, self.ranks, table = loop, loop.work, loop.ranks, loop.batches.table
-        self.checked, self._over, self._marked = 0, False, 0
+        self.checked, self._over = 0, False
+        self._marked: object = 0  # what was checked before the last save; at first nothing
         folder, manifest = self.work.input("encode")
         self._of = manifest.digest
         self._saved = self._began = loop.progress.step, loop.progress.samples
@@ -132,8 +133,8 @@ class TokenCheck(Hook):
         """Stop verifying."""
         self._checks.close()
 
-    def _wait(self, given: int | None, *, patient: bool) -> bool:
-        """Whether all ranks have verified the first `given` shards. If `patient`, wait until they have."""
+    def _wait(self, given: object, *, patient: bool) -> bool:
+        """Whether all ranks have verified what `ShardChecks.look_again` gave. If `patient`, wait until they have."""
         checks, moved, seen = self._checks, time.monotonic(), -1.0
         while True:
             done = checks.wait(given, LOOK_S if patient else 0.0)
