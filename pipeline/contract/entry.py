@@ -200,11 +200,11 @@ class StageAttempt:
 
     def _await_manifest(self, need: str) -> None:
         """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded."""
-        def there() -> bool:
+        def look() -> object:
             with suppress(OSError):
                 list(self.run.stage_folder(need).iterdir())  # makes the client look again
-            return self.run.manifest(need) is not None
-        await_file_system(there)
+            return self.run.manifest(need)
+        await_file_system(look, lambda manifest: manifest is not None)
 
     def _refuse_stale_inputs(self) -> None:
         """UserError if a stage that this one needs, directly or not, does not match the current settings and files.

@@ -81,7 +81,7 @@ def _start_from_scratch(run: Run, name: str, options: argparse.Namespace, part: 
             say(name, f"the old outputs are kept in {aside}")
     if name in before(["report"]):
         (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it shows more than the outputs
-    run.forget_files(name)  # the recorded hashes were removed with the outputs: hash the current files
+    run.forget_files()  # the recorded hashes were removed with the outputs: hash the current files
     work = begin(run, name, run.fingerprint(name), [], part, options.force_id)
     work.afresh = True
     return work
