@@ -41,6 +41,13 @@ def joined(arrays: Sequence[NDArray[Any]]) -> Flat:
     return ids.astype(np.uint32, copy=False), offsets
 
 
+def encoded_flat(tokenizer: Any, texts: Sequence[str]) -> Flat:
+    """The ids that a `tokenizers.Tokenizer` gives, without special ones."""
+    # "fast" leaves out where in the text each token lies.
+    found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return joined([np.array(one.ids, np.uint32) for one in found])
+
+
 def byte_piece(value: int) -> str:
     """sentencepiece's name of a byte token: `<0x0A>`."""
     return f"<0x{value:02X}>"
