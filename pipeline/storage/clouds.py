@@ -197,7 +197,7 @@ def client(root: str) -> Any:
 
 
 @lru_cache(maxsize=32)
-def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[int, int], ...], process: int,
+def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[str, int], ...], process: int,
             limits: tuple[float, ...]) -> Any:
     require(root, "obstore")
     import obstore.store
@@ -220,27 +220,18 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
                         f"{_ADVICE[_kind(root)]}.") from None
 
 
-def _aws_file(settings: dict[str, str], variable: str, usual: str) -> Path:
-    return Path(settings.get(variable, f"~/.aws/{usual}")).expanduser()
-
-
-def _written(settings: dict[str, str]) -> tuple[tuple[int, int], ...]:
-    """Times and sizes of AWS's files: the keys in them may be renewed during a run."""
-    found = []
-    for variable, usual in _AWS_FILES:
-        try:
-            about = _aws_file(settings, variable, usual).stat()
-            found.append((about.st_mtime_ns, about.st_size))
-        except (OSError, RuntimeError):  # there is no such file, or no home folder
-            found.append((0, 0))
-    return tuple(found)
+def _written(settings: dict[str, str]) -> tuple[tuple[str, int], ...]:
+    """Those of AWS's files that exist, and their times: the keys in them may be renewed during a run."""
+    files = [os.path.expanduser(settings.get(variable, f"~/.aws/{usual}"))  # noqa: PTH111 - there may be no home folder
+             for variable, usual in _AWS_FILES]
+    return tuple((file, Path(file).stat().st_mtime_ns) for file in files if Path(file).exists())
 
 
 def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
     """Keys from AWS's own files, if the environment has none: obstore reads no files."""
     given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
-    if any(name in settings for name in given) or not any(_written(settings)):
+    if any(name in settings for name in given) or not _written(settings):
         return {}
     import boto3
     from botocore.exceptions import BotoCoreError

@@ -55,9 +55,6 @@ class ObjectFile:
     def is_file(self) -> bool:
         return True
 
-    def is_dir(self) -> bool:
-        return False
-
     def stat(self) -> ObjectStat:
         """Its size, and in place of a time the number of its content."""
         return ObjectStat(self.size, content_number(self.etag, self.modified))
