@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters.chain import Dropped, total
+from drover.pipeline.data.filters.chain import Dropped, most_frequent, total
 
 EXAMPLE_UNITS = 1000
 """So many units of a source, from the first on, keep examples: those of a million units would fill the memory."""
@@ -97,11 +97,5 @@ def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str
                 _show(shown, name, reason, own, examples)
     card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
     card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
-    languages = {name: _most(counts) for name, counts in total(found).items()}
+    languages = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS) for name, counts in total(found).items()}
     return {**card, "examples": shown, **({"languages": languages} if languages else {})}
-
-
-def _most(counts: Mapping[str, int]) -> dict[str, int]:
-    """The most frequent, and how many the others are together."""
-    ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
-    return total([dict(ordered[:MOST_LANGUAGES]), *({OTHERS: count} for _, count in ordered[MOST_LANGUAGES:])])
