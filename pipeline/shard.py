@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.kinds import outside_sources
 from drover.pipeline.contract.tasks import Unit
-from drover.pipeline.core.errors import UnusableInputError, UserError, listed
+from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import keeps_examples, source_card
 from drover.pipeline.data.documents import Rejection
@@ -190,8 +190,7 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         problems.append(f"all of the {documents:,} documents are in the validation split. shard.heldout_share is "
                         f"{config.heldout_share:g}. Lower it, {more}")
     if problems:
-        raise UnusableInputError(listed(problems) if len(problems) == 1 else
-                                 f"the corpus cannot be used:\n{listed(problems)}")
+        raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 
 
 def _first(folder: Path, source: str | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
-from drover.pipeline.core.errors import AbsentInputError, UserError, listed
+from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
 from drover.pipeline.data.readers import FORMATS, divisible, file_format
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
@@ -52,8 +52,8 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
         found += named
     if problems:
         every = [problem for wrong in problems.values() for problem in wrong]
-        raise AbsentInputError(f"The sources of the corpus cannot all be read:\n{listed(every)}" if len(every) > 1
-                               else every[0], found, set(problems))
+        raise AbsentInputError(all_problems(every, "The sources of the corpus cannot all be read", len(every)), found,
+                               set(problems))
     return found
 
 

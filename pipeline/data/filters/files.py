@@ -42,5 +42,5 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
         raise UserError(f"A source of shard.sources is called {FOLDER}, which the files of filters are called too. "
                         f"Give it another `name`.")
     if problems:
-        raise AbsentInputError(listed(problems) if len(problems) > 1 else problems[0], found, {FOLDER})
+        raise AbsentInputError(listed(problems), found, {FOLDER})
     return found
