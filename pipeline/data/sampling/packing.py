@@ -111,7 +111,7 @@ class Packing:
 
     def path(self, row: int) -> Path:
         """The file of a shard's plan."""
-        return self.folder / Path(self.table.path(row)).with_suffix(".bins")
+        return self.folder / Path(self.table.paths[row]).with_suffix(".bins")
 
     def figures(self) -> dict[str, Any]:
         """Sequences, the share of padding in them, documents, and the share of these that is cut."""

@@ -36,7 +36,7 @@ def test_every_token_once_an_epoch_and_no_document_cut_that_fits(tmp_path_factor
     for bins in packed(folder, table, length=length, mixture=dict.fromkeys(SOURCES, 1.0) if mixed else None).spaces[0]:
         for number in range(bins.count):
             for shard, start, stop in bins.spans(number):
-                assert [table.path(row) for row in bins.rows(np.array([number]))] == [shard.record["path"]]
+                assert [table.paths[row] for row in bins.rows(np.array([number]))] == [shard.record["path"]]
                 begin, end = shard.document_span(shard.document_at(start))
                 assert stop - start == min(length, end - start) and (start - begin) % length == 0, "cut, though it fits"
                 read.setdefault(shard, []).extend(range(start, stop))
@@ -111,7 +111,7 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
     made = by_three_ranks(together)
     assert {data.order.plan_sha256 for data, _ in made} == {alone.order.plan_sha256} and contents(tmp_path) == files
     assert [len(said) for _, said in [*made, *by_three_ranks(together)]] == [1, 0, 0, 0, 0, 0]
-    (tmp_path / table.path(3)).unlink()
+    (tmp_path / table.paths[3]).unlink()
     made[0][0].packings[0].path(3).unlink()
 
     def refused(group):
