@@ -13,6 +13,7 @@ import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
@@ -23,6 +24,7 @@ from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file
 from drover.pipeline.data.documents import Document, from_json, key_fits
+from drover.pipeline.data.streams import Watched
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Manifest
@@ -167,8 +169,8 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
     """
     path, count, fault = folder / record["path"], 0, None
     batch, size = Texts(), 0
-    with _open(path) as file:
-        hashed = _Hashed(file)
+    digest = hashlib.sha256()
+    with _open(path) as file, BufferedReader(Watched(file, 0, lambda at, data: digest.update(data)), _BUFFER) as hashed:
         try:
             for name, member in _members(hashed):
                 text = orjson.loads(member)["text"]
@@ -185,7 +187,7 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
         while hashed.read(_BUFFER):
             pass
     [expected] = committed(folder, [record], "shard")
-    if (found := hashed.digest.hexdigest()) != expected.sha256:
+    if (found := digest.hexdigest()) != expected.sha256:
         raise UserError(wrong(expected, found)) from fault
     if fault is not None:
         raise UserError(f"{path} is no text shard: {fault}. {_FIX}") from fault
@@ -194,26 +196,13 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
         yield batch
 
 
-def _members(file: _Hashed) -> Iterator[tuple[str, bytes]]:
+def _members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
     """Name and content of each member, by webdataset. It reads a truncated or foreign tar without an error, as a
     shorter one: compare the hash, too."""
     from webdataset.tariterators import tar_file_iterator
 
     for member in tar_file_iterator(file):
         yield member["fname"], member["data"]
-
-
-class _Hashed:
-    """A file that is hashed while it is read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def read(self, count: int) -> bytes:
-        """As a file does."""
-        data = self._file.read(count)
-        self.digest.update(data)
-        return data
 
 
 def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
