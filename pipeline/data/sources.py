@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
 from drover.pipeline.data.readers import FORMATS, divisible, file_format
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
@@ -98,8 +99,8 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
         files = [path for path in files if isinstance(path, Path)]
     endings = [path.name for path in files if file_format(_pure(path), source.format) is None]
     if endings:
-        problems.append(f"source {source.name}: the names of {len(endings)} files ({', '.join(sorted(endings)[:3])}"
-                        f"{' ...' if len(endings) > 3 else ''}) do not show their format. Set `format`, narrow "
+        problems.append(f"source {source.name}: the names of {len(endings)} files ({first(sorted(endings))}) "
+                        f"do not show their format. Set `format`, narrow "
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
     return files, problems
