@@ -24,11 +24,12 @@ from drover.pipeline.contract.start_record import change_start, sound_start
 from drover.pipeline.contract.state import STATE, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import Part, ShareDone
-from drover.pipeline.contract.telling import Channel, Ended, asked
+from drover.pipeline.contract.telling import Channel, Ended
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.command_line import INTERRUPTED, Parser, complain
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_disk, listed
+from drover.pipeline.core.files import sha256_json
 from drover.pipeline.core.orphans import end_with_parent
 
 SILENCE_S = 3.0
@@ -269,7 +270,7 @@ class StageAttempt:
     def _do(self, work: Work) -> None:
         """Do the work. If it fails because an input is damaged, raise the error about the input instead."""
         if self.channel is not None:
-            work.asked, work.store = asked(vars(self.options)), self.channel.store
+            work.asked, work.store = sha256_json(vars(self.options)), self.channel.store
         try:
             self.body(work)
         except (ShareDone, OSError):

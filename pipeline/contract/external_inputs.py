@@ -29,10 +29,9 @@ from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.core.files import changed_ns, sha256_file, sha256_json
+from drover.pipeline.core.files import changed_ns, sha256_json
 from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.storage.object_files import InputFile, ObjectFile
-from drover.pipeline.storage.store import is_url
 
 HASHES = ".hashes"
 """In a run folder: a ledger of hashes of files whose size or time is not what a manifest says."""
@@ -146,7 +145,7 @@ def _looked_at(files: Sequence[tuple[str, InputFile]], strict: bool) -> Iterator
 
 def hashed_now(listing: Sequence[Record]) -> list[Record]:
     """The records with the sha256 of each file, for a stage whose units did not hash the files."""
-    return [{**record, "sha256": sha256_file(Path(record["path"]))} for record in listing]
+    return [{**record, "sha256": content_hash(record["path"])} for record in listing]
 
 
 def listing_digest(listing: Sequence[Record]) -> str:
@@ -267,7 +266,7 @@ def _hashed(key: str) -> str:
     """The hash of the file that a key of `_digests` names, in the form that the key requires."""
     path = key.removeprefix(OF_BLOCKS)
     try:
-        return content_hash(path if is_url(path) else Path(path), key)
+        return content_hash(path, key)
     except OSError as error:
         raise _unreadable(path, error) from None
 

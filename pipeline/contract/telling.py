@@ -26,7 +26,6 @@ from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_json
 
 CONNECT = timedelta(minutes=30)
 """How long a rank tries to reach rank 0's store: ranks of one start may begin minutes apart."""
@@ -158,8 +157,3 @@ class ReceivedRun(Run):
                          drift=sent["drift"])
         found.__dict__["digest"] = sent["digest"]  # of all outputs, which this message may not contain
         return found
-
-
-def asked(arguments: Mapping[str, Any]) -> str:
-    """A hash of the command line, with which ranks verify that all were started with the same one."""
-    return sha256_json(dict(arguments))
