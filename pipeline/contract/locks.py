@@ -135,7 +135,8 @@ def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
             time.sleep(0.5)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}{_job()}{_chain()}, since {now}\n")
+    job = _named("Slurm job", "SLURM_JOB_ID")
+    file.write(f"process {os.getpid()} on {platform.node()}{job}{_named('chain', 'DROVER_CHAIN')}, since {now}\n")
     file.flush()
     return file
 
@@ -155,17 +156,14 @@ def _is_ending(holder: str) -> bool:
 def _is_earlier_start(holder: str) -> bool:
     """Whether the holder of a lock is an earlier start of the same submission (not of another launcher in the same
     allocation). Starts of a submission follow each other, so it is about to end."""
-    return bool(_chain()) and f"{_chain()}," in holder
+    chain = _named("chain", "DROVER_CHAIN")
+    return bool(chain) and f"{chain}," in holder
 
 
-def _job() -> str:
-    """The Slurm job in the description of a lock's holder; empty outside of a job."""
-    return f", Slurm job {os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else ""
-
-
-def _chain() -> str:
-    """The submission in the description of a lock's holder; empty if no launcher started it."""
-    return f", chain {os.environ['DROVER_CHAIN']}" if os.environ.get("DROVER_CHAIN") else ""
+def _named(what: str, variable: str) -> str:
+    """The job or submission in the description of a lock's holder; empty if the environment has none."""
+    value = os.environ.get(variable)
+    return f", {what} {value}" if value else ""
 
 
 def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = False) -> None:
