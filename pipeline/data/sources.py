@@ -45,7 +45,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     problems: dict[str, list[str]] = {}
     for source in config.shard.sources:
         paths, wrong = _paths(source)
-        named = _named(source.name, paths)
+        named = named_files(source.name, paths)
         twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
         wrong += [f"source {source.name}: two files are called {name} where bytes that are not UTF-8 are written as "
                   f"\\xNN. Rename one." for name in twice]
@@ -180,7 +180,7 @@ def _what_it_is(pattern: str, path: Path) -> str:
     return f"{pattern} is not a file" if path.exists() else f"{pattern} does not exist"
 
 
-def _named(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:
+def named_files(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:
     """Names that do not depend on where the files lie: relative to the folder that holds them all."""
     if not paths:
         return []

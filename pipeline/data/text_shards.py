@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import orjson
 
-from drover.pipeline.contract.input_check import committed, refuse_changed, wrong
+from drover.pipeline.contract.input_check import output, refuse_changed, wrong
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file
@@ -95,8 +95,7 @@ def _parsed_header(header: bytes) -> tuple[str, int]:
 
 def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
     """UserError if the shard of which the manifest has `record` is there and is not what was committed."""
-    [expected] = committed(folder, [record], "shard")
-    refuse_changed(expected)
+    refuse_changed(output(folder, record, "shard"))
 
 
 def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | None = None) -> Iterator[Document]:
@@ -186,7 +185,7 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
             fault = error
         while hashed.read(_BUFFER):
             pass
-    [expected] = committed(folder, [record], "shard")
+    expected = output(folder, record, "shard")
     if (found := digest.hexdigest()) != expected.sha256:
         raise UserError(wrong(expected, found)) from fault
     if fault is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.errors import AbsentInputError, UserError, listed
 from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.sources import named_files
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
@@ -35,9 +35,7 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
             continue
         problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
                      for path in paths if not path.is_file()]
-        there = [path for path in dict.fromkeys(paths) if path.is_file()]
-        common = Path(os.path.commonpath([path.parent for path in there])) if there else Path()
-        found += [(f"{FOLDER}/{name_of(own)}/{path.relative_to(common).as_posix()}", path) for path in there]
+        found += named_files(f"{FOLDER}/{name_of(own)}", [path for path in dict.fromkeys(paths) if path.is_file()])
     if found and any(source.name == FOLDER for source in config.shard.sources):
         raise UserError(f"A source of shard.sources is called {FOLDER}, which the files of filters are called too. "
                         f"Give it another `name`.")

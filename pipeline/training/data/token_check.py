@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.input_check import committed
+from drover.pipeline.contract.input_check import output
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_sealed, renamed, write_sealed
 from drover.pipeline.data.sampling.packing import forget
@@ -69,7 +69,7 @@ class TokenCheck(Hook):
         if not self.compares:
             return
         heldout = [row for row in range(len(table)) if how == "all" or table.kinds[table.kind[row]][0] != "train"]
-        self._checks = ShardChecks(table, lambda row: committed(folder, [table.record(row)], "encode")[0],
+        self._checks = ShardChecks(table, lambda row: output(folder, table.record(row), "encode"),
                                    loop.data.shard_rows, self.ranks.rank, self.ranks.world, heldout, REST)
         if self._sound < self._began:  # an earlier start used shards and ended before they were verified
             self._checks.use(self._sound[0] + 1, self._began[0], [(self._sound[1], self._began[1])])
