@@ -193,28 +193,27 @@ def client(root: str) -> Any:
     """
     settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_FAMILIES)))
     written = _written(dict(settings)) if root.startswith("s3:") else ()
-    return _opened(root, settings, written, os.getpid(), (RETRIES, FIRST_WAIT_S, LONGEST_WAIT_S, RETRY_S, REQUEST_S))
+    return _opened(root, settings, written, os.getpid())
 
 
 @lru_cache(maxsize=32)
-def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[str, int], ...], process: int,
-            limits: tuple[float, ...]) -> Any:
+def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[str, int], ...], process: int
+            ) -> Any:
     require(root, "obstore")
     import obstore.store
 
     if root.startswith("memory:"):
         return obstore.store.MemoryStore()
-    retries, first, longest, retry_s, request_s = limits
     plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
     try:
         more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
             {"config": _azures_other_names(dict(settings), root)} if _kind(root) == "az" else {}
         return obstore.store.from_url(
             root, **more,
-            client_options={"timeout": timedelta(seconds=request_s), **({"allow_http": True} if plain else {})},
-            retry_config={"max_retries": int(retries), "retry_timeout": timedelta(seconds=retry_s),
-                          "backoff": {"init_backoff": timedelta(seconds=first),
-                                      "max_backoff": timedelta(seconds=longest), "base": 2}})
+            client_options={"timeout": timedelta(seconds=REQUEST_S), **({"allow_http": True} if plain else {})},
+            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S),
+                          "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT_S),
+                                      "max_backoff": timedelta(seconds=LONGEST_WAIT_S), "base": 2}})
     except (obstore.exceptions.BaseError, ValueError) as error:
         raise UserError(f"{root} cannot be opened: {plainly(str(error))}. Correct the URL, or "
                         f"{_ADVICE[_kind(root)]}.") from None

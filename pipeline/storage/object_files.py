@@ -45,10 +45,6 @@ class ObjectFile:
     def name(self) -> str:
         return self.place.name
 
-    @property
-    def suffix(self) -> str:
-        return self.place.suffix
-
     def absolute(self) -> ObjectFile:
         return self
 

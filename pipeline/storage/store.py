@@ -75,15 +75,9 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Store) and (self._root, self._prefix) == (other._root, other._prefix)
-
-    def __hash__(self) -> int:
-        return hash((self._root, self._prefix))
-
     def join(self, path: str) -> Store:
         """A store of a deeper prefix."""
-        return Store(self.url_of(path)) if path.strip("/") else self
+        return Store(self.url_of(path))
 
     def url_of(self, path: str) -> str:
         """The URL of an object."""
