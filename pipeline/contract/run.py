@@ -154,14 +154,11 @@ class Run:
         self._known_files.clear()
         self._listings.clear()
 
-    def absent_files(self, stage: str) -> list[str]:
-        """Names of outside files that a finished stage read and that are missing now. They count as unchanged."""
-        manifest = self.manifest(stage)
-        return self._outside(stage).absent(manifest.files) if manifest and manifest.files else []
-
     def absences(self, stages: list[str]) -> list[str]:
-        """Messages about files that finished stages among `stages` have read and that are missing now."""
-        found = {stage: self.absent_files(stage) for stage in stages}
+        """Messages about files that finished stages among `stages` have read and that are missing now. They count as
+        unchanged."""
+        found = {stage: self._outside(stage).absent(manifest.files) for stage in stages
+                 if (manifest := self.manifest(stage)) and manifest.files}
         return [f"{len(names):,} of the files that the stage {stage} read "
                 f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); the outputs made from them "
                 f"are still used"
@@ -315,7 +312,7 @@ class Run:
                 f"--force to rebuild it,{accepting} or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
         return UserError(f"The stage {stage} in {where} {was} with other inputs or settings, so it is neither used nor "
-                         f"overwritten. Changes, old -> new:\n{listed([*shown])}\nWays to continue: {ways}.")
+                         f"overwritten. Changes, old -> new:\n{listed(shown)}\nWays to continue: {ways}.")
 
     def _origin(self, stage: str) -> list[str]:
         return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []
