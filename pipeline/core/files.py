@@ -201,18 +201,16 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any, *, streamed: str | None = None) -> str:
     """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces).
 
-    streamed: a key of `value` whose value may be an iterator over the items of a list, which is never held in memory.
+    streamed: the first key of `value`, whose value may be an iterator over the items of a list, which is never held in
+        memory.
     """
     if streamed is None or not isinstance(value[streamed], Iterator):
         return hashlib.sha256(_canonical(value)).hexdigest()
-    before = {key: item for key, item in value.items() if key < streamed}
-    after = {key: item for key, item in value.items() if key > streamed}
-    digest = hashlib.sha256(_canonical(before)[:-1] + (b"," if before else b"") + _canonical(streamed) + b":[")
-    comma = b""
+    digest, comma = hashlib.sha256(b"{" + _canonical(streamed) + b":["), b""
     while items := list(islice(value[streamed], 1000)):
         digest.update(comma + _canonical(items)[1:-1])
         comma = b","
-    digest.update(b"]" + (b"," if after else b"") + _canonical(after)[1:])
+    digest.update(b"]," + _canonical({key: item for key, item in value.items() if key != streamed})[1:])
     return digest.hexdigest()
 
 
