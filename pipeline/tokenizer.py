@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.files import copy_file, output_record, write_json
-from drover.pipeline.data.text_shards import read_texts, shard_records
+from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.tokenization.base import Tokenizer, loses_marks
 from drover.pipeline.tokenization.bpe_training import train_bpe
 from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
@@ -105,8 +105,8 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
 
 
 def _check_unit(shards: str, record: dict[str, Any], tokenizer: Tokenizer, limit: int | None) -> Unit:
-    name = Path(record["path"]).with_suffix("").as_posix().replace("/", "-")
-    return Unit(name, {"shards": shards, "record": record, "sha256": tokenizer.sha256, "limit": limit})
+    return Unit(shard_name(record).replace("/", "-"), {
+        "shards": shards, "record": record, "sha256": tokenizer.sha256, "limit": limit})
 
 
 def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,9 @@ import itertools
 import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypedDict
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import orjson
 
@@ -58,6 +57,11 @@ def shard_records(manifest: Manifest, split: str, source: str | None = None) -> 
     for record in records:
         check_record(record, TextRecord, "shard")
     return [record for record in records if source in (None, record["source"])]
+
+
+def shard_name(record: dict[str, Any]) -> str:
+    """The split and name of a shard, by its record: its path without the ending."""
+    return Path(record["path"]).with_suffix("").as_posix()
 
 
 def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
@@ -149,13 +153,12 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
             raise UserError(f"{path} is truncated or no text shard, at {place}: {error}. {_FIX}") from None
 
 
-@dataclass
-class Texts:
+class Texts(NamedTuple):
     """Some documents of a shard, in order: their texts, the UTF-8 bytes of each, their keys."""
 
-    texts: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+    texts: list[str]
+    lengths: list[int]
+    keys: list[str]
 
 
 def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterator[Texts]:
@@ -167,7 +170,7 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
             of them may be kept then), or holds another number of documents.
     """
     path, count, fault = folder / record["path"], 0, None
-    batch, size = Texts(), 0
+    batch, size = Texts([], [], []), 0
     digest = hashlib.sha256()
     with _open(path) as file, BufferedReader(Watched(file, 0, lambda at, data: digest.update(data)), _BUFFER) as hashed:
         try:
@@ -180,7 +183,7 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
                 size, count = size + encoded, count + 1
                 if size >= batch_bytes:
                     yield batch
-                    batch, size = Texts(), 0
+                    batch, size = Texts([], [], []), 0
         except Exception as error:  # noqa: BLE001 - whatever comes of other bytes: that they are others says more
             fault = error
         while hashed.read(_BUFFER):

@@ -34,11 +34,8 @@ that the tokenizer added."""
 
 def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Tallies added up."""
-    total = dict.fromkeys(FIELDS, 0)
-    for tally in tallies:
-        for name in FIELDS:
-            total[name] += tally.get(name, 0)
-    return total
+    found = list(tallies)
+    return {name: sum(tally.get(name, 0) for tally in found) for name in FIELDS}
 
 
 @dataclass
