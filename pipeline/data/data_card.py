@@ -34,7 +34,7 @@ class DataCard:
 
     def __init__(self, examples: int = 0) -> None:
         self._examples = examples
-        self._documents = self._changed = self._bytes = self._characters = 0
+        self._counts = dict.fromkeys(("documents", "changed", "bytes", "characters"), 0)
         self._lengths: Counter[int] = Counter()
         self._shown: dict[str, dict[str, list[dict[str, str]]]] = {}
 
@@ -42,10 +42,10 @@ class DataCard:
         """Count a document that the filters kept. changed: they changed it."""
         text = document.text
         size = len(text) if text.isascii() else len(text.encode())
-        self._documents += 1
-        self._changed += changed
-        self._bytes += size
-        self._characters += len(text)
+        self._counts["documents"] += 1
+        self._counts["changed"] += changed
+        self._counts["bytes"] += size
+        self._counts["characters"] += len(text)
         self._lengths[size.bit_length()] += 1
 
     def drop(self, dropped: Dropped) -> None:
@@ -58,8 +58,7 @@ class DataCard:
     def record(self) -> dict[str, Any]:
         """As JSON: `documents`, `changed`, `bytes` and `characters` of those that the filters kept; `lengths`, by k the
         documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
-        return {"documents": self._documents, "changed": self._changed, "bytes": self._bytes,
-                "characters": self._characters,
+        return {**self._counts,
                 "lengths": {str(length): count for length, count in sorted(self._lengths.items())},
                 "examples": self._shown}
 

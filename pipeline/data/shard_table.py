@@ -136,18 +136,17 @@ class OpenShards:
 
     Args:
         folder: the encode stage's.
-        most: shards that are kept.
         opener: what makes them, where they are not files in the folder.
 
     Attributes:
         shard: gives the shard in a row of the table.
     """
 
-    def __init__(self, folder: Path, table: ShardTable, most: int | None = None, opener: Opener | None = None) -> None:
+    def __init__(self, folder: Path, table: ShardTable, opener: Opener | None = None) -> None:
         self.folder, self.table, self.opener = folder, table, opener
-        self.most = most or most_open()
-        self._whole = OFFSETS_BYTES // max(1, min(self.most, len(table)))
-        self.shard = lru_cache(self.most)(self._opened)
+        most = most_open()
+        self._whole = OFFSETS_BYTES // max(1, min(most, len(table)))
+        self.shard = lru_cache(most)(self._opened)
 
     def __len__(self) -> int:
         """How many are kept now."""
@@ -187,7 +186,7 @@ def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterabl
                    opener: Opener | None = None) -> dict[str, Shards]:
     """The shards of a split by source, which are open together: all sources share what may be open. opener: see
     `OpenShards`."""
-    opened = OpenShards(folder, table, opener=opener)
+    opened = OpenShards(folder, table, opener)
     return {source: Shards(opened, table.rows(split, source)) for source in sources}
 
 
@@ -196,7 +195,7 @@ def open_shards(folder: Path, outputs: Sequence[dict[str, Any]] | ShardTable, sp
     """The shards of one split (and source) among a manifest's outputs, in the order of their paths. No file is touched
     before it is read. opener: see `OpenShards`."""
     table = outputs if isinstance(outputs, ShardTable) else ShardTable.of(outputs)
-    return Shards(OpenShards(folder, table, opener=opener), table.rows(split, source))
+    return Shards(OpenShards(folder, table, opener), table.rows(split, source))
 
 
 def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:

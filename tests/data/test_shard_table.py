@@ -7,6 +7,7 @@ import os
 import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def make_shards(folder, count):
 
 
 def data_of(folder, table, most=None, whole=1 << 26, mixture=MIXTURE):
-    opened = OpenShards(folder, table, most)
+    opened = OpenShards(folder, table)
+    if most is not None:
+        opened.shard = lru_cache(most)(opened._opened)
     opened._whole = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
 

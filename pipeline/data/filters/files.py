@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.errors import AbsentInputError, UserError, listed
 from drover.pipeline.data.filters.base import Filter
 from drover.pipeline.data.sources import named_files
+from drover.pipeline.storage.object_files import InputFile
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
@@ -17,7 +17,7 @@ FOLDER = "filters"
 """What the names of filters' files begin with."""
 
 
-def input_files(config: Config) -> list[tuple[str, Path]]:
+def input_files(config: Config) -> list[tuple[str, InputFile]]:
     """The files that filters read, as (`filters/<name of the filter>/<name of the file>`, path).
 
     A name goes back to the folder that holds all files of the filter.
@@ -25,7 +25,7 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
     Raises:
         AbsentInputError: naming all that are not there.
     """
-    found: list[tuple[str, Path]] = []
+    found: list[tuple[str, InputFile]] = []
     problems = []
     for own in config.shard.filters:
         try:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.data.planning import near_duplicates
-from drover.pipeline.data.planning.near_duplicates import join_components, read_followers
-from drover.pipeline.data.planning.runs import DIGEST, Layout, write_links
+from drover.pipeline.data.planning.near_duplicates import followers_path, join_components
+from drover.pipeline.data.planning.runs import DIGEST, LINK, Layout, read_rows, write_links
 from tests.data.planning.staged_corpora import firsts
 
 
@@ -36,7 +36,7 @@ def both(folder, plan, edges, seed=0):
     write_edges(folder, plan, edges, seed)
     kept = firsts(edges, max if plan.last else min)
     join_components(folder, {})
-    parts = [read_followers(folder, plan, part).tolist() for part in range(plan.partitions)]
+    parts = [read_rows(followers_path(folder), LINK, part, plan.partitions).tolist() for part in range(plan.partitions)]
     rows, sign = [row for part in parts for row in part], -1 if plan.last else 1
     assert rows == sorted(((other, first) for other, first in kept.items() if other != first),
                           key=lambda row: (sign * row[1], sign * row[0]))
