@@ -26,10 +26,9 @@ from benchmarks.measuring import (
     command,
     compared,
     positive,
-    version_of,
 )
 from drover.pipeline.contract.manifest import Manifest, read_manifest
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import read_json
 
 FILES = 4
@@ -91,10 +90,10 @@ def encode(texts: list[str], mb: float, place: Path, options: argparse.Namespace
     for name, (about, settings) in kinds.items():
         for stage in ("shard", "tokenizer"):
             command(_stage(stage, texts, place, name, *settings))
-        for encoder in ("reference", *(["fastokens"] if version_of("fastokens") else [])):
+        for encoder in ("reference", *(["fastokens"] if installed_version("fastokens") else [])):
             contenders[f"ours, {about}, {encoder}"] = partial(
                 command, _stage("encode", texts, place, name, *settings, "--force", f"encode.encoder={encoder}"))
-    if version_of("datatrove"):
+    if installed_version("datatrove"):
         contenders["datatrove"] = partial(_tokenize, place)
     rows = compared(alternated(contenders, options.rounds), mb, "MB", "datatrove")
     if "datatrove" in contenders:

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 from drover.pipeline.core.console import markdown
+from drover.pipeline.core.errors import installed_version
 from drover.pipeline.core.files import write_json, write_text
 from drover.pipeline.reporting.facts import processor
 
@@ -131,15 +131,7 @@ def machine() -> dict[str, Any]:
     """Time, processor, load and versions."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": processor(), "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
-            **{name: version for name in PACKAGES if (version := version_of(name))}}
-
-
-def version_of(package: str) -> str | None:
-    """The version of a package; None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+            **{name: version for name in PACKAGES if (version := installed_version(name))}}
 
 
 def positive(text: str) -> int:

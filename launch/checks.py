@@ -336,7 +336,8 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
             continue
         found += [f"{stage}: the input file {path} does not exist." for _, path in files if not path.is_file()]
         if stage == "shard":
-            found += [f"{stage}: {problem}" for problem in absent_columns(config.shard, files)]
+            found += [f"{stage}: {problem}" for problem in absent_columns(
+                config.shard, [(name, str(path)) for name, path in files])]
     _refuse_all("Inputs of the stages are missing", found)
 
 

@@ -44,6 +44,8 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
               f"(launch.limits)")
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
+        if fewer := train.node_counts[1:]:
+            print(f"nodes     after a loss, training continues on {first([*map(str, fewer)])} of {train.nodes} nodes")
     if disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
@@ -95,9 +97,6 @@ def training_facts(config: Config, job: Job) -> list[str]:
     lines = [f"batch     {BatchPlan.of(phase.train, parallel, ranks)}"
              f"{f' (phase {phase.number + 1})' if plan.declared else ''}" for phase in plan.phases] if fits else []
     shape = f"{model.layers} layers, width {model.dim}, {model.heads} heads ({model.kv_heads} kv)"
-    if len(job.node_counts) > 1:
-        lines.append(f"nodes     after a loss, training continues on {first([*map(str, job.node_counts[1:])])} of "
-                     f"{job.nodes} nodes")
     lines += [f"length    {train.steps:,} steps = {plan.tokens:,} tokens",
               f"model     {known.parameter_count:,} parameters: {shape}" if known else
               f"model     {shape}; parameters are known once the tokenizer is", *_departures(model)]

@@ -6,8 +6,9 @@ import os
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
+
+from drover.pipeline.core.errors import installed_version
 
 SMI_S = 30.0
 """Time limit for nvidia-smi, which first loads the driver if nothing keeps it loaded."""
@@ -29,10 +30,7 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 
 def for_amd() -> bool:
     """Whether torch is a build for AMD's GPUs. Without one, AMD devices only drive screens."""
-    try:
-        return "rocm" in metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return False
+    return "rocm" in (installed_version("torch") or "")
 
 
 def smi(query: str) -> list[list[str]] | None:

@@ -156,8 +156,7 @@ def run_on_hosts(config: Config, jobs: list[Job], options: Options) -> int:
     try:
         return run_jobs(config, jobs, options, hosts_place)
     finally:
-        if held is not None:
-            held.close()
+        held.close()
 
 
 class _Link(subprocess.Popen[bytes]):

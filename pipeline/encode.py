@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.errors import UserError, listed
 from drover.pipeline.core.files import output_record, read_json
-from drover.pipeline.data.text_shards import read_texts, shard_records
+from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.base import Tokenizer, reads_back
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
@@ -55,7 +55,7 @@ def encode(work: Work) -> None:
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
     fast = admitted(work, tokenizer, made.counts, shards, shard_records(manifest, "heldout"))
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
-    units = [Unit(_name(record).replace("/", "-"), {
+    units = [Unit(shard_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
     # The encoder is not part of a unit's identity: all encoders make the same shards.
     done = work.do_units("encode", units, partial(encode_shard, fast=fast is not None), "shards")
@@ -109,7 +109,7 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
     With `fast`, the fast encoder does it. If it gives other ids than the reference for the verified documents, the
     reference encodes the whole shard again, and `fallback` in the record has the reason.
     """
-    source, path = payload["record"], folder / f"{_name(payload['record'])}.arrow"
+    source, path = payload["record"], folder / f"{shard_name(payload['record'])}.arrow"
     shards, vocabulary = placed(folder, payload["shards"]), placed(folder, payload["tokenizer"])
     reference = _tokenizer(vocabulary, payload["sha256"])
     found, problem = None, ""
@@ -251,10 +251,6 @@ def _tokenizer(folder: Path, sha256: str) -> Tokenizer:
 @lru_cache(maxsize=1)
 def _fast(folder: Path, sha256: str) -> FastEncoder:
     return FastEncoder(_tokenizer(folder, sha256), folder)
-
-
-def _name(record: dict[str, Any]) -> str:
-    return Path(record["path"]).with_suffix("").as_posix()
 
 
 if __name__ == "__main__":

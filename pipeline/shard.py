@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.kinds import outside_sources
 from drover.pipeline.contract.tasks import Unit
-from drover.pipeline.core.errors import UnusableInputError, UserError, listed
+from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
 from drover.pipeline.data.data_card import keeps_examples, source_card
 from drover.pipeline.data.documents import Rejection
@@ -33,7 +33,7 @@ from drover.pipeline.data.filters.base import libraries
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
 from drover.pipeline.data.filters.files import FOLDER as FILTER_FILES
 from drover.pipeline.data.readers import absent_columns
-from drover.pipeline.data.sources import input_files, reading_units
+from drover.pipeline.data.sources import reading_units
 from drover.pipeline.data.text_shards import SPLITS
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def shard(work: Work) -> None:
 
     config, folder = work.config.shard, work.folder
     sources = [source.name for source in config.sources]
-    files = input_files(work.config)
-    if problems := absent_columns(config, files):
+    files = work.listing()
+    if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
     _warn_of_unpinned(work)
 
@@ -190,8 +190,7 @@ def _refuse(work: Work, counts: dict[str, Any], lost: int, files: int) -> None:
         problems.append(f"all of the {documents:,} documents are in the validation split. shard.heldout_share is "
                         f"{config.heldout_share:g}. Lower it, {more}")
     if problems:
-        raise UnusableInputError(listed(problems) if len(problems) == 1 else
-                                 f"the corpus cannot be used:\n{listed(problems)}")
+        raise UnusableInputError(all_problems(problems, "the corpus cannot be used", len(problems)))
 
 
 def _first(folder: Path, source: str | None = None) -> str:

@@ -13,9 +13,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.contract.tasks import Unit
-from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import copy_file, output_record, write_json
-from drover.pipeline.data.text_shards import read_texts, shard_records
+from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.tokenization.base import Tokenizer, loses_marks
 from drover.pipeline.tokenization.bpe_training import train_bpe
 from drover.pipeline.tokenization.checking import check_shard, from_bitmap, refuse_failures, summed
@@ -106,8 +105,8 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
 
 
 def _check_unit(shards: str, record: dict[str, Any], tokenizer: Tokenizer, limit: int | None) -> Unit:
-    name = Path(record["path"]).with_suffix("").as_posix().replace("/", "-")
-    return Unit(name, {"shards": shards, "record": record, "sha256": tokenizer.sha256, "limit": limit})
+    return Unit(shard_name(record).replace("/", "-"), {
+        "shards": shards, "record": record, "sha256": tokenizer.sha256, "limit": limit})
 
 
 def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
@@ -138,30 +137,20 @@ def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
 
 def _train(settings: TokenizerConfig, shards: Path, records: list[dict[str, Any]], shares: dict[str, float],
            path: Path, sample: Sample) -> None:
-    problems: list[UserError] = []
-
     def documents(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         sample.shards += 1
         sample.read_bytes += record["text_bytes"]
-        try:
-            for batch in read_texts(shards, record, BATCH_BYTES):
-                yield from zip(batch.keys, batch.texts, strict=True)
-        except UserError as error:  # raised below, because the trainer's C++ would change an error raised here
-            problems.append(error)
-    try:
-        if settings.kind == "char":
-            write_characters(path, (text for record in records for _, text in documents(record)))
-        else:
-            chunks = (chunk for record in records for chunk in sampled(
-                documents(record), shares[record["source"]], SEED, sample, settings.document_characters))
-            if settings.kind == "bpe":
-                train_bpe(chunks, settings, path)
-            else:
-                train_sentencepiece(chunks, settings, path, path.with_name("train.log"))
-    finally:
-        if problems:
-            path.unlink(missing_ok=True)
-            raise problems.pop()
+        for batch in read_texts(shards, record, BATCH_BYTES):
+            yield from zip(batch.keys, batch.texts, strict=True)
+    if settings.kind == "char":
+        write_characters(path, (text for record in records for _, text in documents(record)))
+        return
+    chunks = (chunk for record in records for chunk in sampled(
+        documents(record), shares[record["source"]], SEED, sample, settings.document_characters))
+    if settings.kind == "bpe":
+        train_bpe(chunks, settings, path)
+    else:
+        train_sentencepiece(chunks, settings, path, path.with_name("train.log"))
 
 
 def _told(work: Work, tokenizer: Tokenizer, report: dict[str, Any], sample: dict[str, Any],

@@ -61,11 +61,9 @@ def _launcher_works(run_folder: Path) -> bool:
     if not (run_folder / LOCKS / LAUNCHER).exists():
         return False
     try:
-        held = lock(run_folder, LAUNCHER)
+        lock(run_folder, LAUNCHER).close()
     except UserError:
         return True
-    if held is not None:
-        held.close()
     return False
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 
 from drover.pipeline.storage.object_files import open_input
 
@@ -22,9 +21,9 @@ def hash_of_blocks(digests: Iterable[str]) -> str:
     return OF_BLOCKS + hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
 
 
-def content_hash(path: Path | str, like: str = "") -> str:
+def content_hash(path: str, like: str = "") -> str:
     """The content hash of a file, or of an object by its URL, in the form of the hash `like`; by default the sha256."""
-    with open_input(str(path)) as file:
+    with open_input(path) as file:
         if not like.startswith(OF_BLOCKS):
             return hashlib.file_digest(file, "sha256").hexdigest()
         blocks = iter(lambda: file.read(BLOCK_BYTES), b"")

@@ -24,11 +24,12 @@ from drover.pipeline.contract.start_record import change_start, sound_start
 from drover.pipeline.contract.state import STATE, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import Part, ShareDone
-from drover.pipeline.contract.telling import Channel, Ended, asked
+from drover.pipeline.contract.telling import Channel, Ended
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.command_line import INTERRUPTED, Parser, complain
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UnusableInputError, UserError, is_full_disk, listed
+from drover.pipeline.core.files import sha256_json
 from drover.pipeline.core.orphans import end_with_parent
 
 SILENCE_S = 3.0
@@ -200,11 +201,11 @@ class StageAttempt:
 
     def _await_manifest(self, need: str) -> None:
         """In a chain of jobs, wait until this node sees the manifest of a stage that has succeeded."""
-        def there() -> bool:
+        def look() -> object:
             with suppress(OSError):
                 list(self.run.stage_folder(need).iterdir())  # makes the client look again
-            return self.run.manifest(need) is not None
-        await_file_system(there)
+            return self.run.manifest(need)
+        await_file_system(look, lambda manifest: manifest is not None)
 
     def _refuse_stale_inputs(self) -> None:
         """UserError if a stage that this one needs, directly or not, does not match the current settings and files.
@@ -269,7 +270,7 @@ class StageAttempt:
     def _do(self, work: Work) -> None:
         """Do the work. If it fails because an input is damaged, raise the error about the input instead."""
         if self.channel is not None:
-            work.asked, work.store = asked(vars(self.options)), self.channel.store
+            work.asked, work.store = sha256_json(vars(self.options)), self.channel.store
         try:
             self.body(work)
         except (ShareDone, OSError):

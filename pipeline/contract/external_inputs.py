@@ -10,8 +10,7 @@ which of them are done again after a change.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -30,10 +29,9 @@ from drover.pipeline.contract.tasks import Ledger
 from drover.pipeline.core.console import first as first_names
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import AbsentInputError, UserError
-from drover.pipeline.core.files import changed_ns, sha256_file, sha256_json
+from drover.pipeline.core.files import changed_ns, sha256_json
 from drover.pipeline.core.ordered_map import ordered_map
-from drover.pipeline.storage.object_files import InputFile, ObjectStat
-from drover.pipeline.storage.store import is_url
+from drover.pipeline.storage.object_files import InputFile, ObjectFile
 
 HASHES = ".hashes"
 """In a run folder: a ledger of hashes of files whose size or time is not what a manifest says."""
@@ -42,7 +40,6 @@ LONG_BYTES = 1_000_000_000
 HASHING = 4
 """Files hashed at one time."""
 Record = dict[str, Any]
-Stat = os.stat_result | ObjectStat
 
 
 @dataclass(frozen=True)
@@ -104,41 +101,51 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
             raise
         found, incomplete = (sorted(error.found, key=itemgetter(0)), error.sources) \
             if isinstance(error, AbsentInputError) else ([], set(map(_source, known)))
-    stats = dict(ordered_map(lambda path: (path, _stat(path, strict)), [path for _, path in found], batch=512))
-    incomplete |= {name.partition("/")[0] for name, path in found if stats[path] is None}
-    by_path = {str(record["path"]): record for record in known}
-    by_name = {str(record["name"]): record for record in known}
-
-    def recorded(name: str, path: InputFile) -> Record | None:
-        full, own = str(path.absolute()), by_name.get(name)
-        return own if own is not None and own["path"] == full else by_path.get(full)
-
-    def key(name: str, path: InputFile) -> str:
-        like = (recorded(name, path) or by_name.get(name, {})).get("sha256", "")
-        return (OF_BLOCKS if like.startswith(OF_BLOCKS) else "") + str(path.absolute())
-    moved = {key(name, path): stat for name, path in found
-             if (stat := stats[path]) and not _same(recorded(name, path), stat)}
-    digests = _digests(stage, moved, run_folder, remember)
-    records = []
-    for name, path in found:
-        if (stat := stats[path]) is not None:
-            full, own = str(path.absolute()), recorded(name, path)
-            digest = own["sha256"] if own is not None and _same(own, stat) else digests[key(name, path)]
-            records.append({"name": name, "path": full, "bytes": stat.st_size, "mtime_ns": changed_ns(stat),
-                            "sha256": digest})
+    there = list(_looked_at(found, strict))
+    incomplete |= {name.partition("/")[0] for (name, _), record in zip(found, there, strict=True) if record is None}
+    records = [record for record in there if record is not None]
+    by_path, by_name = ({str(record[field]): record for record in known} for field in ("path", "name"))
+    todo = dict[str, list[Record]]()
+    for record in records:
+        old = by_name.get(record["name"], {})
+        if old.get("path") != record["path"]:
+            old = by_path.get(record["path"], old)
+        if all(old.get(field) == record[field] for field in ("path", "bytes", "mtime_ns")):
+            record["sha256"] = old["sha256"]
+        else:
+            form = OF_BLOCKS if old.get("sha256", "").startswith(OF_BLOCKS) else ""
+            todo.setdefault(form + record["path"], []).append(record)
+    for key, digest in _digests(stage, {key: same[0] for key, same in todo.items()}, run_folder, remember).items():
+        for record in todo[key]:
+            record["sha256"] = digest
     return Outside(records, frozenset(incomplete))
 
 
 def listed_files(files: Sequence[tuple[str, InputFile]]) -> list[Record]:
-    """Name, absolute path, bytes and mtime_ns of files, in their order; UserError if one is missing."""
-    stats = ordered_map(lambda path: _stat(path, strict=True), [path for _, path in files], batch=512)
-    return [{"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": changed_ns(stat)}
-            for (name, path), stat in zip(files, stats, strict=True) if stat is not None]
+    """Name, absolute path, bytes and mtime_ns of files, and the ETag of objects, in their order; UserError if one is
+    missing."""
+    return [{**record, **({"etag": path.etag} if isinstance(path, ObjectFile) else {})}
+            for (_, path), record in zip(files, _looked_at(files, strict=True), strict=True) if record is not None]
+
+
+def _looked_at(files: Sequence[tuple[str, InputFile]], strict: bool) -> Iterator[Record | None]:
+    """Name, absolute path, bytes and mtime_ns of each file, several at a time; None for a missing one, or with `strict`
+    UserError."""
+    def look_at(file: tuple[str, InputFile]) -> Record | None:
+        name, path = file
+        try:
+            stat = path.stat()
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not strict:
+                return None
+            raise _unreadable(path, error) from None
+        return {"name": name, "path": str(path.absolute()), "bytes": stat.st_size, "mtime_ns": changed_ns(stat)}
+    return ordered_map(look_at, files, batch=512)
 
 
 def hashed_now(listing: Sequence[Record]) -> list[Record]:
     """The records with the sha256 of each file, for a stage whose units did not hash the files."""
-    return [{**record, "sha256": sha256_file(Path(record["path"]))} for record in listing]
+    return [{**record, "sha256": content_hash(record["path"])} for record in listing]
 
 
 def listing_digest(listing: Sequence[Record]) -> str:
@@ -229,18 +236,18 @@ def source_of_place(key: str, config: Config) -> str:
     return sources[number].name if number < len(sources) else ""
 
 
-def _digests(stage: str, files: Mapping[str, Stat], run_folder: Path, remember: bool) -> dict[str, str]:
+def _digests(stage: str, files: Mapping[str, Record], run_folder: Path, remember: bool) -> dict[str, str]:
     """The hash of each file, by its path. If OF_BLOCKS precedes the path, it is the hash of the file's blocks. With
     `remember`, hashes of files with equal size and time are taken from the run's ledger, and new ones are added to it
     immediately."""
-    keys = {path: f"{stat.st_size} {changed_ns(stat)}" for path, stat in files.items()}
+    keys = {path: f"{record['bytes']} {record['mtime_ns']}" for path, record in files.items()}
     ledger = Ledger(run_folder / HASHES)
     known = dict[str, str]()
     if remember and files:
         with suppress(OSError):  # the run may belong to another user
             known = ledger.found(keys)
     todo = [path for path in files if path not in known]
-    if remember and (size := sum(files[path].st_size for path in todo)) > LONG_BYTES:
+    if remember and (size := sum(files[path]["bytes"] for path in todo)) > LONG_BYTES:
         say(stage, f"hashing {len(todo):,} input files ({size / 1e9:.1f} GB) that are new or were modified since they "
                    f"were read")
     for path, digest in zip(todo, ordered_map(_hashed, todo, HASHING), strict=True):
@@ -251,34 +258,15 @@ def _digests(stage: str, files: Mapping[str, Stat], run_folder: Path, remember: 
     return known
 
 
-def _same(record: Record | None, stat: Stat) -> bool:
-    try:
-        return record is not None and (record["bytes"], record["mtime_ns"]) == (stat.st_size, changed_ns(stat))
-    except (KeyError, TypeError):  # a damaged record
-        return False
-
-
 def _source(record: Record) -> str:
     return str(record["name"]).partition("/")[0]
-
-
-def _stat(path: InputFile, strict: bool) -> Stat | None:
-    """Size and times of a file; None if it is missing."""
-    try:
-        return path.stat()
-    except FileNotFoundError as error:
-        if strict:
-            raise _unreadable(path, error) from None
-        return None
-    except OSError as error:
-        raise _unreadable(path, error) from None
 
 
 def _hashed(key: str) -> str:
     """The hash of the file that a key of `_digests` names, in the form that the key requires."""
     path = key.removeprefix(OF_BLOCKS)
     try:
-        return content_hash(path if is_url(path) else Path(path), key)
+        return content_hash(path, key)
     except OSError as error:
         raise _unreadable(path, error) from None
 

@@ -36,9 +36,13 @@ class Expected:
 
 def committed(folder: Path, records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:
     """Outputs of `stage`, by their records in its manifest."""
-    origin = f"is not what the stage {stage} committed"
-    fix = f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files"
-    return [Expected(folder / record["path"], record["sha256"], origin, fix) for record in records]
+    return [output(folder, record, stage) for record in records]
+
+
+def output(folder: Path, record: Mapping[str, Any], stage: str) -> Expected:
+    """An output of `stage`, by its record in its manifest."""
+    return Expected(folder / record["path"], record["sha256"], f"is not what the stage {stage} committed",
+                    f"Restore the right file, or delete it and run --stage {stage} again, which makes missing files")
 
 
 def outside(records: Sequence[Mapping[str, Any]], stage: str) -> list[Expected]:

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.console import say
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import lock_file
 
+T = TypeVar("T")
 LOCKS = ".locks"
 EARLIER_S = 180.0
 """How long to wait for an earlier start of the same submission that holds a stage: it may be on a node that Slurm has
@@ -45,11 +46,12 @@ class StageLock:
             say(stage, f"waits while {_holder(starting)} starts")
             _locked(starting, folder, wait=True)
         self._start = _take(starting, folder, stage, shared=False)
-        self._own, self._share = lock(folder, stage, shared=part is not None), None
+        self._own = lock(folder, stage, shared=part is not None)
+        self._held = [self._start, self._own]
         if part is None:
-            self._end_start()
+            self._start.close()
         else:
-            self._share = self._claim(part)
+            self._held.append(self._claim(part))
 
     def alone(self) -> None:
         """Lock the stage exclusively until `begun`; UserError if other parts are at work."""
@@ -59,29 +61,22 @@ class StageLock:
         """Let other parts start and work, too."""
         if self.part is not None:
             _take(self._own, self.folder, self.stage, shared=True)
-            self._end_start()
+            self._start.close()
 
     def release(self) -> None:
         """Release all locks."""
-        for file in (self._start, self._own, self._share):
-            if file is not None:
-                file.close()
+        for file in self._held:
+            file.close()
 
-    def _end_start(self) -> None:
-        if self._start is not None:
-            self._start.close()
-
-    def _claim(self, part: Part) -> IO[str] | None:
+    def _claim(self, part: Part) -> IO[str]:
         """Lock this part. UserError if it is in use, or if a part of another number of parts is at work."""
         for path in sorted((self.folder / LOCKS).glob(f"{self.stage}.part-*-of-*")):
             if not path.name.endswith(f"-of-{part.count}"):
-                other = lock(self.folder, path.name, f"{self.stage} (cut into another number of parts)")
-                if other is not None:
-                    other.close()
+                lock(self.folder, path.name, f"{self.stage} (cut into another number of parts)").close()
         return lock(self.folder, f"{self.stage}.part-{part.tag}", f"{self.stage} (part {part})")
 
 
-def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO[str] | None:
+def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO[str]:
     """Lock a stage of the run in `folder` until the file is closed or this process ends.
 
     Args:
@@ -89,7 +84,8 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
         shared: for reading the stage. Several processes may read it at once, and none rebuilds it meanwhile.
 
     Returns:
-        The open file. None if the file system has no locks (a warning is printed), or if a reader may not write there.
+        The open file. It locks nothing if the file system has no locks (a warning is printed), or if a reader may not
+        write there.
 
     Raises:
         UserError: another process works on the stage (or reads it, for a writer).
@@ -98,17 +94,18 @@ def lock(folder: Path, name: str, what: str = "", *, shared: bool = False) -> IO
         file = _open(folder, name)
     except PermissionError:
         if shared:
-            return None
+            return open(os.devnull, encoding="utf-8")
         raise
     return _take(file, folder, what or name, shared=shared)
 
 
-def await_file_system(ready: Callable[[], bool]) -> None:
-    """In a chain of jobs, wait until `ready()`, at most NETWORK_S. It is for files that another node has written: the
-    client of a network file system may remember for a while that a file was missing."""
+def await_file_system(look: Callable[[], T], ready: Callable[[T], bool]) -> T:
+    """The result of `look()`; in a chain of jobs, wait until it is `ready`, at most NETWORK_S. It is for files that
+    another node has written: the client of a network file system may remember for a while that a file was missing."""
     until = time.monotonic() + NETWORK_S * ("DROVER_CHAIN" in os.environ)
-    while not ready() and time.monotonic() < until:
+    while not ready(found := look()) and time.monotonic() < until:
         time.sleep(1.0)
+    return found
 
 
 def _open(folder: Path, name: str) -> IO[str]:
@@ -117,14 +114,12 @@ def _open(folder: Path, name: str) -> IO[str]:
     return open(path, "a+", encoding="utf-8")
 
 
-def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[str] | None:
-    """Lock an open file, or change its lock to the other kind; None if there are no locks."""
-    if file is None:
-        return None
+def _take(file: IO[str], folder: Path, what: str, *, shared: bool) -> IO[str]:
+    """Lock an open file, or change its lock to the other kind."""
     until, waited, looks = time.monotonic() + EARLIER_S, False, 0
     while True:
         try:
-            locked = _locked(file, folder, shared=shared)
+            _locked(file, folder, shared=shared)
             break
         except BlockingIOError:
             holder = _holder(file)
@@ -138,11 +133,10 @@ def _take(file: IO[str] | None, folder: Path, what: str, *, shared: bool) -> IO[
                 say(what, f"waits for the end of {holder}")
             waited = waited or going
             time.sleep(0.5)
-    if not locked:
-        return None
     now = datetime.now(UTC).isoformat(timespec="seconds")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}{_job()}{_chain()}, since {now}\n")
+    job = _named("Slurm job", "SLURM_JOB_ID")
+    file.write(f"process {os.getpid()} on {platform.node()}{job}{_named('chain', 'DROVER_CHAIN')}, since {now}\n")
     file.flush()
     return file
 
@@ -162,25 +156,20 @@ def _is_ending(holder: str) -> bool:
 def _is_earlier_start(holder: str) -> bool:
     """Whether the holder of a lock is an earlier start of the same submission (not of another launcher in the same
     allocation). Starts of a submission follow each other, so it is about to end."""
-    return bool(_chain()) and f"{_chain()}," in holder
+    chain = _named("chain", "DROVER_CHAIN")
+    return bool(chain) and f"{chain}," in holder
 
 
-def _job() -> str:
-    """The Slurm job in the description of a lock's holder; empty outside of a job."""
-    return f", Slurm job {os.environ['SLURM_JOB_ID']}" if os.environ.get("SLURM_JOB_ID") else ""
+def _named(what: str, variable: str) -> str:
+    """The job or submission in the description of a lock's holder; empty if the environment has none."""
+    value = os.environ.get(variable)
+    return f", {what} {value}" if value else ""
 
 
-def _chain() -> str:
-    """The submission in the description of a lock's holder; empty if no launcher started it."""
-    return f", chain {os.environ['DROVER_CHAIN']}" if os.environ.get("DROVER_CHAIN") else ""
-
-
-def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = False) -> bool:
+def _locked(file: IO[str], folder: Path, *, shared: bool = False, wait: bool = False) -> None:
     """`lock_file`, with a warning if the file system has no locks."""
-    locked = lock_file(file.fileno(), shared=shared, wait=wait)
-    if not locked:
+    if not lock_file(file.fileno(), shared=shared, wait=wait):
         _warn(folder)
-    return locked
 
 
 @cache

@@ -48,7 +48,7 @@ def prepare(run: Run, name: str, options: argparse.Namespace, part: Part | None)
         if not options.accept_drift or run.is_reused(name):
             raise run.refusal(name, state)
         accepted = {"stage": name, "differences": [str(difference) for difference in state.differences]}
-        if not state.begun_only and not _prolongs(run, name):
+        if not state.begun_only and not STAGES[name].goes_on(run.config, run.finished(name).counts):
             _accept(run, name, run.fingerprint_of_finished(name), accepted)
             return None
         _refuse_mixing(run, name, state)
@@ -81,7 +81,7 @@ def _start_from_scratch(run: Run, name: str, options: argparse.Namespace, part: 
             say(name, f"the old outputs are kept in {aside}")
     if name in before(["report"]):
         (run.own_folder("report") / MANIFEST).unlink(missing_ok=True)  # it shows more than the outputs
-    run.forget_files(name)  # the recorded hashes were removed with the outputs: hash the current files
+    run.forget_files()  # the recorded hashes were removed with the outputs: hash the current files
     work = begin(run, name, run.fingerprint(name), [], part, options.force_id)
     work.afresh = True
     return work
@@ -122,12 +122,6 @@ def _refuse_mixing(run: Run, name: str, state: State) -> None:
         raise UserError(f"A checkpoint cannot continue as another network: {'; '.join(shape)}. Use --force to start "
                         f"from scratch, or name=<another>. (To extend the context, only {', '.join(POSITIONS)} may "
                         f"change.)")
-
-
-def _prolongs(run: Run, name: str) -> bool:
-    """Whether a finished stage is to continue, since its settings ask for more than it has done."""
-    manifest = run.manifest(name)
-    return manifest is not None and STAGES[name].goes_on(run.config, manifest.counts)
 
 
 def _earlier_drift(run: Run, name: str) -> list[dict[str, Any]]:

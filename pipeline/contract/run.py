@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class Run:
         self.folder = config.folder
         self._known_files: dict[tuple[str, str, bool], Outside] = {}
         self._listings: dict[str, list[Record]] = {}
-        self._manifests: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
+        self._parsed = cache(lambda folder, inode, size, mtime_ns: read_manifest(folder))
 
     @cached_property
     def reused(self) -> Run | None:
@@ -107,18 +107,11 @@ class Run:
                 found = os.fstat(file.fileno())
         except OSError:
             return read_manifest(folder)  # None, or an error
-        which = (found.st_ino, found.st_size, found.st_mtime_ns)
-        known = self._manifests.get(folder)
-        if known is None or known[0] != which:
-            manifest = read_manifest(folder)
-            if manifest is None:
-                return None
-            known = self._manifests[folder] = which, manifest
-        return known[1]
+        return self._parsed(folder, found.st_ino, found.st_size, found.st_mtime_ns)
 
     def forget_manifests(self) -> None:
         """Free the memory of parsed manifests; they are read again when they are needed."""
-        self._manifests.clear()
+        self._parsed.cache_clear()
 
     def finished(self, stage: str) -> Manifest:
         """The manifest of a finished stage; UserError if there is none."""
@@ -156,19 +149,16 @@ class Run:
         """
         return self._look(stage, "files", strict=True).records
 
-    def forget_files(self, stage: str) -> None:
-        """Forget the stage's outside files, so that the next call looks at them again."""
-        self._known_files = {key: found for key, found in self._known_files.items() if key[0] != stage}
-        self._listings.pop(stage, None)
-
-    def absent_files(self, stage: str) -> list[str]:
-        """Names of outside files that a finished stage read and that are missing now. They count as unchanged."""
-        manifest = self.manifest(stage)
-        return self._outside(stage).absent(manifest.files) if manifest and manifest.files else []
+    def forget_files(self) -> None:
+        """Forget outside files, so that the next call looks at them again."""
+        self._known_files.clear()
+        self._listings.clear()
 
     def absences(self, stages: list[str]) -> list[str]:
-        """Messages about files that finished stages among `stages` have read and that are missing now."""
-        found = {stage: self.absent_files(stage) for stage in stages}
+        """Messages about files that finished stages among `stages` have read and that are missing now. They count as
+        unchanged."""
+        found = {stage: self._outside(stage).absent(manifest.files) for stage in stages
+                 if (manifest := self.manifest(stage)) and manifest.files}
         return [f"{len(names):,} of the files that the stage {stage} read "
                 f"{'is' if len(names) == 1 else 'are'} not there any more ({first(names)}); the outputs made from them "
                 f"are still used"
@@ -322,7 +312,7 @@ class Run:
                 f"--force to rebuild it,{accepting} or name=<another> for a run of its own (reuse={self.folder} shares "
                 f"what still fits)")
         return UserError(f"The stage {stage} in {where} {was} with other inputs or settings, so it is neither used nor "
-                         f"overwritten. Changes, old -> new:\n{listed([*shown])}\nWays to continue: {ways}.")
+                         f"overwritten. Changes, old -> new:\n{listed(shown)}\nWays to continue: {ways}.")
 
     def _origin(self, stage: str) -> list[str]:
         return [f"from {self.stage_folder(stage).parent}"] if self.is_reused(stage) else []

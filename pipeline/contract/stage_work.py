@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +23,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import IMPORTED_FROM, REPOSITORY, SNAPSHOT, STAGES, before
 from drover.pipeline.contract.start_record import StartRecord, sound_start
-from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, read_state, write_state
+from drover.pipeline.contract.state import STATE, Progress, ProgressRecord, StageState, now, read_state, write_state
 from drover.pipeline.contract.stopping import Stopped, StopRequest
 from drover.pipeline.contract.tasks import (
     PARTS,
@@ -40,7 +39,7 @@ from drover.pipeline.contract.tasks import (
 from drover.pipeline.contract.threads import usable_cores
 from drover.pipeline.contract.workers import Workers
 from drover.pipeline.core.console import ProgressBar, duration, first, say
-from drover.pipeline.core.errors import UserError
+from drover.pipeline.core.errors import UserError, installed_version
 from drover.pipeline.core.files import problem_of, read_json, remove_temporary, renamed, sha256_json
 
 PACKAGES = ("torch", "numpy", "pyarrow", "pydantic", "sentencepiece", "tokenizers", "tiktoken", "transformers",
@@ -66,7 +65,7 @@ class Work:
     drift: list[dict[str, Any]] = field(default_factory=list)
     part: Part | None = None
     began: float = field(default_factory=time.monotonic)
-    started: str = field(default_factory=lambda: _now())
+    started: str = field(default_factory=now)
     checks: list[InputCheck] = field(default_factory=list)
     asked: str = ""
     store: Any = None
@@ -86,6 +85,10 @@ class Work:
     def folder(self) -> Path:
         """Where this stage writes."""
         return self.run.own_folder(self.name)
+
+    @property
+    def _without_listing(self) -> dict[str, Any]:
+        return {key: value for key, value in self.fingerprint.items() if key != "listing"}
 
     def say(self, text: str) -> None:
         """Print a line about this stage."""
@@ -137,8 +140,7 @@ class Work:
         """
         self.phases.append(phase)
         # The listing is left out: a unit must not be done again because a file of another unit has changed.
-        identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
-        keys = unit_keys(identity, phase, units)
+        keys = unit_keys(self._without_listing, phase, units)
         assert len(keys) == len(units), f"two units of {phase} have one name"
         ledger, part = Ledger(self.folder / UNITS / phase), self.part
         if part is not None and phase != part.phase:
@@ -195,8 +197,7 @@ class Work:
 
     def _taken(self, part: Part, ledger: Ledger, phase: str, keys: dict[str, str]) -> list[Record]:
         """The records of an earlier phase, whose units other parts have done."""
-        await_file_system(lambda: len(ledger.found(keys)) == len(keys))
-        records = ledger.found(keys)
+        records = await_file_system(lambda: ledger.found(keys), lambda found: len(found) == len(keys))
         if missing := [name for name in keys if name not in records]:
             raise UserError(
                 f"{self.name} cannot start its phase {part.phase}: in the phase {phase}, {len(missing):,} of "
@@ -206,7 +207,7 @@ class Work:
 
     def _leave(self, part: Part, units: int, found: int) -> NoReturn:
         part.mark(self.folder, sha256_json(self.fingerprint), {
-            "units": units, "found": found, "wall_s": round(time.monotonic() - self.began, 3), "at": _now(),
+            "units": units, "found": found, "wall_s": round(time.monotonic() - self.began, 3), "at": now(),
             "host": platform.node(), "job": os.environ.get("SLURM_JOB_ID", "")})
         self.say(f"part {part} of {part.phase} is done; running {self.name} without --part finishes it")
         raise ShareDone
@@ -246,7 +247,7 @@ class Work:
             config_sha256=config_hash(self.config),
             files=sorted([*self.run.files(self.name), *files], key=lambda record: str(record["name"])),
             places=places(STAGES[self.name], self.config), drift=self._all_drift(),
-            wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=_now(),
+            wall_s=round(time.monotonic() - self.began, 3), started=self.started, finished=now(),
             software=software_versions(), git=git_state(), code=code_hashes(STAGES[self.name], self.config),
             execution={"host": platform.node(), "processes": processes(self.config), "cores": os.cpu_count(),
                        "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
@@ -263,8 +264,8 @@ class Work:
 
     def _fingerprint(self, files: list[dict[str, Any]]) -> dict[str, Any]:
         """The identity of the finished stage: hashes of files take the place of the listing."""
-        identity = {key: value for key, value in self.fingerprint.items() if key != "listing"}
-        return {**identity, "files": identity["files"] | {record["name"]: record["sha256"] for record in files}}
+        known = self._without_listing
+        return {**known, "files": known["files"] | {record["name"]: record["sha256"] for record in files}}
 
     def _all_drift(self) -> list[dict[str, Any]]:
         found = list(self.drift)
@@ -318,15 +319,8 @@ def set_aside(folder: Path, keep: bool) -> Path | None:
 
 def software_versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change outputs. Does not import them."""
-    from importlib import metadata
-
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {package: version for package in PACKAGES if (version := installed_version(package)) is not None}
+    return {"python": platform.python_version(), **versions}
 
 
 def git_state() -> dict[str, Any]:
@@ -342,7 +336,3 @@ def git_state() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return {}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

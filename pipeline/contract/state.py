@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import append_line, read_lines, read_record, write_note, write_sealed
+from drover.pipeline.core.files import append_line, read_lines, read_record, write_json, write_sealed
 
 STATE = "STATE.json"
 STOP = Path("launch") / "stop"
@@ -140,7 +140,7 @@ class ProgressRecord:
         if self._folder is None or self._latest is None:
             return
         with suppress(OSError):
-            write_note(self._folder / PROGRESS, asdict(self._latest))
+            write_json(self._folder / PROGRESS, asdict(self._latest), durable=False)
         self._latest, self._next = None, time.monotonic() + PROGRESS_EVERY_S
 
 

@@ -26,7 +26,6 @@ from drover.pipeline.contract.signed import sign, verified
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import sha256_json
 
 CONNECT = timedelta(minutes=30)
 """How long a rank tries to reach rank 0's store: ranks of one start may begin minutes apart."""
@@ -68,7 +67,12 @@ class Channel:
 
     def tell(self, work: Work) -> None:
         """Send this work to the other ranks. Only rank 0 calls this."""
-        inputs = {need: _input_of(work, need) for need in STAGES[work.name].needs}
+        inputs = {}
+        for need in STAGES[work.name].needs:
+            folder, manifest = work.input(need)
+            inputs[need] = {"folder": str(folder), "counts": manifest.counts, "drift": manifest.drift,
+                            "digest": manifest.digest,
+                            "outputs": manifest.outputs if STAGES[work.name].ranks_know_outputs else []}
         self._send({"config": work.config.model_dump(mode="json", exclude={"plugins"}),
                     "with_plugins": bool(work.config.plugins), "fingerprint": work.fingerprint, "drift": work.drift,
                     "inputs": inputs, "files": work.run.files(work.name)})
@@ -81,7 +85,8 @@ class Channel:
         with suppress(RuntimeError):  # if no rank can be reached, the reason why this rank ends matters more
             self._send({"end": status})
             until = time.monotonic() + (LISTEN_S if status else LISTEN_DONE_S)
-            while not self._agent and self._heard() < self.world - 1 and time.monotonic() < until:
+            # A store counts how many of the other ranks know that rank 0 ends.
+            while not self._agent and self.store.add(_HEARD, 0) < self.world - 1 and time.monotonic() < until:
                 time.sleep(FIRST_LOOK_S)
 
     def listen(self, name: str, plugins: Callable[[], list[str]]) -> Work | Ended:
@@ -111,10 +116,6 @@ class Channel:
             raise UserError(f"Rank {self.rank} cannot read the message of rank 0, so it runs other code: "
                             f"{str(error).splitlines()[0]}. Start all ranks from one folder, in one "
                             f"environment.") from error
-
-    def _heard(self) -> int:
-        """How many of the other ranks know that rank 0 ends."""
-        return int(self.store.add(_HEARD, 0))
 
     def _send(self, what: Mapping[str, Any]) -> None:
         self._said = True
@@ -156,14 +157,3 @@ class ReceivedRun(Run):
                          drift=sent["drift"])
         found.__dict__["digest"] = sent["digest"]  # of all outputs, which this message may not contain
         return found
-
-
-def asked(arguments: Mapping[str, Any]) -> str:
-    """A hash of the command line, with which ranks verify that all were started with the same one."""
-    return sha256_json(dict(arguments))
-
-
-def _input_of(work: Work, need: str) -> dict[str, Any]:
-    folder, manifest = work.input(need)
-    return {"folder": str(folder), "counts": manifest.counts, "drift": manifest.drift, "digest": manifest.digest,
-            "outputs": manifest.outputs if STAGES[work.name].ranks_know_outputs else []}

@@ -16,6 +16,7 @@ class BackgroundWorker(Generic[T]):
     Args:
         newest_only: keep only the newest of the waiting items.
         most: how many items may wait; None: any number.
+        stays: keep the thread while no item waits. Otherwise it ends, and the next item gets a new one.
 
     Attributes:
         error: the exception that `handle` raised. The thread has then ended, and waiting items are dropped.
@@ -23,14 +24,12 @@ class BackgroundWorker(Generic[T]):
     """
 
     def __init__(self, name: str, handle: Callable[[T], None], *, newest_only: bool = False,
-                 most: int | None = None) -> None:
+                 most: int | None = None, stays: bool = True) -> None:
         self.error: BaseException | None = None
         self.closing = False
-        self._handle, self._newest_only, self._most = handle, newest_only, most
+        self._name, self._handle, self._newest_only, self._most, self._stays = name, handle, newest_only, most, stays
         self._waiting, self._current = deque[T](), list[T]()
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
-        self._thread.start()
+        self._changed, self._runs = threading.Condition(), False
 
     def put(self, item: T) -> list[T]:
         """Hand over an item; returns the items that are dropped for it.
@@ -46,6 +45,9 @@ class BackgroundWorker(Generic[T]):
                 self._waiting.clear()
             self._waiting.append(item)
             self._changed.notify_all()
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, daemon=True, name=self._name).start()
             return dropped
 
     def pending(self) -> list[T]:
@@ -59,12 +61,14 @@ class BackgroundWorker(Generic[T]):
             self._changed.wait_for(lambda: bool(self._waiting) or self.closing, timeout)
             return bool(self._waiting)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds until every item is handled or the thread has ended; returns whether that is
-        so."""
+    def wait(self, timeout: float | None = None, item: object = None) -> bool:
+        """Wait up to `timeout` seconds until every item (or only `item`) is handled or the thread has failed; returns
+        whether that is so."""
+        def done() -> bool:
+            left = [*self._current, *self._waiting]
+            return self.error is not None or not (left if item is None else any(one is item for one in left))
         with self._changed:
-            return self._changed.wait_for(lambda: self.error is not None or not (self._waiting or self._current),
-                                          timeout)
+            return self._changed.wait_for(done, timeout)
 
     def close(self, timeout: float | None = None, *, drop: bool = False) -> bool:
         """Take no more items, and wait until all are handled; returns whether they are. Idempotent.
@@ -81,8 +85,9 @@ class BackgroundWorker(Generic[T]):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting) or self.closing)
+                self._changed.wait_for(lambda: bool(self._waiting) or self.closing or not self._stays)
                 if not self._waiting:
+                    self._runs = False
                     return
                 self._current.append(self._waiting.popleft())
             try:

@@ -132,6 +132,16 @@ def install(module: str) -> str:
     return f"`pip install --editable '.[{extra}]'` in the checkout" if CHECKOUT else f"`pip install 'drover[{extra}]'`"
 
 
+def installed_version(package: str) -> str | None:
+    """Version of a package, without importing it; None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def absent(wanted: str, module: str, instead: str = "") -> list[str]:
     """A sentence if the module that `wanted` needs is not installed; an empty list otherwise."""
     if find_spec(module) is not None:

@@ -32,7 +32,7 @@ Kind = TypeVar("Kind")
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
-                keep_equal: bool = False) -> Iterator[IO[Any]]:
+                keep_equal: bool = False, durable: bool = True) -> Iterator[IO[Any]]:
     """Open a temporary file next to `path`; on success fsync it and rename it to `path`.
 
     The temporary name has host and process id. So neither an orphan of a killed run nor another node that shares the
@@ -40,13 +40,15 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
 
     keep_equal: do not replace `path` if it has the same content. For files that several processes write: on NFS a file
         must not be replaced while another node maps it.
+    durable: without, the file may be lost in a power cut. For frequent writes, where an fsync would delay the work.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8", errors=errors) as file:
             yield file
-            flush(file)
+            if durable:
+                flush(file)
         if keep_equal and path.is_file() and filecmp.cmp(temporary, path, shallow=False):
             temporary.unlink()
         else:
@@ -54,7 +56,8 @@ def atomic_file(path: Path, mode: str = "wb", errors: str | None = None, *,
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -109,10 +112,10 @@ def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> b
     return True
 
 
-def write_json(path: Path, value: Any, *, keep_equal: bool = False) -> None:
+def write_json(path: Path, value: Any, *, keep_equal: bool = False, durable: bool = True) -> None:
     """Write `value` as indented JSON, as `atomic_file` does."""
     # A lone surrogate, Python's form of a byte of a file's name that is not UTF-8, becomes \udce9: JSON's own escape.
-    with atomic_file(path, "w", "backslashreplace", keep_equal=keep_equal) as file:
+    with atomic_file(path, "w", "backslashreplace", keep_equal=keep_equal, durable=durable) as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
         file.write("\n")
 
@@ -121,15 +124,6 @@ def write_text(path: Path, text: str) -> None:
     """Write text as UTF-8, atomically."""
     with atomic_file(path, "w") as file:
         file.write(text)
-
-
-def write_note(path: Path, value: Any) -> None:
-    """Write JSON that appears complete or not at all, but may be lost in a power cut. For frequent writes, where an
-    fsync would delay the work."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def read_json(path: Path) -> Any:
@@ -207,18 +201,16 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any, *, streamed: str | None = None) -> str:
     """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces).
 
-    streamed: a key of `value` whose value may be an iterator over the items of a list, which is never held in memory.
+    streamed: the first key of `value`, whose value may be an iterator over the items of a list, which is never held in
+        memory.
     """
     if streamed is None or not isinstance(value[streamed], Iterator):
         return hashlib.sha256(_canonical(value)).hexdigest()
-    before = {key: item for key, item in value.items() if key < streamed}
-    after = {key: item for key, item in value.items() if key > streamed}
-    digest = hashlib.sha256(_canonical(before)[:-1] + (b"," if before else b"") + _canonical(streamed) + b":[")
-    comma = b""
+    digest, comma = hashlib.sha256(b"{" + _canonical(streamed) + b":["), b""
     while items := list(islice(value[streamed], 1000)):
         digest.update(comma + _canonical(items)[1:-1])
         comma = b","
-    digest.update(b"]" + (b"," if after else b"") + _canonical(after)[1:])
+    digest.update(b"]," + _canonical({key: item for key, item in value.items() if key != streamed})[1:])
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drover.pipeline.data.documents import Document
-from drover.pipeline.data.filters.chain import Dropped, total
+from drover.pipeline.data.filters.chain import Dropped, most_frequent, total
 
 EXAMPLE_UNITS = 1000
 """So many units of a source, from the first on, keep examples: those of a million units would fill the memory."""
@@ -34,7 +34,7 @@ class DataCard:
 
     def __init__(self, examples: int = 0) -> None:
         self._examples = examples
-        self._documents = self._changed = self._bytes = self._characters = 0
+        self._counts = dict.fromkeys(("documents", "changed", "bytes", "characters"), 0)
         self._lengths: Counter[int] = Counter()
         self._shown: dict[str, dict[str, list[dict[str, str]]]] = {}
 
@@ -42,10 +42,10 @@ class DataCard:
         """Count a document that the filters kept. changed: they changed it."""
         text = document.text
         size = len(text) if text.isascii() else len(text.encode())
-        self._documents += 1
-        self._changed += changed
-        self._bytes += size
-        self._characters += len(text)
+        self._counts["documents"] += 1
+        self._counts["changed"] += changed
+        self._counts["bytes"] += size
+        self._counts["characters"] += len(text)
         self._lengths[size.bit_length()] += 1
 
     def drop(self, dropped: Dropped) -> None:
@@ -58,8 +58,7 @@ class DataCard:
     def record(self) -> dict[str, Any]:
         """As JSON: `documents`, `changed`, `bytes` and `characters` of those that the filters kept; `lengths`, by k the
         documents of 2^(k-1) to 2^k - 1 bytes; `examples` of dropped ones by filter and reason."""
-        return {"documents": self._documents, "changed": self._changed, "bytes": self._bytes,
-                "characters": self._characters,
+        return {**self._counts,
                 "lengths": {str(length): count for length, count in sorted(self._lengths.items())},
                 "examples": self._shown}
 
@@ -97,11 +96,5 @@ def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str
                 _show(shown, name, reason, own, examples)
     card = total({key: value for key, value in own.items() if key != "examples"} for own in cards)
     card["lengths"] = dict(sorted(card["lengths"].items(), key=lambda entry: int(entry[0])))
-    languages = {name: _most(counts) for name, counts in total(found).items()}
+    languages = {name: most_frequent(counts, MOST_LANGUAGES, OTHERS) for name, counts in total(found).items()}
     return {**card, "examples": shown, **({"languages": languages} if languages else {})}
-
-
-def _most(counts: Mapping[str, int]) -> dict[str, int]:
-    """The most frequent, and how many the others are together."""
-    ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
-    return total([dict(ordered[:MOST_LANGUAGES]), *({OTHERS: count} for _, count in ordered[MOST_LANGUAGES:])])

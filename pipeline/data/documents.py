@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -20,8 +20,7 @@ Place = int | str | None
 """1-based line or record number; in a part of a file, the text after the `@` of an id; None for the whole file."""
 
 
-@dataclass(frozen=True)
-class Unreadable:
+class Unreadable(NamedTuple):
     """In place of a record: what is wrong, how many documents it costs, and whether unknown more are lost."""
 
     place: Place

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from drover.pipeline.core.console import first
 from drover.pipeline.data.exclusion import sample_numbers
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.sampling.order import PHASE_EPOCHS
@@ -105,8 +106,6 @@ def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[Se
             for (path, document), (shard, samples) in found.items()]
 
 
-def named(documents: Sequence[SeenDocument], first: int = 3) -> str:
+def named(documents: Sequence[SeenDocument]) -> str:
     """Documents for a person: the first few by source, key and shard, and how many there are."""
-    names = [f"{item.source}/{item.key} ({item.shard}, document {item.document})" for item in documents[:first]]
-    more = len(documents) - len(names)
-    return ", ".join(names) + (f" and {more:,} more" if more else "")
+    return first([f"{item.source}/{item.key} ({item.shard}, document {item.document})" for item in documents])

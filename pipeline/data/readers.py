@@ -30,7 +30,7 @@ from drover.pipeline.data.columnar import arrow_records, check_columns, parquet_
 from drover.pipeline.data.documents import Limit, PlainText, Records, Unreadable, damage
 from drover.pipeline.data.file_kinds import mistaken
 from drover.pipeline.data.streams import COMPRESSIONS, Input, Piece, map_file, reach, separated
-from drover.pipeline.storage.object_files import InputFile
+from drover.pipeline.storage.store import is_url
 
 CHUNK = 1 << 20
 """Characters of a JSON file read at a time."""
@@ -89,8 +89,8 @@ def column_names(path: Path, kind: str) -> list[str] | None:
     return None
 
 
-def absent_columns(config: ShardConfig, files: Sequence[tuple[str, InputFile]]) -> list[str]:
-    """What sources name as columns and none of their files has, as sentences.
+def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> list[str]:
+    """What sources name as columns and none of their files has, as sentences. files: name, and path or URL.
 
     Only where all files of a source have columns that can be seen without reading them (CSV, Parquet, Arrow on this
     machine): as many are looked at as it takes to find each column once.
@@ -101,12 +101,12 @@ def absent_columns(config: ShardConfig, files: Sequence[tuple[str, InputFile]]) 
             continue
         missing, present, looked, last = set(wanted_columns(source)), list[str](), 0, ""
         for path in (path for name, path in files if name.startswith(f"{source.name}/")):
-            kind = file_format(path, source.format) if isinstance(path, Path) else None
-            names = column_names(path, kind) if isinstance(path, Path) and kind in COLUMNAR else None
+            kind = file_format(PurePath(path), source.format)
+            names = column_names(Path(path), kind) if kind in COLUMNAR and not is_url(path) else None
             if names is None:
                 break
             missing.difference_update(names)
-            present, looked, last = names, looked + 1, path.name
+            present, looked, last = names, looked + 1, PurePath(path).name
             if not missing:
                 break
         else:

@@ -182,7 +182,7 @@ def _file_documents(source: StdlibSource | FilesSource, file: str, records: Reco
     try:
         for record in records:
             if isinstance(record, Unreadable):
-                yield Rejection(source.name, file, record.place, record.reason, record.documents, record.lost)
+                yield Rejection(source.name, file, *record)
             else:
                 place = record[0]
                 yield _document(source, file, *record, limit, fields)

@@ -100,10 +100,6 @@ class ShardTable:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def path(self, row: int) -> str:
-        """The shard's path inside the stage's folder."""
-        return self.paths[row]
-
     def digest(self, row: int) -> str:
         """Hex sha256 of the shard's file."""
         return self.sha256[row].tobytes().hex()
@@ -111,7 +107,7 @@ class ShardTable:
     def record(self, row: int) -> dict[str, Any]:
         """What the manifest says of a shard, as far as reading it needs that."""
         split, source, dtype = self.kinds[self.kind[row]]
-        return {"path": self.path(row), "sha256": self.digest(row), "split": split, "source": source, "dtype": dtype,
+        return {"path": self.paths[row], "sha256": self.digest(row), "split": split, "source": source, "dtype": dtype,
                 **dict(zip(NUMBERS, self.numbers[row].tolist(), strict=True))}
 
     def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
@@ -140,23 +136,21 @@ class OpenShards:
 
     Args:
         folder: the encode stage's.
-        most: shards that are kept.
         opener: what makes them, where they are not files in the folder.
+
+    Attributes:
+        shard: gives the shard in a row of the table.
     """
 
-    def __init__(self, folder: Path, table: ShardTable, most: int | None = None, opener: Opener | None = None) -> None:
+    def __init__(self, folder: Path, table: ShardTable, opener: Opener | None = None) -> None:
         self.folder, self.table, self.opener = folder, table, opener
-        self.most = most or most_open()
-        self._whole = OFFSETS_BYTES // max(1, min(self.most, len(table)))
-        self._kept = lru_cache(self.most)(self._opened)
+        most = most_open()
+        self._whole = OFFSETS_BYTES // max(1, min(most, len(table)))
+        self.shard = lru_cache(most)(self._opened)
 
     def __len__(self) -> int:
         """How many are kept now."""
-        return self._kept.cache_info().currsize
-
-    def shard(self, row: int) -> TokenShard:
-        """The shard in that row of the table."""
-        return self._kept(row)
+        return self.shard.cache_info().currsize
 
     def _opened(self, row: int) -> TokenShard:
         record = self.table.record(row)
@@ -192,7 +186,7 @@ def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterabl
                    opener: Opener | None = None) -> dict[str, Shards]:
     """The shards of a split by source, which are open together: all sources share what may be open. opener: see
     `OpenShards`."""
-    opened = OpenShards(folder, table, opener=opener)
+    opened = OpenShards(folder, table, opener)
     return {source: Shards(opened, table.rows(split, source)) for source in sources}
 
 
@@ -201,10 +195,10 @@ def open_shards(folder: Path, outputs: Sequence[dict[str, Any]] | ShardTable, sp
     """The shards of one split (and source) among a manifest's outputs, in the order of their paths. No file is touched
     before it is read. opener: see `OpenShards`."""
     table = outputs if isinstance(outputs, ShardTable) else ShardTable.of(outputs)
-    return Shards(OpenShards(folder, table, opener=opener), table.rows(split, source))
+    return Shards(OpenShards(folder, table, opener), table.rows(split, source))
 
 
 def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:
     """A sentence for each of these shards whose file is missing or has another size: one stat a shard."""
-    found = (TokenShard(folder / table.path(row), table.record(row)).size_problem() for row in rows)
+    found = (TokenShard(folder / table.paths[row], table.record(row)).size_problem() for row in rows)
     return [problem for problem in found if problem]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from drover.pipeline.config.data import FilesSource, HubSource, ShardConfig, Source, StdlibSource
 from drover.pipeline.contract.content_hash import BLOCK_BYTES
-from drover.pipeline.core.errors import AbsentInputError, UserError, listed
-from drover.pipeline.core.files import changed_ns
+from drover.pipeline.core.console import first
+from drover.pipeline.core.errors import AbsentInputError, UserError, all_problems
 from drover.pipeline.data.readers import FORMATS, divisible, file_format
 from drover.pipeline.data.streams import COMPRESSIONS, Piece, name_as_text
 from drover.pipeline.storage.object_files import InputFile, ObjectFile, find
@@ -45,7 +45,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     problems: dict[str, list[str]] = {}
     for source in config.shard.sources:
         paths, wrong = _paths(source)
-        named = _named(source.name, paths)
+        named = named_files(source.name, paths)
         twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
         wrong += [f"source {source.name}: two files are called {name} where bytes that are not UTF-8 are written as "
                   f"\\xNN. Rename one." for name in twice]
@@ -53,13 +53,12 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
         found += named
     if problems:
         every = [problem for wrong in problems.values() for problem in wrong]
-        raise AbsentInputError(f"The sources of the corpus cannot all be read:\n{listed(every)}" if len(every) > 1
-                               else every[0], found, set(problems))
+        raise AbsentInputError(all_problems(every, "The sources of the corpus cannot all be read", len(every)), found,
+                               set(problems))
     return found
 
 
-def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
-                  ) -> list[tuple[str, dict[str, Any]]]:
+def reading_units(config: ShardConfig, files: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """The corpus cut into pieces of work, in order, as (name, payload for `drover.pipeline.data.reading.stage_unit`).
 
     A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
@@ -69,16 +68,15 @@ def reading_units(config: ShardConfig, files: Sequence[tuple[str, InputFile]],
     A payload has `name`, `source`, `max_document_mb` and `pieces`, each the fields of a `Piece`; those of a dataset are
     its own files, where they lie here.
 
-    Raises:
-        UserError: a file that was there is not any more.
+    files: their records (`external_inputs.listed_files`), those of a source sorted by name.
     """
-    of_source: dict[str, list[tuple[str, InputFile]]] = defaultdict(list)
-    for name, path in files:
-        of_source[name.partition("/")[0]].append((name, path))
+    of_source: dict[str, list[Piece]] = defaultdict(list)
+    for file in files:
+        of_source[file["name"].partition("/")[0]].append(Piece(**file, start=0, stop=file["bytes"]))
     units: list[tuple[str, dict[str, Any]]] = []
     for source in config.sources:
-        pieces = [_whole(*entry) for entry in sorted(of_source[source.name], key=itemgetter(0))]
-        groups: list[list[Piece]] = [pieces] if isinstance(source, HubSource) else \
+        pieces = of_source[source.name]
+        groups = [pieces] if isinstance(source, HubSource) else \
             _groups(pieces, source, config.shard_mb * 1e6)
         settings = source.model_dump(mode="json")
         for index, group in enumerate(groups):
@@ -101,8 +99,8 @@ def _paths(source: Source) -> tuple[Sequence[InputFile], list[str]]:
         files = [path for path in files if isinstance(path, Path)]
     endings = [path.name for path in files if file_format(_pure(path), source.format) is None]
     if endings:
-        problems.append(f"source {source.name}: the names of {len(endings)} files ({', '.join(sorted(endings)[:3])}"
-                        f"{' ...' if len(endings) > 3 else ''}) do not show their format. Set `format`, narrow "
+        problems.append(f"source {source.name}: the names of {len(endings)} files ({first(sorted(endings))}) "
+                        f"do not show their format. Set `format`, narrow "
                         f"`paths`, or use the endings .{', .'.join(FORMATS)}, each also with "
                         f"{' or '.join(COMPRESSIONS)}.")
     return files, problems
@@ -182,24 +180,13 @@ def _what_it_is(pattern: str, path: Path) -> str:
     return f"{pattern} is not a file" if path.exists() else f"{pattern} does not exist"
 
 
-def _named(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:
+def named_files(source: str, paths: Sequence[InputFile]) -> list[tuple[str, InputFile]]:
     """Names that do not depend on where the files lie: relative to the folder that holds them all."""
     if not paths:
         return []
     common = os.path.commonpath([_pure(path).parent for path in paths])
     return sorted(((f"{source}/{name_as_text(_pure(path).relative_to(common).as_posix())}", path) for path in paths),
                   key=itemgetter(0))
-
-
-def _whole(name: str, path: InputFile) -> Piece:
-    if isinstance(path, ObjectFile):
-        return Piece(name, path.url, path.size, path.stat().st_mtime_ns, 0, path.size, path.etag)
-    try:
-        about = os.stat(path)  # noqa: PTH116 - half the time of a Path, for a million files
-    except OSError as error:
-        raise UserError(f"source {name.partition('/')[0]}: {path} cannot be read: {error.strerror}. Put it back or "
-                        f"make it readable, and run the stage again.") from None
-    return Piece(name, str(path), about.st_size, changed_ns(about), 0, about.st_size)
 
 
 def _groups(files: Sequence[Piece], source: FilesSource | StdlibSource, size: float) -> list[list[Piece]]:

@@ -118,7 +118,7 @@ class Input:
         """A stream of the bytes from the start of the piece on, unpacked by the ending of the name. before: it begins
         so many bytes earlier, where there are so many."""
         start = max(0, self.piece.start - before)
-        raw = _Watched(self._opened(start, self.piece.stop), start, self._hash.feed)
+        raw = Watched(self._opened(start, self.piece.stop), start, self._hash.feed)
         compression = COMPRESSIONS.get(self.path.suffix.lower())
         return io.BufferedReader(raw, BUFFER) if compression is None else unpacked(raw, compression)
 
@@ -200,7 +200,7 @@ class _RangeHash:
                     self.feed(self.at, buffer[:count])
 
 
-class _Watched(io.RawIOBase):
+class Watched(io.RawIOBase):
     """A file that stands at `position`; `seen` is given the bytes that are read, and their offset."""
 
     def __init__(self, file: Any, position: int, seen: Callable[[int, memoryview], None]) -> None:

@@ -8,21 +8,22 @@ plain members without extended headers. webdataset's import takes a second, as i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypedDict
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import orjson
 
-from drover.pipeline.contract.input_check import committed, refuse_changed, wrong
+from drover.pipeline.contract.input_check import output, refuse_changed, wrong
 from drover.pipeline.contract.manifest import check_record
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import Count, atomic_file
 from drover.pipeline.data.documents import Document, from_json, key_fits
+from drover.pipeline.data.streams import Watched
 
 if TYPE_CHECKING:
     from drover.pipeline.contract.manifest import Manifest
@@ -56,6 +57,11 @@ def shard_records(manifest: Manifest, split: str, source: str | None = None) -> 
     for record in records:
         check_record(record, TextRecord, "shard")
     return [record for record in records if source in (None, record["source"])]
+
+
+def shard_name(record: dict[str, Any]) -> str:
+    """The split and name of a shard, by its record: its path without the ending."""
+    return Path(record["path"]).with_suffix("").as_posix()
 
 
 def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
@@ -93,8 +99,7 @@ def _parsed_header(header: bytes) -> tuple[str, int]:
 
 def refuse_changed_shard(folder: Path, record: dict[str, Any]) -> None:
     """UserError if the shard of which the manifest has `record` is there and is not what was committed."""
-    [expected] = committed(folder, [record], "shard")
-    refuse_changed(expected)
+    refuse_changed(output(folder, record, "shard"))
 
 
 def read_shard(folder: Path, record: dict[str, Any], only: Collection[int] | None = None) -> Iterator[Document]:
@@ -121,18 +126,39 @@ def read_documents(path: Path, only: Collection[int] | None = None) -> Iterator[
     Raises:
         UserError: naming the file and the place at which it is truncated or not a text shard.
     """
-    with _opened(path) as shard:
-        for name, member in shard.members(only):
-            yield from_json(member, name[:-len(SUFFIX)])
+    place = "its beginning"
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+
+        def passed(count: int) -> int:
+            """A number of bytes that are there."""
+            if count > size - file.tell():
+                raise ValueError(f"{size - file.tell()} of {count} bytes are there, and the mark that ends a tar is "
+                                 f"missing")
+            return count
+        try:
+            for number in itertools.count():
+                if (header := file.read(passed(BLOCK))) == END[:BLOCK]:
+                    break
+                name, length = _parsed_header(header)
+                place = f"the member {name}"
+                padded = passed(-(-length // BLOCK) * BLOCK)
+                if only is None or number in only:
+                    yield from_json(file.read(padded)[:length], name[:-len(SUFFIX)])
+                else:
+                    file.seek(padded, os.SEEK_CUR)
+            if file.read(passed(BLOCK)) != END[BLOCK:]:
+                raise ValueError("the mark that ends a tar is missing, so members may be")
+        except _WRONG as error:
+            raise UserError(f"{path} is truncated or no text shard, at {place}: {error}. {_FIX}") from None
 
 
-@dataclass
-class Texts:
+class Texts(NamedTuple):
     """Some documents of a shard, in order: their texts, the UTF-8 bytes of each, their keys."""
 
-    texts: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+    texts: list[str]
+    lengths: list[int]
+    keys: list[str]
 
 
 def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterator[Texts]:
@@ -144,9 +170,9 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
             of them may be kept then), or holds another number of documents.
     """
     path, count, fault = folder / record["path"], 0, None
-    batch, size = Texts(), 0
-    with _open(path) as file:
-        hashed = _Hashed(file)
+    batch, size = Texts([], [], []), 0
+    digest = hashlib.sha256()
+    with _open(path) as file, BufferedReader(Watched(file, 0, lambda at, data: digest.update(data)), _BUFFER) as hashed:
         try:
             for name, member in _members(hashed):
                 text = orjson.loads(member)["text"]
@@ -157,13 +183,13 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
                 size, count = size + encoded, count + 1
                 if size >= batch_bytes:
                     yield batch
-                    batch, size = Texts(), 0
+                    batch, size = Texts([], [], []), 0
         except Exception as error:  # noqa: BLE001 - whatever comes of other bytes: that they are others says more
             fault = error
         while hashed.read(_BUFFER):
             pass
-    [expected] = committed(folder, [record], "shard")
-    if (found := hashed.digest.hexdigest()) != expected.sha256:
+    expected = output(folder, record, "shard")
+    if (found := digest.hexdigest()) != expected.sha256:
         raise UserError(wrong(expected, found)) from fault
     if fault is not None:
         raise UserError(f"{path} is no text shard: {fault}. {_FIX}") from fault
@@ -172,26 +198,13 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
         yield batch
 
 
-def _members(file: _Hashed) -> Iterator[tuple[str, bytes]]:
+def _members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
     """Name and content of each member, by webdataset. It reads a truncated or foreign tar without an error, as a
     shorter one: compare the hash, too."""
     from webdataset.tariterators import tar_file_iterator
 
     for member in tar_file_iterator(file):
         yield member["fname"], member["data"]
-
-
-class _Hashed:
-    """A file that is hashed while it is read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def read(self, count: int) -> bytes:
-        """As a file does."""
-        data = self._file.read(count)
-        self.digest.update(data)
-        return data
 
 
 def _refuse_other_count(path: Path, count: int, wanted: int) -> None:
@@ -206,50 +219,3 @@ def _open(path: Path) -> IO[bytes]:
         raise UserError(f"{path} is missing. Run the stage shard again: it makes only what is missing.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[_Shard]:
-    """The shard, open; UserError if it cannot be read, or what is read of it is no text shard."""
-    with _open(path) as file:
-        shard = _Shard(file)
-        try:
-            yield shard
-        except _WRONG as error:
-            raise UserError(f"{path} is truncated or no text shard, at {shard.place}: {error}. {_FIX}") from None
-
-
-class _Shard:
-    """An open shard.
-
-    Attributes:
-        place: what was read last, for messages.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.place = file, "its beginning"
-        self._left = os.fstat(file.fileno()).st_size
-
-    def members(self, only: Collection[int] | None = None) -> Iterator[tuple[str, bytes]]:
-        """Name and content of each member; with `only`, of those of these numbers, from 0."""
-        number = 0
-        while (header := self._take(BLOCK)) != END[:BLOCK]:
-            name, size = _parsed_header(header)
-            self.place = f"the member {name}"
-            padded = -(-size // BLOCK) * BLOCK
-            if only is None or number in only:
-                yield name, self._take(padded)[:size]
-            elif padded > self._left:
-                raise ValueError(f"{self._left} of {size} bytes are there")
-            else:
-                self._file.seek(padded, os.SEEK_CUR)
-                self._left -= padded
-            number += 1
-        if self._take(BLOCK) != END[BLOCK:]:
-            raise ValueError("the mark that ends a tar is missing, so members may be")
-
-    def _take(self, count: int) -> bytes:
-        if count > self._left:
-            raise ValueError(f"{self._left} of {count} bytes are there, and the mark that ends a tar is missing")
-        self._left -= count
-        return self._file.read(count)

@@ -35,13 +35,28 @@ class Descriptor:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    @classmethod
-    def of(cls, path: Path) -> Descriptor:
-        """The file opened for reading."""
-        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-
     def __del__(self) -> None:
         os.close(self.number)
+
+
+def open_sized(path: Path, size: int, name: str, fix: str) -> Descriptor:
+    """A file opened for reading; UserError if that fails, or if it has another size. name: of the file in errors. fix:
+    what they advise."""
+    try:
+        file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        found = os.fstat(file.number).st_size
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise UserError(f"{name} cannot be opened: this process may have no more open files. Raise the hard limit "
+                            f"(ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
+        raise UserError(f"{name} cannot be read: {error.strerror}. {fix}") from None
+    if found != size:
+        raise UserError(_damaged(name, found, size, fix))
+    return file
+
+
+def _damaged(name: str, found: int, size: int, fix: str) -> str:
+    return f"{name} is damaged: it has {found} bytes instead of {size}. {fix}"
 
 
 class TokenShard:
@@ -71,9 +86,11 @@ class TokenShard:
     def size_problem(self) -> str:
         """A sentence if the file is missing or has the wrong size, else "". It is not opened."""
         try:
-            return self._size_problem(self.path.stat().st_size)
+            found = self.path.stat().st_size
         except OSError as error:
             return f"{self.name} cannot be read: {error.strerror}. {self.fix}"
+        wanted = self.record["bytes"]
+        return "" if found == wanted else _damaged(self.name, found, wanted, self.fix)
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """A copy of the tokens [start, stop), counted from the shard's first token; dtype as stored."""
@@ -200,21 +217,7 @@ class TokenShard:
 
     @cached_property
     def _file(self) -> Descriptor:
-        try:
-            file = Descriptor.of(self.path)
-            size = os.fstat(file.number).st_size
-        except OSError as error:
-            if error.errno == errno.EMFILE:
-                raise UserError(f"{self.name} cannot be opened: this process may have no more open files. Raise the "
-                                f"hard limit (ulimit -Hn), or make fewer, larger shards (shard.shard_mb).") from None
-            raise UserError(f"{self.name} cannot be read: {error.strerror}. {self.fix}") from None
-        if problem := self._size_problem(size):
-            raise UserError(problem)
-        return file
-
-    def _size_problem(self, size: int) -> str:
-        wanted = self.record["bytes"]
-        return "" if size == wanted else f"{self.name} is damaged: it has {size} bytes instead of {wanted}. {self.fix}"
+        return open_sized(self.path, self.record["bytes"], self.name, self.fix)
 
     def _read(self, offset: int, dtype: np.dtype[Any], start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop) of the column that begins at byte `offset`."""

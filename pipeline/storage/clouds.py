@@ -193,54 +193,44 @@ def client(root: str) -> Any:
     """
     settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(_FAMILIES)))
     written = _written(dict(settings)) if root.startswith("s3:") else ()
-    return _opened(root, settings, written, os.getpid(), (RETRIES, FIRST_WAIT_S, LONGEST_WAIT_S, RETRY_S, REQUEST_S))
+    return _opened(root, settings, written, os.getpid())
 
 
 @lru_cache(maxsize=32)
-def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[int, int], ...], process: int,
-            limits: tuple[float, ...]) -> Any:
+def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[str, int], ...], process: int
+            ) -> Any:
     require(root, "obstore")
     import obstore.store
 
     if root.startswith("memory:"):
         return obstore.store.MemoryStore()
-    retries, first, longest, retry_s, request_s = limits
     plain = any(re.search("ENDPOINT|BASE_URL", name) and value.startswith("http://") for name, value in settings)
     try:
         more = _shared_credentials(dict(settings)) if root.startswith("s3:") else \
             {"config": _azures_other_names(dict(settings), root)} if _kind(root) == "az" else {}
         return obstore.store.from_url(
             root, **more,
-            client_options={"timeout": timedelta(seconds=request_s), **({"allow_http": True} if plain else {})},
-            retry_config={"max_retries": int(retries), "retry_timeout": timedelta(seconds=retry_s),
-                          "backoff": {"init_backoff": timedelta(seconds=first),
-                                      "max_backoff": timedelta(seconds=longest), "base": 2}})
+            client_options={"timeout": timedelta(seconds=REQUEST_S), **({"allow_http": True} if plain else {})},
+            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S),
+                          "backoff": {"init_backoff": timedelta(seconds=FIRST_WAIT_S),
+                                      "max_backoff": timedelta(seconds=LONGEST_WAIT_S), "base": 2}})
     except (obstore.exceptions.BaseError, ValueError) as error:
         raise UserError(f"{root} cannot be opened: {plainly(str(error))}. Correct the URL, or "
                         f"{_ADVICE[_kind(root)]}.") from None
 
 
-def _aws_file(settings: dict[str, str], variable: str, usual: str) -> Path:
-    return Path(settings.get(variable, f"~/.aws/{usual}")).expanduser()
-
-
-def _written(settings: dict[str, str]) -> tuple[tuple[int, int], ...]:
-    """Times and sizes of AWS's files: the keys in them may be renewed during a run."""
-    found = []
-    for variable, usual in _AWS_FILES:
-        try:
-            about = _aws_file(settings, variable, usual).stat()
-            found.append((about.st_mtime_ns, about.st_size))
-        except (OSError, RuntimeError):  # there is no such file, or no home folder
-            found.append((0, 0))
-    return tuple(found)
+def _written(settings: dict[str, str]) -> tuple[tuple[str, int], ...]:
+    """Those of AWS's files that exist, and their times: the keys in them may be renewed during a run."""
+    files = [os.path.expanduser(settings.get(variable, f"~/.aws/{usual}"))  # noqa: PTH111 - there may be no home folder
+             for variable, usual in _AWS_FILES]
+    return tuple((file, Path(file).stat().st_mtime_ns) for file in files if Path(file).exists())
 
 
 def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
     """Keys from AWS's own files, if the environment has none: obstore reads no files."""
     given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
-    if any(name in settings for name in given) or not any(_written(settings)):
+    if any(name in settings for name in given) or not _written(settings):
         return {}
     import boto3
     from botocore.exceptions import BotoCoreError

@@ -10,9 +10,9 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file, sync
@@ -21,7 +21,6 @@ from drover.pipeline.storage.outcomes import Changed, Entry, Exists, Missing
 _TEMPORARY = re.compile(r"\.[^/]*-[0-9]+\.tmp$")
 """Names that `atomic_file` gives to unfinished files."""
 _COPY = 1 << 20
-Result = TypeVar("Result")
 
 
 class Folder:
@@ -29,7 +28,8 @@ class Folder:
 
     def list(self, prefix: str) -> list[Entry]:
         """All files below a folder."""
-        return self._told(f"/{prefix}", "list", lambda: list(self._walk(prefix)))
+        with _told(f"/{prefix}", "list"):
+            return list(self._walk(prefix))
 
     def _walk(self, prefix: str) -> Iterator[Entry]:
         def refuse(error: OSError) -> None:
@@ -53,21 +53,18 @@ class Folder:
 
     def read(self, key: str, start: int, stop: int | None, etag: str) -> tuple[bytes, Entry]:
         """The bytes [start, stop) as far as they exist, and the file's entry."""
-        def read() -> tuple[bytes, Entry]:
-            with open(f"/{key}", "rb") as file:
-                entry = _entry(key, os.fstat(file.fileno()))
-                if etag and entry.etag != etag:
-                    raise Changed(f"file:///{key} has changed. Let no process write to it while it is read.")
-                file.seek(start)
-                return file.read(-1 if stop is None else stop - start), entry
-        return self._told(f"/{key}", "read", read)
+        with _told(f"/{key}", "read"), open(f"/{key}", "rb") as file:
+            entry = _entry(key, os.fstat(file.fileno()))
+            if etag and entry.etag != etag:
+                raise Changed(f"file:///{key} has changed. Let no process write to it while it is read.")
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start), entry
 
     def put(self, key: str, data: bytes | Path, only_new: bool) -> str:
         """Write a file; its ETag."""
         path = Path(f"/{key}")
         new = path.with_name(f"{path.name}.new-{os.urandom(4).hex()}-{os.getpid()}.tmp")
-
-        def write() -> str:
+        with _told(f"/{key}", "write"):
             with open(data, "rb") if isinstance(data, Path) else io.BytesIO(data) as content, \
                     atomic_file(new if only_new else path) as file:
                 shutil.copyfileobj(content, file, _COPY)
@@ -80,20 +77,23 @@ class Folder:
                     new.unlink(missing_ok=True)
                 sync(path.parent)
             return _entry(key, path.stat()).etag
-        return self._told(f"/{key}", "write", write)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove files; a missing one is no error."""
         for key in keys:
-            self._told(f"/{key}", "delete", lambda key=key: Path(f"/{key}").unlink(missing_ok=True))  # type: ignore[misc]
+            with _told(f"/{key}", "delete"):
+                Path(f"/{key}").unlink(missing_ok=True)
 
-    def _told(self, path: str, operation: str, call: Callable[[], Result]) -> Result:
-        try:
-            return call()
-        except FileNotFoundError:
-            raise Missing(f"file://{path} is not there. Correct the URL, or put the file there.") from None
-        except OSError as error:
-            raise _unusable(f"file://{path}", operation, error) from None
+
+@contextmanager
+def _told(path: str, operation: str) -> Iterator[None]:
+    """Turn errors into UserError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Missing(f"file://{path} is not there. Correct the URL, or put the file there.") from None
+    except OSError as error:
+        raise _unusable(f"file://{path}", operation, error) from None
 
 
 def _unusable(url: str, operation: str, error: OSError) -> UserError:

@@ -45,18 +45,11 @@ class ObjectFile:
     def name(self) -> str:
         return self.place.name
 
-    @property
-    def suffix(self) -> str:
-        return self.place.suffix
-
     def absolute(self) -> ObjectFile:
         return self
 
     def is_file(self) -> bool:
         return True
-
-    def is_dir(self) -> bool:
-        return False
 
     def stat(self) -> ObjectStat:
         """Its size, and in place of a time the number of its content."""

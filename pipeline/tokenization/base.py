@@ -35,10 +35,16 @@ Flat = tuple[NDArray[np.uint32], NDArray[np.int64]]
 
 def joined(arrays: Sequence[NDArray[Any]]) -> Flat:
     """The ids of several texts as one array, with the offset of each text."""
-    offsets = np.zeros(len(arrays) + 1, np.int64)
-    np.cumsum([len(ids) for ids in arrays], out=offsets[1:])
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
     ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
     return ids.astype(np.uint32, copy=False), offsets
+
+
+def encoded_flat(tokenizer: Any, texts: Sequence[str]) -> Flat:
+    """The ids that a `tokenizers.Tokenizer` gives, without special ones."""
+    # "fast" leaves out where in the text each token lies.
+    found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return joined([np.array(one.ids, np.uint32) for one in found])
 
 
 def byte_piece(value: int) -> str:

@@ -18,6 +18,7 @@ from drover.pipeline.core.files import atomic_file
 from drover.pipeline.tokenization.base import SIZE_MULTIPLE, SPECIAL_TOKENS
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
+from drover.pipeline.tokenization.training import raised_behind
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -67,17 +68,10 @@ def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> N
     from tokenizers import models, trainers
     alphabet = byte_of_character()
     tokenizer = byte_level_tokenizer(models.BPE(), LLAMA3_PATTERN)
-    wanted, problems = settings.vocab_size - len(SPECIAL_TOKENS), []
-
-    def guarded() -> Iterator[str]:
-        try:
-            yield from PairCounts().watch(chunks)
-        except Exception as error:  # noqa: BLE001 - the trainer would make another of it; raised again below
-            problems.append(error)
-    tokenizer.train_from_iterator(guarded(), trainers.BpeTrainer(
-        vocab_size=wanted, initial_alphabet=sorted(alphabet), show_progress=False))
-    if problems:
-        raise problems.pop()
+    wanted = settings.vocab_size - len(SPECIAL_TOKENS)
+    with raised_behind(PairCounts().watch(chunks)) as given:
+        tokenizer.train_from_iterator(given, trainers.BpeTrainer(
+            vocab_size=wanted, initial_alphabet=sorted(alphabet), show_progress=False))
     found = sorted((token, bytes(alphabet[character] for character in name))
                    for name, token in tokenizer.get_vocab().items())
     if len(found) < wanted:

@@ -34,11 +34,8 @@ that the tokenizer added."""
 
 def summed(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Tallies added up."""
-    total = dict.fromkeys(FIELDS, 0)
-    for tally in tallies:
-        for name in FIELDS:
-            total[name] += tally.get(name, 0)
-    return total
+    found = list(tallies)
+    return {name: sum(tally.get(name, 0) for tally in found) for name in FIELDS}
 
 
 @dataclass
@@ -73,7 +70,9 @@ class Check:
         self.tally["prefixed"] += prefixed
         if not reads_back(text, decoded) or not (prefixed or joined in accepted):
             self.tally["round_trip_failures"] += 1
-            self._fail(document, f"is decoded to other text: {_first_difference(text, decoded)}")
+            at = _difference(text, decoded)
+            self._fail(document, f"is decoded to other text: {text[at:at + 12]!r} at character {at} became "
+                                 f"{decoded[at:at + 12]!r}")
 
     def _export(self, document: Document, tokenizer: Tokenizer, exported: Any, ids: list[int], decoded: str) -> None:
         parts = tokenizer.parts(document.text)
@@ -146,11 +145,6 @@ def refuse_failures(tally: Mapping[str, int], failures: list[str]) -> None:
             f"{tally['documents']} documents differ ({named}). A converted model would be fed other tokens than it was "
             f"trained on, so the stage is not committed. With a ready tokenizer.path, use its tokenizer.json with "
             f"tokenizer.kind=huggingface; with a trained one, please report it.")
-
-
-def _first_difference(text: str, decoded: str) -> str:
-    at = _difference(text, decoded)
-    return f"{text[at:at + 12]!r} at character {at} became {decoded[at:at + 12]!r}"
 
 
 def _difference(one: Sequence[Any], other: Sequence[Any]) -> int:

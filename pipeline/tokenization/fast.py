@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from drover.pipeline.core.errors import install
+from drover.pipeline.core.errors import install, installed_version
 from drover.pipeline.core.files import read_json
 from drover.pipeline.tokenization.base import Flat, Tokenizer
 
@@ -28,16 +28,6 @@ nothing."""
 
 class EncoderError(Exception):
     """The fast encoder cannot open the vocabulary, or failed on a text; the message says why."""
-
-
-def installed_version(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def one_thread() -> None:
@@ -79,11 +69,7 @@ class FastEncoder:
             raise EncoderError(f"it gave the id {ids.max()}, outside the vocabulary of {self.reference.size}")
         if ((ids == self.reference.bos_id) | (ids == self.reference.eos_id)).any():
             raise EncoderError("it made BOS or EOS of text")
-        if len(pieces) > len(texts):
-            firsts = np.zeros(len(texts) + 1, np.int64)
-            np.cumsum([len(part) for part in parts], out=firsts[1:])
-            offsets = offsets[firsts]
-        return ids, offsets
+        return ids, offsets[np.cumsum([0, *map(len, parts)])]
 
 
 def _opened(path: Path, kind: str) -> Any:

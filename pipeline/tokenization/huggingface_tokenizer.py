@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import parsed_json, read_record, sha256_file
-from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, joined
+from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, encoded_flat
 from drover.pipeline.tokenization.byte_level import byte_of_character
 
 TAKE_AGAIN = "Take it from the tokenizer's source again."
@@ -67,9 +67,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
-        # "fast" leaves out where in the text each token lies.
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return joined([np.array(one.ids, np.uint32) for one in found])
+        return encoded_flat(self.tokenizer, texts)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         known = self.all_checked(ids)

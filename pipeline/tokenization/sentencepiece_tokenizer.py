@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import sha256_file
-from drover.pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, joined
+from drover.pipeline.tokenization.base import WORD_MARK, Flat, Tokenizer, encoded_flat, joined
 from drover.pipeline.tokenization.byte_level import merges
 
 NEVER = -1e6
@@ -61,8 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         if self._unigram is not None:
-            found = self._unigram.encode_batch_fast(list(texts), add_special_tokens=False)
-            return joined([np.array(one.ids, np.uint32) for one in found])
+            return encoded_flat(self._unigram, texts)
         return joined([self.processor.encode_as_numpy(text) for text in texts])
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:

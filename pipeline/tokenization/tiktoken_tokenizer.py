@@ -42,8 +42,6 @@ class TiktokenTokenizer(Tokenizer):
         self.sha256 = sha256_file(path)
 
     def encode(self, text: str) -> list[int]:
-        if len(text) <= MAX_RUN:
-            return self._encoding.encode_ordinary(text)
         return [token for part in self.parts(text) for token in self._encoding.encode_ordinary(part)]
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:

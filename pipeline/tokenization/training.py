@@ -76,6 +76,24 @@ def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, count
             yield chunk
 
 
+@contextmanager
+def raised_behind(chunks: Iterable[str]) -> Iterator[Iterator[str]]:
+    """The chunks for a trainer in another language, which would make another error of one that is raised in it: an
+    error of the chunks is raised at the end of the context."""
+    problems: list[Exception] = []
+
+    def given() -> Iterator[str]:
+        try:
+            yield from chunks
+        except Exception as error:  # noqa: BLE001 - raised below
+            problems.append(error)
+    try:
+        yield given()
+    finally:
+        if problems:
+            raise problems.pop()
+
+
 def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: Path, log: Path) -> None:
     """Train a model on `chunks` and write it to `path`; the trainer's own messages are written to `log`.
 
@@ -86,10 +104,10 @@ def train_sentencepiece(chunks: Iterable[str], settings: TokenizerConfig, path: 
     """
     from sentencepiece import SentencePieceTrainer
     model = io.BytesIO()
-    with _standard_error_in(log):
+    with raised_behind(chunks) as given, _standard_error_in(log):
         try:
             SentencePieceTrainer.train(
-                sentence_iterator=iter(chunks), model_writer=model,
+                sentence_iterator=given, model_writer=model,
                 model_type=settings.algorithm, vocab_size=settings.vocab_size,
                 character_coverage=settings.character_coverage, split_digits=True,
                 max_sentencepiece_length=16, byte_fallback=True,

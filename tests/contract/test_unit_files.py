@@ -68,7 +68,7 @@ def upper(place, monkeypatch):
                  functions={"unit_files": "drover.pipeline.data.sources:input_files"})
     made.hashed, hashing = [], drover.pipeline.contract.external_inputs.content_hash
     monkeypatch.setattr(drover.pipeline.contract.external_inputs, "content_hash",
-                        lambda path, like: made.hashed.append(path.name) or hashing(path, like))
+                        lambda path, like: made.hashed.append(Path(path).name) or hashing(path, like))
     return made
 
 
@@ -82,7 +82,7 @@ def test_what_units_hash_stands_in_the_manifest(upper, monkeypatch):
     assert upper.state.kind == "done" and upper() == 0
     assert upper.hashed == [] and set(upper.made.values()) == {1}
     manifest = read_manifest(upper.folder())
-    hashes = {f"t/{name}.txt": content_hash(upper.place / "in" / f"{name}.txt", "blocks:" * (name == "large"))
+    hashes = {f"t/{name}.txt": content_hash(str(upper.place / "in" / f"{name}.txt"), "blocks:" * (name == "large"))
               for name in ("large", "one", "three", "two")}
     assert {record["name"]: record["sha256"] for record in manifest.files} == manifest.fingerprint["files"] == hashes
     assert hashes["t/large.txt"].startswith("blocks:")

@@ -12,6 +12,7 @@ import zstandard
 
 from drover.pipeline.config.data import FilesSource, ShardConfig
 from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
@@ -43,7 +44,7 @@ def told(items):
 def read(*sources, **settings):
     """(documents, rejections) of the sources, or of files of one, through files and units as the stage reads them."""
     config = config_of(*(source if hasattr(source, "kind") else files_source(source) for source in sources), **settings)
-    return told(item for _, payload in reading_units(config.shard, input_files(config))
+    return told(item for _, payload in reading_units(config.shard, listed_files(input_files(config)))
                 for item in unit_documents(payload))
 
 

@@ -5,6 +5,7 @@ import os
 import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def make_shards(folder, count):
 
 
 def data_of(folder, table, most=None, whole=1 << 26, mixture=MIXTURE):
-    opened = OpenShards(folder, table, most)
+    opened = OpenShards(folder, table)
+    if most is not None:
+        opened.shard = lru_cache(most)(opened._opened)
     opened._whole = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
 
@@ -104,7 +107,7 @@ def test_nothing_is_looked_at_before_it_is_read(tmp_path, monkeypatch, opened):
     monkeypatch.setattr(os, "stat", lambda path, **rest: looked.append(str(path)) or stat(path, **rest))
     data = data_of(tmp_path, table)
     assert not opened and size_problems(tmp_path, table, [4]) == []
-    assert [path for path in looked if path.endswith(".arrow")] == [str(tmp_path / table.path(4))]
+    assert [path for path in looked if path.endswith(".arrow")] == [str(tmp_path / table.paths[4])]
     data.batch(0, 1)
     data.batch(0, 1)
     assert 1 <= len(opened) <= 3 and set(opened.values()) == {1}, "it stays open"

@@ -6,6 +6,7 @@ import sysconfig
 import pytest
 
 from drover.pipeline.config.data import HubSource, StdlibSource
+from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.reading import unit_documents
 from drover.pipeline.data.sources import input_files, reading_units
@@ -26,7 +27,7 @@ def test_documents_come_by_file_name_then_record_whatever_the_units(tmp_path):
     source = files_source(tmp_path / "**" / "*.jsonl")
     for megabytes, units in ((1e-5, 4), (1.0, 1)):
         config = config_of(source, shard_mb=megabytes)
-        assert len(reading_units(config.shard, input_files(config))) == units
+        assert len(reading_units(config.shard, listed_files(input_files(config)))) == units
         assert [document.id for document in read(source, shard_mb=megabytes)[0]] == [
             f"{name}:{record}" for name in ordered for record in (1, 2, 3)]
 
@@ -80,7 +81,7 @@ def test_a_file_that_vanishes_is_not_taken_for_a_broken_one(tmp_path):
     files = input_files(config)
     (tmp_path / "f.jsonl").unlink()
     refused(UserError, r"f\.jsonl cannot be read: No such file", list, unit_documents(payload))
-    refused(UserError, r"f\.jsonl cannot be read: No such file", reading_units, config.shard, files)
+    refused(UserError, r"f\.jsonl cannot be read: No such file", listed_files, files)
 
 def hub_source(folder, **fields):
     return HubSource(kind="hf", name="h", dataset=str(folder), **fields)

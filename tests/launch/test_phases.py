@@ -48,7 +48,7 @@ def test_before_encode_the_phases_are_told(tmp_path):
     said = consumption_lines(run)
     assert said[0].startswith("data      phase 1: steps 1 to 10") and "known once encode is done" in said[-1]
     assert consumption_lines(run_of(tmp_path, counts=None, phases=[])) == []
-    first, second, length, *_ = training_facts(run.config, SimpleNamespace(ranks=2, nodes=1, node_counts=(1,)))
+    first, second, length, *_ = training_facts(run.config, SimpleNamespace(ranks=2))
     assert first.endswith("2 ranks x micro-batch 2 x 4 accumulated (phase 1)") and second.endswith("(phase 2)")
     assert length == "length    15 steps = 30,720 tokens"
     shape = shape_of(run.config)

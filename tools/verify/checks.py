@@ -184,7 +184,7 @@ def check_source(found: Findings, path: Path, record: Record, stage: str) -> Non
     except FileNotFoundError:
         found.note(GONE, path)
         return
-    if (now := content_hash(path, record["sha256"])) != record["sha256"]:
+    if (now := content_hash(str(path), record["sha256"])) != record["sha256"]:
         kept = ", though its modification time is the same" if stat.st_mtime_ns == record["mtime_ns"] else ""
         found.problem(path, f"its content changed after the stage {stage} read it (as {record['name']}){kept}: "
                             f"{_short(record['sha256'])} -> {_short(now)}",

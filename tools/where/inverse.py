@@ -57,7 +57,7 @@ class Tracer:
         self.steps, self.data, self.table = steps, steps.ledger.data, steps.ledger.table
         self.tokens, _ = steps.ledger.work.input("encode")
         self.corpus = Corpus(steps.ledger.run)
-        self._rows = {self.table.path(row): row for row in range(len(self.table))}
+        self._rows = {self.table.paths[row]: row for row in range(len(self.table))}
 
     def documents(self, wanted: Wanted, source: str | None, processes: int, limit: int) -> tuple[list[Record], bool]:
         """The record of each document that was found, and whether there are more than `limit`."""
@@ -79,7 +79,7 @@ class Tracer:
     def _of_key(self, wanted: Wanted, source: str | None, processes: int, limit: int) -> tuple[list[Record], bool]:
         if places := key_hits(self.tokens, self.table, wanted.key, source, processes):
             return self._with_duplicates([
-                self._kept(Path(self.table.path(row)).with_suffix(TEXT_SHARD).as_posix(), number)
+                self._kept(Path(self.table.paths[row]).with_suffix(TEXT_SHARD).as_posix(), number)
                 for row, number in places[:limit]]), len(places) > limit
         hits, cut = text_hits(self.corpus.folder, self.corpus.manifest, wanted, source, processes, limit, (DROPPED,))
         return [self._dropped(hit) for hit in hits], cut

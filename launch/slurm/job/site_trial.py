@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
     if facts.rank == 0:
         if not waited(lambda: len(list(folder.glob("ready-*"))) == world - 1):
             return
-        with lock(folder, LOCK) or nullcontext():
+        with lock(folder, LOCK):
             write_text(flag, repr(time.time()))
             waited(lambda: len(list(folder.glob("tried-*"))) == world - 1)
         return
@@ -101,7 +100,7 @@ def share(folder: Path, facts: NodeFacts, world: int, limit_s: float) -> None:
     if waited(flag.exists):
         facts.visible_s = time.time() - float(flag.read_text())
         try:
-            with lock(folder, LOCK) or nullcontext():
+            with lock(folder, LOCK):
                 facts.locked_out = False
         except UserError:
             facts.locked_out = True

@@ -97,8 +97,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     submitted = submit(config, jobs, Chain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,
         code=options.code))
-    if held is not None:
-        held.close()
+    held.close()
     for entry in submitted:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""
         kind = "" if entry.kind == "job" else f" ({' '.join(filter(None, [entry.kind, entry.phase]))})"

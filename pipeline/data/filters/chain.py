@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,16 +108,16 @@ def total(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def most_frequent(counts: Mapping[str, int], most: int, others: str) -> dict[str, int]:
+    """The most frequent of some counts; the rest are counted together, as `others`."""
+    ordered = sorted(counts.items(), key=lambda entry: (entry[0] == others, -entry[1], entry[0]))
+    return total([dict(ordered[:most]), *({others: count} for _, count in ordered[most:])])
+
+
 def few_reasons(counts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Counts of filters with the most frequent reasons of each; the others are counted together."""
-    few = {}
-    for name, own in counts.items():
-        ordered = sorted(own["reasons"].items(), key=lambda entry: (entry[0] == OTHER_REASONS, -entry[1], entry[0]))
-        reasons = dict(ordered[:MOST_REASONS])
-        if rest := sum(count for _, count in ordered[MOST_REASONS:]):
-            reasons[OTHER_REASONS] = reasons.get(OTHER_REASONS, 0) + rest
-        few[name] = {**own, "reasons": reasons}
-    return few
+    """Counts of filters with the most frequent reasons of each."""
+    return {name: {**own, "reasons": most_frequent(own["reasons"], MOST_REASONS, OTHER_REASONS)}
+            for name, own in counts.items()}
 
 
 def _check(before: Document, after: Any) -> None:

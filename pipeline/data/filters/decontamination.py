@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +70,8 @@ class Decontamination(Filter):
         return {task: dict(sorted(counts.items())) for task, counts in sorted(self._found.items())}
 
     def __call__(self, document: Document) -> Document | str:
-        hits = [self._sets.items[number] for number in self._sets.index.found_in(document.text)]
+        items, index = self._sets
+        hits = [items[number] for number in index.found_in(document.text)]
         if not hits:
             return document
         of_task: dict[str, list[str]] = {}  # in the order of the sets
@@ -90,7 +91,8 @@ class Decontamination(Filter):
         findings: those of all units, added up.
         """
         tasks: dict[str, dict[str, Any]] = {}
-        for item, short in zip(self._sets.items, self._sets.index.too_short.tolist(), strict=True):
+        items, index = self._sets
+        for item, short in zip(items, index.too_short.tolist(), strict=True):
             own = tasks.setdefault(item.task, {"n": self.n, "least_words": self.least_words, "action": self.action,
                                                "items": 0, "too_short": 0})
             own["items"] += 1
@@ -128,12 +130,8 @@ def gather_contamination(folder: Path, filters: Iterable[Any], findings: Iterabl
     return {"contamination": few}, [output_record(folder, path, split="contamination", source="", docs=0, text_bytes=0)]
 
 
-@dataclass(frozen=True)
-class Sets:
-    """Evaluation sets as they are looked for: their items, and the index of these in the same order."""
-
-    items: Sequence[Item]
-    index: ItemIndex
+Sets = tuple[Sequence[Item], ItemIndex]
+"""Evaluation sets as they are looked for: their items, and the index of these in the same order."""
 
 
 @lru_cache(maxsize=2)
@@ -144,4 +142,4 @@ def _read(given: tuple[str, ...], n: int, least_words: int, facts: tuple[tuple[s
     if twice := next((pair for pair, count in names.items() if count > 1), None):
         raise UserError(f"A filter of kind decontamination has the item {twice[1]} of the task {twice[0]} twice: files "
                         f"of one task need different names. Give each of them its own `task`.")
-    return Sets(items, ItemIndex((item.text for item in items), n, least_words))
+    return items, ItemIndex((item.text for item in items), n, least_words)

@@ -118,10 +118,8 @@ def _texts(record: dict[str, Any], field: str, path: Path, number: Place) -> lis
 
 
 def _strings(value: Any) -> list[str]:
-    if isinstance(value, (list, tuple)):
-        return [text for part in value for text in _strings(part)]
-    if isinstance(value, dict):
-        return [text for part in value.values() for text in _strings(part)]
+    if isinstance(value, (list, tuple, dict)):
+        return [text for part in (value.values() if isinstance(value, dict) else value) for text in _strings(part)]
     return [] if value is None else [str(value)]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drover.pipeline.config.shipped import name_of
 from drover.pipeline.core.errors import AbsentInputError, UserError, listed
 from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.sources import named_files
+from drover.pipeline.storage.object_files import InputFile
 
 if TYPE_CHECKING:
     from drover.pipeline.config.tree import Config
@@ -17,7 +17,7 @@ FOLDER = "filters"
 """What the names of filters' files begin with."""
 
 
-def input_files(config: Config) -> list[tuple[str, Path]]:
+def input_files(config: Config) -> list[tuple[str, InputFile]]:
     """The files that filters read, as (`filters/<name of the filter>/<name of the file>`, path).
 
     A name goes back to the folder that holds all files of the filter.
@@ -25,7 +25,7 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
     Raises:
         AbsentInputError: naming all that are not there.
     """
-    found: list[tuple[str, Path]] = []
+    found: list[tuple[str, InputFile]] = []
     problems = []
     for own in config.shard.filters:
         try:
@@ -35,12 +35,10 @@ def input_files(config: Config) -> list[tuple[str, Path]]:
             continue
         problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
                      for path in paths if not path.is_file()]
-        there = [path for path in dict.fromkeys(paths) if path.is_file()]
-        common = Path(os.path.commonpath([path.parent for path in there])) if there else Path()
-        found += [(f"{FOLDER}/{name_of(own)}/{path.relative_to(common).as_posix()}", path) for path in there]
+        found += named_files(f"{FOLDER}/{name_of(own)}", [path for path in dict.fromkeys(paths) if path.is_file()])
     if found and any(source.name == FOLDER for source in config.shard.sources):
         raise UserError(f"A source of shard.sources is called {FOLDER}, which the files of filters are called too. "
                         f"Give it another `name`.")
     if problems:
-        raise AbsentInputError(listed(problems) if len(problems) > 1 else problems[0], found, {FOLDER})
+        raise AbsentInputError(listed(problems), found, {FOLDER})
     return found

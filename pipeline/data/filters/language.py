@@ -46,8 +46,7 @@ class Language(Filter):
 
     def open(self) -> None:
         """Load the model, once a process for any number of units."""
-        super().open()
-        known = self._model.labels
+        known = self._model[1]
         if unknown := [name for name in self.languages if name not in known]:
             close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.3)
             raise UserError(f"The filter {self.name or self.kind} is to keep {', '.join(unknown)}, but the model "
@@ -55,7 +54,7 @@ class Language(Filter):
                             f"{f'; did you mean {close[0]}?' if close else ''}. Correct `languages`.")
 
     @cached_property
-    def _model(self) -> Model:
+    def _model(self) -> tuple[Any, set[str]]:
         [path] = self.reads()
         if not path.is_file():
             raise UserError(f"The model {path} of the filter {self.name or self.kind} is not there. Correct `path`.")
@@ -70,8 +69,10 @@ class Language(Filter):
         return {"languages": dict(sorted(self._seen.items()))} if self._seen else {}
 
     def __call__(self, document: Document) -> Document | str:
-        text = document.text if self.characters is None else document.text[:self.characters]
-        language, probability = self._model.most_probable(text)
+        # fastText reads one line, and takes NUL for white space, as it does what splits lines.
+        line = document.text[:self.characters].replace("\n", " ")
+        labels, probabilities = self._model[0].predict(line, k=1, threshold=-1.0)
+        language, probability = (labels[0].removeprefix(_LABEL), float(probabilities[0])) if labels else ("", 0.0)
         if probability < self.least:
             self._seen["unknown"] += 1
             return document if self.keep_unknown else f"of no language with a probability of {self.least:g}"
@@ -79,31 +80,15 @@ class Language(Filter):
         return document if language in self.languages else "of another language"
 
 
-class Model:
-    """A fastText model that names languages.
-
-    Attributes:
-        labels: the names of all languages it knows.
-    """
-
-    def __init__(self, path: str) -> None:
-        import fasttext
-        try:
-            self._model: Any = fasttext.load_model(path)
-            labels, _ = self._model.predict("", k=_ALL, threshold=-1.0)
-        except (ValueError, RuntimeError, MemoryError) as error:
-            raise UserError(f"The file {path} is no fastText model that recognizes languages: {error}. Give one for "
-                            f"languages, such as lid.176.ftz.") from None
-        self.labels = {label.removeprefix(_LABEL) for label in labels}
-
-    def most_probable(self, text: str) -> tuple[str, float]:
-        """The most probable language of a text, and its probability; 0 if there is none."""
-        # fastText reads one line, and takes NUL for white space, as it does what splits lines.
-        labels, probabilities = self._model.predict(text.replace("\n", " "), k=1, threshold=-1.0)
-        return (labels[0].removeprefix(_LABEL), float(probabilities[0])) if labels else ("", 0.0)
-
-
 @lru_cache(maxsize=2)
-def _loaded(path: str, size: int, mtime_ns: int) -> Model:
-    """size, mtime_ns: of the file, so that another is read again."""
-    return Model(path)
+def _loaded(path: str, size: int, mtime_ns: int) -> tuple[Any, set[str]]:
+    """A fastText model that names languages, and the names of all that it knows. size, mtime_ns: of the file, so that
+    another is read again."""
+    import fasttext
+    try:
+        model = fasttext.load_model(path)
+        labels, _ = model.predict("", k=_ALL, threshold=-1.0)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise UserError(f"The file {path} is no fastText model that recognizes languages: {error}. Give one for "
+                        f"languages, such as lid.176.ftz.") from None
+    return model, {label.removeprefix(_LABEL) for label in labels}

@@ -37,7 +37,9 @@ AT_ONCE = 1 << 20
 """Links or documents that are processed at once."""
 
 
-def _followers(folder: Path) -> Path:
+def followers_path(folder: Path) -> Path:
+    """The file of the followers: the number of each as `other`, of the first of its component as `kept`; components one
+    after another, each in order."""
     return folder / STAGING / "followers"
 
 
@@ -61,13 +63,7 @@ def join_components(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
         if len(others) else np.zeros(plan.partitions - 1, np.int64)
     rows = np.empty(len(others), LINK)
     rows["other"], rows["kept"] = ranks(others), ranks(firsts)
-    return {"outputs": [write_rows(folder, _followers(folder), rows, np.concatenate([[0], borders, [len(rows)]]))]}
-
-
-def read_followers(folder: Path, plan: Layout, part: int) -> np.ndarray:
-    """The followers of a part of the components: the number of each as `other`, of the first of its component as
-    `kept`; components one after another, each in order."""
-    return read_rows(_followers(folder), LINK, part, plan.partitions)
+    return {"outputs": [write_rows(folder, followers_path(folder), rows, np.concatenate([[0], borders, [len(rows)]]))]}
 
 
 def _links(folder: Path, plan: Layout) -> Iterator[np.ndarray]:
@@ -129,7 +125,7 @@ def resolve_partition(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:
     `signatures.words`).
     """
     plan, partition = Layout.read(folder), payload["partition"]
-    followers = read_followers(folder, plan, partition)
+    followers = read_rows(followers_path(folder), LINK, partition, plan.partitions)
     dropped = followers if payload["verify"] is None else _similar(
         StagedDocuments(folder, plan), followers, payload["verify"], payload["words"])
     staying = followers[~np.isin(followers["other"], dropped["other"])]

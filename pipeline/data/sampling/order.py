@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -502,9 +503,8 @@ def permute(numbers: np.ndarray, size: int, key: tuple[int, ...], *, backwards: 
     return result.astype(np.int64)
 
 
-def unpermute(numbers: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `permute`."""
-    return permute(numbers, size, key, backwards=True)
+unpermute = partial(permute, backwards=True)
+"""The inverse of `permute`."""
 
 
 def _quotas(fractions: np.ndarray, period: int) -> np.ndarray:

@@ -33,7 +33,7 @@ from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_a
 from drover.pipeline.data.sampling.order import Cursor, Segment, unpermute
 from drover.pipeline.data.sampling.sequences import Overlap, Span
 from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable, most_open
-from drover.pipeline.data.token_shards import Descriptor, TokenShard
+from drover.pipeline.data.token_shards import Descriptor, TokenShard, open_sized
 
 FORMAT = 2
 PLANNED = ("bins", "pieces", "documents", "cut", "tokens")
@@ -111,7 +111,7 @@ class Packing:
 
     def path(self, row: int) -> Path:
         """The file of a shard's plan."""
-        return self.folder / Path(self.table.path(row)).with_suffix(".bins")
+        return self.folder / Path(self.table.paths[row]).with_suffix(".bins")
 
     def figures(self) -> dict[str, Any]:
         """Sequences, the share of padding in them, documents, and the share of these that is cut."""
@@ -172,15 +172,7 @@ class Packing:
 
     def _opened(self, row: int) -> Descriptor:
         bins, pieces = self.numbers[row, :2].tolist()
-        path, wanted = self.path(row), _HEADER.size + 8 * (bins + 1) + 16 * pieces
-        try:
-            file = Descriptor.of(path)
-            size = os.fstat(file.number).st_size
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}. {_FIX}") from None
-        if size != wanted:
-            raise UserError(f"{path} is damaged: it has {size} bytes instead of {wanted}. {_FIX}")
-        return file
+        return open_sized(self.path(row), _HEADER.size + 8 * (bins + 1) + 16 * pieces, str(self.path(row)), _FIX)
 
     def _read(self, row: int, at: int, count: int) -> NDArray[np.int64]:
         file = self._file(row)  # held: of two threads that open it at once, one has a file that nobody keeps

@@ -7,7 +7,6 @@ checked again: one whose inode, size or times have changed is hashed again.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.input_check import LEFT_AFTER_S, Expected, Pace, compared, lowest_priority
+from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.console import spelled
 from drover.pipeline.data.exclusion import Range, sample_numbers
 
@@ -68,12 +68,11 @@ class ShardChecks:
         self.damage: Damage | None = None
         self._later = deque(row for row in later if row % world == rank)
         self._known = dict[int, tuple[int, ...]]()  # what showed the state of shards that were compared, by row
-        self._uses, self._history = deque[_Use](), deque[_Use]()
-        self._given, self._done, self._clean = 0, 0, 0
-        self._pace, self._news = Pace(rest), threading.Condition()
-        self._thread: threading.Thread | None = None
-        with self._news:
-            self._start()
+        self._history, self._clean, self._pace = deque[_Use](), 0, Pace(rest)
+        # A thread of the lowest priority that only waits could keep a killed process, and with it the stage's lock,
+        # alive on a busy machine.
+        self._worker = BackgroundWorker[_Use | None]("shard-checks", self._check, stays=False)
+        self._worker.put(None)
 
     @property
     def checked(self) -> int:
@@ -82,68 +81,41 @@ class ShardChecks:
 
     def use(self, first: int, last: int, samples: Sequence[Range]) -> None:
         """The steps from `first` to `last` read these samples."""
-        self._give(_Use(first, last, tuple(samples)))
+        self._worker.put(_Use(first, last, tuple(samples)))
 
-    def look_again(self, step: int) -> int:
+    def look_again(self, step: int) -> object:
         """Check compared shards again, after `step`. Returns what to `wait` for, to know about all so far."""
-        return self._give(_Use(step, step, None))
+        use = _Use(step, step, None)
+        self._worker.put(use)
+        return use
 
-    def wait(self, given: int | None, seconds: float) -> bool:
+    def wait(self, given: object, seconds: float) -> bool:
         """Wait, without rests, until everything up to `given` is done or damage is found, at most `seconds`. None:
         until everything is done, also shards that no step waits for. Returns whether it is done."""
-        def done() -> bool:
-            return self._done >= self._given and not self._later if given is None else self._done >= given
         self._pace.hurry.set()
-        with self._news:
-            self._news.wait_for(lambda: done() or self.damage is not None, seconds)
+        done = self._worker.wait(seconds, given)
         self._pace.hurry.clear()
-        return done()
+        return done and self.damage is None
 
     def close(self) -> None:
         """End the thread; other shards stay unchecked. A thread that hangs on a disk is left behind."""
         self._pace.over.set()
         self._pace.hurry.set()
-        if (thread := self._thread) is not None:
-            thread.join(LEFT_AFTER_S)
+        self._worker.close(LEFT_AFTER_S, drop=True)
 
-    def _give(self, use: _Use) -> int:
-        with self._news:
-            self._given += 1
-            self._uses.append(use)
-            self._start()
-            return self._given
-
-    def _start(self) -> None:
-        """Run a thread that ends when its work is done. A thread of the lowest priority that only waits could keep a
-        killed process, and with it the stage's lock, alive on a busy machine."""
-        if self._thread is None and not self._ended():
-            self._thread = threading.Thread(target=self._run, name="shard-checks", daemon=True)
-            self._thread.start()
-
-    def _ended(self) -> bool:
-        return self._pace.over.is_set() or self.damage is not None or not (self._uses or self._later)
-
-    def _run(self) -> None:
+    def _check(self, use: _Use | None) -> None:
+        """Do what a use asks for; None: compare a shard that no step waits for."""
         lowest_priority()
-        while True:
-            with self._news:
-                if self._ended():
-                    self._thread = None
-                    return
-                use = self._uses.popleft() if self._uses else None
-            try:
-                if use is not None:
-                    self._do(use)
-                else:
-                    self._compare(self._later[0], None)
-            except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
-                self.damage = Damage(f"Token shards could not be compared with what was committed: "
-                                     f"{type(error).__name__}: {error}.", None if use is None else use.first)
-            with self._news:
-                if use is None:
-                    self._later.popleft()  # not before: `wait` looks whether there is any
-                self._done += use is not None and self.damage is None
-                self._news.notify_all()
+        try:
+            if use is not None and self.damage is None:
+                self._do(use)
+            elif self._later:
+                self._compare(self._later.popleft(), None)
+        except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
+            self.damage = Damage(f"Token shards could not be compared with what was committed: "
+                                 f"{type(error).__name__}: {error}.", None if use is None else use.first)
+        if self._later and self.damage is None and not self._worker.waiting():
+            self._worker.put(None)
 
     def _do(self, use: _Use) -> None:
         if use.samples is not None:
@@ -181,8 +153,7 @@ class ShardChecks:
         if step is None:
             return " No step reads from it: it is validation text, or not used so far."
         alone, together = list[_Use](), list[_Use]()
-        with self._news:
-            coming = list(self._uses)
+        coming = [use for use in self._worker.pending() if use is not None and use not in self._history]
         for use in [*self._history, *coming][:SHOWN_STEPS]:
             if use.last >= step and any(row in rows for rows in self._used(use)):
                 (alone if use.first == use.last else together).append(use)

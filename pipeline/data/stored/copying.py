@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_problems
 from drover.pipeline.core.files import sha256_json
 from drover.pipeline.data.shard_table import ShardTable
@@ -58,8 +59,8 @@ def survey(url: str, table: ShardTable) -> list[str]:
         there = {record["path"]: record["sha256"] for record in found["files"]}
         other = [record["path"] for record in records if there.get(record["path"]) != record["sha256"]]
         raise UserError(f"{url} (train.tokens_from) holds other token shards than the stage encode of this run made "
-                        f"({len(other):,} of {len(table):,} differ: {', '.join(other[:3])}{' ...' if other[3:] else ''}"
-                        f"). Copy this run's to another place ({command} URL), or give the place that has them.")
+                        f"({len(other):,} of {len(table):,} differ: {first(other)}). "
+                        f"Copy this run's to another place ({command} URL), or give the place that has them.")
     problems, etags = listed_files(store, records)
     if problems:
         raise UserError(all_problems(problems, f"{len(problems):,} of {len(table):,} token shards in {url} "

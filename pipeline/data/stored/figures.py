@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+
+_LOCK = threading.Lock()
 
 
 @dataclass
@@ -27,21 +29,17 @@ class Figures:
     removed: int = 0
     retries: int = 0
     wait_s: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **counts: float) -> None:
         """Add to some of them."""
-        with self._lock:
+        with _LOCK:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
 
     def values(self) -> dict[str, float]:
         """All of them by name."""
-        with self._lock:
-            return {name: getattr(self, name) for name in NAMES}
-
-
-NAMES = tuple(name for name in Figures.__dataclass_fields__ if not name.startswith("_"))
+        with _LOCK:
+            return asdict(self)
 
 
 def told(figures: dict[str, float]) -> str:

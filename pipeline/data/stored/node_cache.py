@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from drover.pipeline.core.errors import UserError, is_full_disk
-from drover.pipeline.core.files import lock_file, publish, sync
+from drover.pipeline.core.files import flush, lock_file, publish
 from drover.pipeline.data.stored.figures import Figures
 from drover.pipeline.storage.outcomes import Missing
 
@@ -96,7 +96,7 @@ class NodeCache:
                     return None
                 if self._closed.wait(POLL_S):  # then it is there, or there is something to remove
                     raise Closed
-            return self._fetch(name, sha256, size, read, *reserved)
+            return self._fetch(name, sha256, size, read, reserved)
         finally:
             if not ahead:
                 self.figures.add(wait_s=time.perf_counter() - began)
@@ -135,26 +135,27 @@ class NodeCache:
             path.unlink(missing_ok=True)
         return None
 
-    def _fetch(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], temporary: Path,
-               writing: int) -> int | None:
+    def _fetch(self, name: str, sha256: str, size: int, read: Callable[[int], BinaryIO], file: BinaryIO) -> int | None:
         """Fetch the shard into the file that was reserved for it, and give that its name; a descriptor of it."""
+        temporary = Path(file.name)
         try:
-            for attempt in range(TRIES):
-                if (found := self._download(name, writing, size, read)) == sha256:
-                    break
-                if attempt + 1 < TRIES:
-                    self.figures.add(retries=1)
-                    self.say(f"{name} came with sha256 {found[:12]} instead of {sha256[:12]}; it is fetched again")
-            else:
-                raise UserError(f"{name} is not what the stage encode committed: sha256 {sha256[:12]} -> {found[:12]}. "
-                                f"It was changed in the store, or copied from another run. Copy this run's shards "
-                                f"there again (drover copy-tokens), or give the place that has them as "
-                                f"train.tokens_from.")
-            sync(temporary)  # before the lock is held
-            os.utime(writing, ns=(time.time_ns(), _stamp(sha256)))
-            descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-            with self._locked():  # who counts what is here finds it once
-                publish(temporary, self._path(sha256))
+            with file:
+                for attempt in range(TRIES):
+                    if (found := self._download(name, file, size, read)) == sha256:
+                        break
+                    if attempt + 1 < TRIES:
+                        self.figures.add(retries=1)
+                        self.say(f"{name} came with sha256 {found[:12]} instead of {sha256[:12]}; it is fetched again")
+                else:
+                    raise UserError(f"{name} is not what the stage encode committed: sha256 {sha256[:12]} -> "
+                                    f"{found[:12]}. It was changed in the store, or copied from another run. Copy this "
+                                    f"run's shards there again (drover copy-tokens), or give the place that has them "
+                                    f"as train.tokens_from.")
+                flush(file)  # before the lock is held
+                os.utime(file.fileno(), ns=(time.time_ns(), _stamp(sha256)))
+                descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+                with self._locked():  # who counts what is here finds it once
+                    publish(temporary, self._path(sha256))
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError) and is_full_disk(error):  # where room cannot be reserved
@@ -162,23 +163,21 @@ class NodeCache:
                     self._lower_limit()
                 return None
             raise
-        finally:
-            os.close(writing)
         self.figures.add(fetched=1, fetched_bytes=size)
         return descriptor
 
-    def _download(self, name: str, descriptor: int, size: int, read: Callable[[int], BinaryIO]) -> str:
+    def _download(self, name: str, file: BinaryIO, size: int, read: Callable[[int], BinaryIO]) -> str:
         """Write the shard's bytes to the file; hex sha256 of them. A fetch that breaks off continues at its last
         byte."""
         digest, done, failures = hashlib.sha256(), 0, 0
         while done < size:
-            before = done
+            before = file.seek(done)
             try:
                 with read(done) as stream:
                     while chunk := stream.read(CHUNK_BYTES):
                         if self._closed.is_set():
                             raise Closed
-                        _write(descriptor, chunk[:size - done], done)
+                        file.write(chunk[:size - done])
                         digest.update(chunk)  # of what is too long, too: then the hash is another
                         done += len(chunk)
                 if done < size:
@@ -195,7 +194,7 @@ class NodeCache:
                     raise Closed from None
         return digest.hexdigest()
 
-    def _reserve(self, sha256: str, size: int, ahead: bool) -> tuple[Path, int] | None:
+    def _reserve(self, sha256: str, size: int, ahead: bool) -> BinaryIO | None:
         """An empty file of this size, open and locked, for which room was made; None where there is none."""
         while size <= self.limit and self._make_room(self._used() + size - self.limit, ahead):
             try:
@@ -212,20 +211,20 @@ class NodeCache:
         self.limit = min(self.limit - 1, self._used())
         self.say(f"the disk of {self.folder} is full: the cache's bound is {self.limit / 1e9:.3f} GB now")
 
-    def _allocate(self, sha256: str, size: int) -> tuple[Path, int]:
+    def _allocate(self, sha256: str, size: int) -> BinaryIO:
         self._number += 1
         path = self.folder / f"{sha256}.{platform.node()}-{os.getpid()}-{id(self):x}-{self._number}.tmp"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = open(path, "xb")  # noqa: SIM115 - closed when the shard is fetched
         try:
-            lock_file(descriptor)
+            lock_file(file.fileno())
             if size and hasattr(os, "posix_fallocate"):  # macOS has none: there a full disk shows when it is written
-                os.posix_fallocate(descriptor, 0, size)
-            os.truncate(descriptor, size)
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
         except BaseException:
             path.unlink(missing_ok=True)
-            os.close(descriptor)
+            file.close()
             raise
-        return path, descriptor
+        return file
 
     def _make_room(self, needed: int, ahead: bool) -> bool:
         """Evict so many bytes of shards, the least recently used first; with `ahead` only shards that were not opened a
@@ -275,13 +274,10 @@ class NodeCache:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock against all threads of all processes of this node: to look, make room, reserve and name."""
-        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if not lock_file(descriptor, wait=True):
+        with open(self.folder / "lock", "ab") as file:
+            if not lock_file(file.fileno(), wait=True):
                 raise OSError(errno.ENOLCK, "its file system has no locks")
             yield
-        finally:
-            os.close(descriptor)
 
 
 def _stamp(sha256: str) -> int:
@@ -292,20 +288,10 @@ def _stamp(sha256: str) -> int:
 def _is_free(path: Path) -> bool:
     """Whether nobody holds the file locked; also if it is not there."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with open(path, "r+b") as file:
+            lock_file(file.fileno())
     except FileNotFoundError:
-        return True
-    try:
-        lock_file(descriptor)
+        pass
     except BlockingIOError:
         return False
-    finally:
-        os.close(descriptor)
     return True
-
-
-def _write(descriptor: int, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        written = os.pwrite(descriptor, view, at)
-        view, at = view[written:], at + written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
+from drover.pipeline.core.background import BackgroundWorker
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.stored.node_cache import Closed
@@ -36,53 +36,44 @@ class ReadAhead:
 
     def __init__(self, tokens: StoredTokens, data: TrainingData, numbers: Callable[[int], NDArray[np.int64]],
                  steps: range, length: int) -> None:
-        self._tokens, self._data, self._numbers, self._steps, self._length = tokens, data, numbers, steps, length
-        self._reached, self._closed, self._moved = steps.start, False, threading.Condition()
-        self._pool = ThreadPoolExecutor(FETCHES if tokens.settings.whole else REQUESTS, "read-ahead")
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self._thread.start()
+        self._tokens, self._data, self._numbers, self._whole = tokens, data, numbers, tokens.settings.whole
+        self._next, self._end, self._reached, self._closed = steps.start, steps.stop, steps.start, False
+        self._most = SAMPLES if self._whole else min(SAMPLES, MEMORY_BYTES // 2 // (4 * (length + 1) + PART_BYTES))
+        self._pool = ThreadPoolExecutor(FETCHES if self._whole else REQUESTS, "read-ahead")
+        self._worker = BackgroundWorker[None]("read-ahead", self._read_on, newest_only=True)
+        self._worker.put(None)
 
     def reached(self, step: int) -> None:
         """The loader makes the batch after so many steps now."""
-        with self._moved:
-            self._reached = max(self._reached, step)
-            self._moved.notify_all()
+        self._reached = max(self._reached, step)
+        self._worker.put(None)
         self._tokens.let_go()
 
     def close(self) -> None:
         """Read no further; what is being read is left to its end."""
-        with self._moved:
-            self._closed = True
-            self._moved.notify_all()
-        self._thread.join()
+        self._closed = True
+        self._worker.close(drop=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self) -> None:
-        for step in self._steps:
-            if not self._may_go_to(step):
+    def _read_on(self, _: None) -> None:
+        """Read steps as far as the loader is near enough."""
+        while self._next < self._end and not self._closed:
+            samples = self._numbers(self._next)  # phases may have larger batches
+            if self._next > self._reached + max(1, self._most // max(1, len(samples))):
                 return
             try:
-                samples = self._numbers(step)
-                if self._tokens.settings.whole:
+                if self._whole:
                     list(self._pool.map(self._fetch, self._data.shard_rows(samples).tolist()))
                 else:
                     list(self._pool.map(self._parts, samples))
             except Closed:
-                return
+                self._closed = True
             except UserError:  # whoever needs it meets it again, and raises it
-                continue
+                pass
             except OSError as error:
+                self._closed = True
                 self._tokens.say(f"token shards are not read ahead any more, only when they are needed: {error}")
-                return
-
-    def _may_go_to(self, step: int) -> bool:
-        """Wait until the loader is near enough; False where reading ends."""
-        samples = max(1, len(self._numbers(step)))  # phases may have larger batches
-        most = SAMPLES if self._tokens.settings.whole else MEMORY_BYTES // 2 // (4 * (self._length + 1) + PART_BYTES)
-        with self._moved:
-            while not self._closed and step > self._reached + max(1, min(SAMPLES, most) // samples):
-                self._moved.wait()
-            return not self._closed
+            self._next += 1
 
     def _fetch(self, row: int) -> None:
         if not self._closed:

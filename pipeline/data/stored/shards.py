@@ -134,7 +134,7 @@ class StoredTokens:
 
     def name(self, row: int) -> str:
         """What a shard is called in errors."""
-        return self.store.url_of(self.table.path(row))
+        return self.store.url_of(self.table.paths[row])
 
     def close(self) -> None:
         """Fetch nothing more."""
@@ -144,12 +144,12 @@ class StoredTokens:
 
     def _stream(self, row: int, start: int) -> BinaryIO:
         size = int(self.table.record(row)["bytes"])
-        return self.store.stream(self.table.path(row), start, entry=Entry(self.table.path(row), size, "", 0.0))
+        return self.store.stream(self.table.paths[row], start, entry=Entry(self.table.paths[row], size, "", 0.0))
 
     def _read(self, row: int, start: int, stop: int) -> bytes:
         for left in reversed(range(TRIES)):
             try:
-                data = self.store.read(self.table.path(row), start, stop, etag=self.etags[row])
+                data = self.store.read(self.table.paths[row], start, stop, etag=self.etags[row])
                 self.figures.add(ranges=1, range_bytes=len(data))
                 return data
             except Changed:

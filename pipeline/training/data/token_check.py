@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from drover.pipeline.contract.input_check import committed
+from drover.pipeline.contract.input_check import output
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_sealed, renamed, write_sealed
 from drover.pipeline.data.sampling.packing import forget
@@ -56,7 +56,8 @@ class TokenCheck(Hook):
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.work, self.ranks, table = loop, loop.work, loop.ranks, loop.batches.table
-        self.checked, self._over, self._marked = 0, False, 0
+        self.checked, self._over = 0, False
+        self._marked: object = 0  # what was checked before the last save; at first nothing
         folder, manifest = self.work.input("encode")
         self._of = manifest.digest
         self._saved = self._began = loop.progress.step, loop.progress.samples
@@ -68,7 +69,7 @@ class TokenCheck(Hook):
         if not self.compares:
             return
         heldout = [row for row in range(len(table)) if how == "all" or table.kinds[table.kind[row]][0] != "train"]
-        self._checks = ShardChecks(table, lambda row: committed(folder, [table.record(row)], "encode")[0],
+        self._checks = ShardChecks(table, lambda row: output(folder, table.record(row), "encode"),
                                    loop.data.shard_rows, self.ranks.rank, self.ranks.world, heldout, REST)
         if self._sound < self._began:  # an earlier start used shards and ended before they were verified
             self._checks.use(self._sound[0] + 1, self._began[0], [(self._sound[1], self._began[1])])
@@ -132,8 +133,8 @@ class TokenCheck(Hook):
         """Stop verifying."""
         self._checks.close()
 
-    def _wait(self, given: int | None, *, patient: bool) -> bool:
-        """Whether all ranks have verified the first `given` shards. If `patient`, wait until they have."""
+    def _wait(self, given: object, *, patient: bool) -> bool:
+        """Whether all ranks have verified what `ShardChecks.look_again` gave. If `patient`, wait until they have."""
         checks, moved, seen = self._checks, time.monotonic(), -1.0
         while True:
             done = checks.wait(given, LOOK_S if patient else 0.0)

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drover.pipeline.data.planning import near_duplicates
-from drover.pipeline.data.planning.near_duplicates import join_components, read_followers
-from drover.pipeline.data.planning.runs import DIGEST, Layout, write_links
+from drover.pipeline.data.planning.near_duplicates import followers_path, join_components
+from drover.pipeline.data.planning.runs import DIGEST, LINK, Layout, read_rows, write_links
 from tests.data.planning.staged_corpora import firsts
 
 
@@ -48,7 +48,7 @@ def test_components_are_those_of_union_find(tmp_path_factory, graph, last, rows,
     write_edges(folder, plan, edges, seed)
     with mock.patch.object(near_duplicates, "AT_ONCE", rows):
         join_components(folder, {})
-    parts = [read_followers(folder, plan, part).tolist() for part in range(partitions)]
+    parts = [read_rows(followers_path(folder), LINK, part, partitions).tolist() for part in range(partitions)]
     kept, sign = firsts(edges, max if last else min), -1 if last else 1
     assert [row for part in parts for row in part] == sorted(
         ((other, first) for other, first in kept.items() if other != first),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from drover.pipeline.config.data import ShardConfig
 from drover.pipeline.contract.content_hash import hash_of_blocks
+from drover.pipeline.contract.external_inputs import listed_files
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import changed_ns
 from drover.pipeline.data import sources, streams
@@ -166,7 +167,7 @@ def cut(folder, files, shard_mb=0.001, **fields):
         with open(folder / name, "wb") as file:
             file.truncate(size)
     found = reading_units(ShardConfig(sources=[files_source(folder / "*", **fields)], shard_mb=shard_mb),
-                          [(f"s/{name}", folder / name) for name in files])
+                          listed_files([(f"s/{name}", folder / name) for name in files]))
     assert [name for name, _ in found] == [f"s-{number:05d}" for number in range(len(found))]
     return [[(Path(piece["path"]).name, piece["start"], piece["stop"]) for piece in payload["pieces"]]
             for _, payload in found]

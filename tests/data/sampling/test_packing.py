@@ -83,7 +83,7 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
     made = by_three_ranks(together)
     assert {data.order.plan_sha256 for data, _ in made} == {alone.order.plan_sha256} and contents(tmp_path) == files
     assert [len(said) for _, said in [*made, *by_three_ranks(together)]] == [1, 0, 0, 0, 0, 0]
-    (tmp_path / table.path(3)).unlink()
+    (tmp_path / table.paths[3]).unlink()
     made[0][0].packings[0].path(3).unlink()
 
     assert all(by_three_ranks(lambda group: refused(UserError, "cannot be read", together, group)))

@@ -198,7 +198,7 @@ def test_a_full_disk_lowers_the_bound_and_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("place", "number"), [("os.posix_fallocate", errno.EDQUOT), ("os.posix_fallocate", errno.EIO),
-                                               ("drover.pipeline.data.stored.node_cache._write", errno.ENOSPC)])
+                                               ("drover.pipeline.data.stored.node_cache.flush", errno.ENOSPC)])
 def test_a_disk_without_room_for_one_gives_none(tmp_path, monkeypatch, place, number):
     """At the start, and while it is written. A disk that does not work is an error."""
     cache = Cache(tmp_path)

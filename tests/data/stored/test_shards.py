@@ -99,7 +99,7 @@ def test_what_comes_is_read_before_it_is_needed(made, whole, steps):
     tokens = made.tokens(whole=whole)
     data, figures = made.data(tokens), tokens.figures
     ahead = ahead_of(tokens, data, steps)
-    ahead._thread.join()
+    ahead._worker.wait()
     before = figures.values()
     for step in range(steps):
         ahead.reached(step)
@@ -118,7 +118,7 @@ def test_reading_ahead_does_not_run_off(made, monkeypatch):
         gone.append(step)
         return np.arange(step, step + 1)
     ahead = ahead_of(tokens, made.data(tokens), 90, numbers=numbers)
-    wait_for(lambda: max(gone) >= 8)
+    wait_for(lambda: max(gone, default=0) >= 8)
     ahead.reached(3)
     wait_for(lambda: max(gone) >= 11)
     ahead.close()
@@ -130,7 +130,7 @@ def test_an_error_while_reading_ahead_is_met_by_who_needs_it(made):
     data = made.data(tokens)
     tokens.store.delete([record["path"] for record in made.records])
     ahead = ahead_of(tokens, data, 3)
-    ahead._thread.join()
+    ahead._worker.wait()
     refused(UserError, r"\.arrow is not there", data.batch, 0, 8)
     ahead.close()
 
