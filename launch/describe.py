@@ -44,8 +44,8 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
               f"(launch.limits)")
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
-        if fewer := train.node_counts[1:]:
-            print(f"nodes     after a loss, training continues on {first([*map(str, fewer)])} of {train.nodes} nodes")
+        if counts := train.node_counts[1:]:
+            print(f"nodes     after a loss, training continues on {first([*map(str, counts)])} of {train.nodes} nodes")
     if disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))
