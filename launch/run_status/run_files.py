@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from drover.launch.slurm.chain import Chain, ChainJob, read_chain
 from drover.launch.slurm.evaluations import owed
-from drover.launch.slurm.nodes import NODES, failing
+from drover.launch.slurm.nodes import LIFTED, NODES, failing
 from drover.pipeline.config.loading import read_without_plugins
 from drover.pipeline.contract.manifest import Manifest, read_manifest
 from drover.pipeline.contract.run import Run
@@ -163,7 +163,8 @@ def _failed_nodes(folder: Path, wanted: int) -> list[str]:
     left_out, _ = failing(folder, wanted)
     newest = {strike["node"]: strike for strike in read_lines(folder / NODES, appended=True)}
     return [f"node {node} failed at {str(strike.get('at'))[:16]}: {strike.get('reason')}"
-            f"{'; it is excluded from the next submission' * (node in left_out)}" for node, strike in newest.items()]
+            f"{'; it is excluded from the next submission' * (node in left_out)}" for node, strike in newest.items()
+            if strike.get("job") != LIFTED]
 
 
 def _alive(own: Path) -> bool | None:

@@ -23,6 +23,8 @@ STRIKES = 2
 WITHIN = timedelta(hours=24)
 ONE_IN = 20
 """At most one node in so many, but at least one, is blamed at once or excluded."""
+LIFTED = ""
+"""In place of a strike's start: the strikes before are lifted."""
 NAMED = 8
 """The most nodes that a sentence names."""
 LOST = ("down", "fail", "error", "not_responding")
@@ -32,8 +34,7 @@ INTENDED = ("maint", "power", "reboot")
 
 
 class Strike(TypedDict):
-    """A line of `NODES`. job: the start, by the job's name, restart and number; empty: all strikes before are lifted.
-    """
+    """A line of `NODES`. job: the start, by the job's name, restart and number, or LIFTED."""
 
     node: str
     at: Time
@@ -53,7 +54,7 @@ def lift_strikes(run_folder: Path, nodes: Collection[str]) -> None:
     """Record that nodes worked well."""
     for node in strikes(run_folder):
         if node in nodes:
-            append_line(run_folder / NODES, {"node": node, "at": now(), "job": "", "reason": "made a checkpoint"})
+            append_line(run_folder / NODES, {"node": node, "at": now(), "job": LIFTED, "reason": "made a checkpoint"})
 
 
 def strikes(run_folder: Path) -> dict[str, int]:
@@ -62,7 +63,7 @@ def strikes(run_folder: Path) -> dict[str, int]:
     since = (datetime.now(UTC) - WITHIN).isoformat()
     starts, newest = dict[str, set[str]](), dict[str, int]()
     for number, strike in enumerate(read_lines(run_folder / NODES, Strike, appended=True)):
-        if not strike["job"]:
+        if strike["job"] == LIFTED:
             starts.pop(strike["node"], None)
         elif strike["at"] > since:
             starts.setdefault(strike["node"], set()).add(strike["job"])
