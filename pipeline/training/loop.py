@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from drover.pipeline.config.batch import BatchPlan
@@ -62,6 +63,10 @@ from drover.pipeline.training.summary import kernel_lines, packing_facts, summar
 from drover.pipeline.training.uploads import Uploads
 from drover.pipeline.training.watchdog import COMPILED_STEP_S, Watchdog, longest_wait
 
+STARTUP = {"_meet": "rendezvous", "_open_data": "data", "_find_checkpoint": "checkpoint", "_check_plan": "data",
+           "_build_engine": "model", "_prepare_saving": "checkpoint"}
+"""What the parts of a start are called in its record. Compiling is part of the first step."""
+
 
 class Loop:
     """One start of training, from the newest valid checkpoint to the end or to a request to stop.
@@ -72,6 +77,7 @@ class Loop:
         save_asked: whether a hook requested a checkpoint after the current step.
         done: steps of this start.
         current: this rank's batch of the current or last step, and the target tokens of the global batch.
+        startup: seconds of each part of the start.
     """
 
     def __init__(self, work: Work, watchdog: Watchdog) -> None:
@@ -81,9 +87,12 @@ class Loop:
     def run(self) -> None:
         """Train to the configured number of steps and commit, or save and leave on a request to stop."""
         with ExitStack() as self.ends:
+            self.startup = {"imports": round(time.time() - psutil.Process().create_time(), 3)}
             for part in (self._meet, self._lay_out, self._open_data, self._find_checkpoint, self._check_plan,
                          self._build_engine, self._prepare_saving, self._open_log, self._make_hooks, self._begin):
+                began, name = time.perf_counter(), STARTUP.get(part.__name__, "other")
                 part()
+                self.startup[name] = round(self.startup.get(name, 0.0) + time.perf_counter() - began, 3)
             self.ends.push(self._end)
             self.ends.enter_context(self.stop)
             self._train()
@@ -502,7 +511,7 @@ class Loop:
     def _start_facts(self) -> dict[str, Any]:
         """Fields of the event that records this start."""
         ranks, train = self.ranks, self.config.train
-        return {"samples": self.progress.samples, "drift": self.work.drift,
+        return {"samples": self.progress.samples, "startup": self.startup, "drift": self.work.drift,
                 "parallel": self.config.parallel.model_dump(),
                 "micro_batch": [batch.micro_batch for batch in self.batch_of_phase] if self.plan.declared else
                 self.batch.micro_batch, "device": ranks.device_name or ranks.device.type,

@@ -47,7 +47,10 @@ def test_a_run_trains_and_says_so(fresh):
     assert metrics[-1]["mfu"] is None  # this CPU's peak is not known: no figure rather than a guess
     assert [record["step"] for record in metrics if "heldout_bpb" in record] == [4, 8, 12]
     assert {record["step"] for record in lines(fresh, log="samples")} == {6, 12}
-    assert [record["event"] for record in lines(fresh, log="events")] == ["start", *["checkpoint"] * 3, "finish"]
+    start, *others = lines(fresh, log="events")
+    assert [record["event"] for record in (start, *others)] == ["start", *["checkpoint"] * 3, "finish"]
+    assert start["startup"].keys() == {"imports", "rendezvous", "data", "checkpoint", "model", "other"}
+    assert 0 < start["startup"]["rendezvous"] <= sum(start["startup"].values())
     assert read_json(folder / PROGRESS)["goodput"] == pytest.approx(goodput(folder.parent).share, abs=0.02)
     counts = read_manifest(folder).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
