@@ -6,14 +6,19 @@ The sick nodes are blamed and never the slow ones, whatever the number of nodes.
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from drover.launch.host import StepEnd
+from drover.launch.run_status import run_status
+from drover.launch.run_status.run_files import read_run
 from drover.launch.slurm.job import node_trial, preflight
 from drover.launch.slurm.job.node_trial import (
     EXCHANGE,
@@ -29,7 +34,7 @@ from drover.launch.slurm.job.node_trial import (
 from drover.launch.slurm.job.preflight import Found, conclusion, judge, run_preflight
 from drover.launch.slurm.job.srun import SlurmHost
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.nodes import failing, few
+from drover.launch.slurm.nodes import failing, few, strikes
 from drover.pipeline.contract.stages import REPOSITORY
 from tests.launch.fake_job import chain_of, make_job
 
@@ -333,3 +338,24 @@ def test_whose_process_uses_a_gpu(monkeypatch, name):
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()  # its environment is there now
             assert node_trial._is_foreign(str(process.pid)) == foreign
+
+
+@pytest.mark.slow
+def test_two_thousand_nodes(job):
+    """16,384 ranks are tested and lose a node, which a spare one replaces; nothing of it takes a gigabyte."""
+    nodes, ranks = nodes_of(2049), range(16384)
+    job.slurm.nodes, memory = tuple(nodes), psutil.Process().memory_info().rss
+
+    def tested(each):
+        folder, = (job.run / "launch/preflight").iterdir()
+        for rank in ranks:
+            with open(folder / f"node{rank // 8}.log", "a") as log:
+                print(f"{rank}: {json.dumps(asdict(replace(SOUND[0], rank=rank, node=nodes[rank // 8])))}", file=log)
+        return StepEnd(0)
+    status, log = job.go(tested, "lose n5", "work", trial=run_preflight, preflight=True, ranks=len(ranks), nodes=2048,
+                         tasks_per_node=8, node_counts=(2048,), spare_nodes=1)
+    assert status == 0 and "preflight: 2048 nodes passed" in log and strikes(job.run) == {"n5": 1}
+    assert f"--nodelist={','.join(node for node in nodes if node != 'n5')} " in job.commands[-1]
+    standing = run_status.judge(read_run(job.run), {}, time.time())
+    assert next(row.state for row in standing.rows if row.stage == "train") == "done"
+    assert 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e9
