@@ -152,7 +152,7 @@ def run_on_hosts(config: Config, jobs: list[Job], options: Options) -> int:
             f"{len(found.problems)} of {len(launch.hosts)} hosts cannot be used. {found}. Every host must let you in "
             f"without a question (`{launch.ssh[0]} -o BatchMode=yes HOST true`), and must have {run.folder.absolute()},"
             f" {Path.cwd()} and {sys.executable} in the same places, in a shared folder. Fix them, remove them from "
-            f"launch.hosts, or set launch.train.min_nodes.")
+            f"launch.hosts, or let training do with fewer (launch.train.min_nodes).")
     try:
         return run_jobs(config, jobs, options, hosts_place)
     finally:

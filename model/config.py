@@ -40,7 +40,7 @@ class RopeScaling(BaseModel):
                 f"{self.low_freq_factor:g} and {self.high_freq_factor:g}")
 
     def problems(self) -> list[str]:
-        """Every impossible value of a setting that YaRN does not have, as a sentence; empty if there is none."""
+        """Impossible values, as sentences. `ModelConfig` checks those that both scalings have."""
         return _true_of([
             (self.low_freq_factor <= 0, f"rope_scaling.low_freq_factor must be above 0, not {self.low_freq_factor}."),
             (self.high_freq_factor <= self.low_freq_factor,
@@ -76,8 +76,7 @@ class YarnScaling(BaseModel):
                 f"{self.beta_slow:g} and {self.beta_fast:g} turns, amplitude {self.amplitude:.4g}")
 
     def problems(self) -> list[str]:
-        """Every impossible value of a setting that Llama 3.1's scaling does not have, as a sentence; empty if there is
-        none."""
+        """Impossible values, as sentences. `ModelConfig` checks those that both scalings have."""
         return _true_of([
             (not 0 < self.beta_slow < self.beta_fast,
              f"rope_scaling.beta_slow ({self.beta_slow}) must be above 0 and below beta_fast ({self.beta_fast})."),

@@ -30,7 +30,7 @@ from drover.pipeline.evaluation.comparing import Candidate, Conditions, differen
 from drover.pipeline.evaluation.open_model import deliverable
 from drover.pipeline.evaluation.tasks import go_offline, tasks_named
 from drover.pipeline.records.checkpoints import complete_checkpoints, read_marker
-from drover.pipeline.reporting.document import Lines, Series, Table
+from drover.pipeline.reporting.document import NONE, Lines, Series, Table
 
 FORMAT = 1
 SCORES = {"model": "{model}", "tokens": "{tokens:,}", "task": "{task}", "version": "{version}", "metric": "{metric}",
@@ -39,7 +39,7 @@ SCORES = {"model": "{model}", "tokens": "{tokens:,}", "task": "{task}", "version
 PAIRED = {"first": "{first}", "second": "{second}", "task": "{task}", "metric": "{metric}", "n": "{items:,}",
           "second - first": "{difference:+.4f}", "std. error": "{stderr:.4f}", "higher": "{higher:,}",
           "lower": "{lower:,}", "p (sign test)": "{p_sign:.3g}", "p (normal)": "{p_normal:.3g}"}
-"""The columns of the two tables, as of a report's."""
+"""The columns of the two tables, each with its template."""
 NOTES = (
     "Scores: std. error of the mean over the items, of bits per byte that of a ratio; chance: right choices / choices, "
     "averaged over the items.",
@@ -145,9 +145,9 @@ def _write(folder: Path, results: dict[str, Any], over_tokens: bool) -> None:
 
 
 def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Heading and cells, sorted by task and metric."""
+    """Heading and cells, sorted by task and metric. What is missing is left empty."""
     table = Table("", columns, sorted(rows, key=lambda row: (row["task"], row["metric"])))
-    return [[*columns], *(cells for _, cells in table.rows)]
+    return [[*columns], *(["" if cell == NONE else cell for cell in cells] for _, cells in table.rows)]
 
 
 def plots(scores: list[dict[str, Any]]) -> dict[str, str]:

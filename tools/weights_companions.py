@@ -102,10 +102,11 @@ def _of_run(checkpoint: Path, context_length: int) -> Companions:
     found.context_length = context_length
     try:
         record = vocabulary_record(folder)
+    except UserError:
+        record = None  # the tokenizer is gone: `carried_files` prints that there is none
+    if record is not None:
         found.token_ids = {"bos_token_id": record["bos_id"], "eos_token_id": record["eos_id"]}
         found.trained_with = load_tokenizer(folder) if record["kind"] == "sentencepiece" else None
-    except UserError:
-        pass  # the tokenizer is gone: `carried_files` prints that there is none
     if (kept := settings_file(checkpoint)).is_file():
         found.files[kept.name] = kept
         found.token_ids = {name: value for name, value in read_settings(kept).items() if name in IDS}

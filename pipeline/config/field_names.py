@@ -9,6 +9,7 @@ from drover.pipeline.config.tree import Config
 
 ELSEWHERE = {
     "train": "training",
+    "launch.train.min_nodes": "min_hosts",
     "train.steps": "max_steps num_steps total_steps train_steps num_train_steps train_iters max_iters num_iterations "
                    "iterations epochs num_epochs num_train_epochs",
     "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size max_length context_length",

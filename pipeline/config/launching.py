@@ -101,6 +101,15 @@ class EvaluateResources(GpuResources):
     A checkpoint whose evaluation is pending is kept until it has a result. null: only the last one."""
 
 
+class ReportResources(Resources):
+    """What the job of report requests from Slurm: little, whatever the others need."""
+
+    cpus: PositiveInt | None = 1
+    """CPU cores."""
+    time: Time | None = 30
+    """Time limit of the job: minutes, or Slurm's HH:MM:SS and D-HH:MM:SS."""
+
+
 class Container(Section):
     """A container in which Slurm jobs run every stage. The batch script, the runner and srun run outside of it."""
 
@@ -226,7 +235,7 @@ class LaunchConfig(Resources):
     """The job of convert."""
     evaluate: EvaluateResources = nested()
     """Jobs of evaluate."""
-    report: Resources = nested(cpus=1, mem="4G", time=30)
+    report: ReportResources = nested()
     """The job of report."""
 
     @model_validator(mode="before")

@@ -35,10 +35,10 @@ def execution(default: Any = ..., **extra: Any) -> Any:
     return Field(default, json_schema_extra={"execution": True}, **extra)
 
 
-def nested(**defaults: Any) -> Any:
-    """A section inside of a section, with its own defaults and others. It is built when the outer one first is:
-    sections are not built while they are imported."""
-    return Field(defaults, validate_default=True)
+def nested() -> Any:
+    """A section inside of a section, with its own defaults. It is built when the outer one first is: sections are not
+    built while they are imported."""
+    return Field({}, validate_default=True)
 
 
 def is_execution(field: FieldInfo) -> bool:

@@ -184,12 +184,16 @@ def start_ranks(patience: timedelta = PATIENCE, store: dist.Store | None = None,
         except ValueError as error:
             raise UserError(f"launch.device {error}") from None
         keep_freed_memory()
-    meeting: dist.Store | None = None if "RANK" in os.environ else dist.HashStore()
     if store is not None:
         meeting = dist.PrefixStore("default_pg", store)
         meeting.set_timeout(patience)
-    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
-                            device_id=group_device)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=patience,
+                                device_id=group_device)
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=patience, device_id=group_device)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience,
+                                device_id=group_device)
     return Ranks(rank, world, own, patience=patience)
 
 

@@ -91,7 +91,8 @@ class ShardChecks:
 
     def wait(self, given: object, seconds: float) -> bool:
         """Wait, without rests, until everything up to `given` is done or damage is found, at most `seconds`. None:
-        until everything is done, also shards that no step waits for. Returns whether it is done."""
+        until everything is done, also shards that no step waits for. An object that was never handed over counts as
+        done. Returns whether it is done."""
         self._pace.hurry.set()
         done = self._worker.wait(seconds, given)
         self._pace.hurry.clear()
@@ -109,7 +110,7 @@ class ShardChecks:
         try:
             if use is not None and self.damage is None:
                 self._do(use)
-            elif self._later:
+            elif self._later and not self._worker.waiting():  # uses go first; the last of them puts None again
                 self._compare(self._later.popleft(), None)
         except Exception as error:  # noqa: BLE001 - a thread that dies in silence would have found nothing wrong
             self.damage = Damage(f"Token shards could not be compared with what was committed: "

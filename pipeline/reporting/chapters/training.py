@@ -43,11 +43,11 @@ FIGURES = {
     "bytes copied": "{copied_bytes:B}", "longest time from a checkpoint to its copy": "{behind:s}",
     "failed attempts to copy": "{uncopied}"}
 MOST_EVENTS = 50
-"""Rows; a run may skip thousands of steps."""
+"""Rows of the table of events; a run may skip thousands of steps."""
 REPORTED_ELSEWHERE = ("checkpoint", "checkpoint_copied", "fp8", "norms")
 LABELS = {"startup_s": "startup (s)", "look_s": "validation and sampling (s)", "stall_s": "checkpoint stall (s)",
           "train_s": "training so far (s)", "lost_s": "lost (s)", "flash": "flash kernels"}
-
+"""Names of an event's details."""
 
 
 def training(facts: Facts) -> Iterator[Block]:
@@ -139,7 +139,7 @@ def _figures(facts: Facts) -> Table:
 
 
 def _events(facts: Facts) -> Table:
-    """A row for each."""
+    """A row for each event."""
     shown = [event for event in facts.events if event.get("event") not in REPORTED_ELSEWHERE]
     return Table("Events", {"time (UTC)": "{time}", "event": "{event}", "details": "{details}"}, [
         {"time": str(event.get("time", "")).replace("T", " ")[:19], "event": words(event.get("event", "")),

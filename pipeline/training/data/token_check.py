@@ -57,7 +57,7 @@ class TokenCheck(Hook):
     def __init__(self, loop: Loop) -> None:
         self.loop, self.work, self.ranks, table = loop, loop.work, loop.ranks, loop.batches.table
         self.checked, self._over = 0, False
-        self._marked: object = 0  # what was checked before the last save; at first nothing
+        self._marked = object()  # what to wait for at the last save; at first nothing, so that it counts as done
         folder, manifest = self.work.input("encode")
         self._of = manifest.digest
         self._saved = self._began = loop.progress.step, loop.progress.samples
