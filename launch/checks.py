@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drover.launch.credentials import credential_problems
 from drover.launch.forecast import Disk, planned_consumption, state_bytes_per_rank
-from drover.launch.plan import Job, Options, queued
+from drover.launch.plan import Job, Options, asked_of, queued
 from drover.launch.processes import Environment
 from drover.launch.slurm.scheduler import NodeKind, Scheduler
 from drover.launch.slurm.submit.options import option_problems
@@ -211,6 +211,10 @@ def hosts_problems(launch: LaunchConfig, jobs: Sequence[Job]) -> Iterator[str]:
         if job.nodes > len(launch.hosts) > 0:
             yield (f"{job.key} requests {job.nodes} hosts, but launch.hosts names {len(launch.hosts)}. Name more, "
                    f"or request fewer (launch.{job.stage}.nodes).")
+    if launch.train.spare_nodes:
+        yield "launch.train.spare_nodes is for Slurm. On hosts, name more hosts than launch.train.nodes."
+    if any(asked_of(launch, stage).links for stage in STAGES):
+        yield "Links are jobs of Slurm. On hosts the launcher itself starts stages again. Leave `links` out."
     if launch.srun_args or launch.container.runtime == "pyxis":
         yield "launch.srun_args and the container runtime pyxis need Slurm's srun. Leave them out for hosts."
 
@@ -245,7 +249,8 @@ def cluster_problems(config: Config, jobs: list[Job], nodes: Sequence[NodeKind])
                    f"(launch.signal_s): no time would be left to train.")
     if site.jobs is not None and (count := queued(jobs)) > site.jobs:
         yield (f"{count} jobs would be queued, although no stage is divided; the site allows {site.jobs} "
-               f"(launch.limits.jobs). Request fewer stages at a time (--stage).")
+               f"(launch.limits.jobs; without it, what Slurm says). Request fewer stages at a time (--stage), or fewer "
+               f"links.")
 
 
 def node_problems(jobs: Sequence[Job], nodes: Sequence[NodeKind]) -> list[str]:

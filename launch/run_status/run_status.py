@@ -131,9 +131,12 @@ class _Stage:
         first = min(infos, key=lambda info: info.rank)
         self.info = first if first.rank < LAST else infos[-1]
         self.job = next((job for job in self.own if job.id == self.info.id), None)
-        self.failed = [(job, element, info.state) for job in self.own for element in job.elements or ()
-                       if element not in self.files.shares[job.id] and (info := known.get(f"{job.id}_{element}"))
-                       and info.state in ENDED - {UNKNOWN, "CANCELLED"}]
+        # Another array of the same phase continues what these elements left.
+        continued = {job.phase for job in self.own if job.elements and job != self.job and job.id in known
+                     and known[job.id].queued}
+        self.failed = [(job, element, info.state) for job in self.own if job.phase not in continued
+                       for element in job.elements or () if element not in self.files.shares[job.id]
+                       and (info := known.get(f"{job.id}_{element}")) and info.state in ENDED - {UNKNOWN, "CANCELLED"}]
 
     def row(self, broken: bool) -> Row:
         """The stage's row. broken: an earlier stage has failed or was stopped."""

@@ -47,7 +47,8 @@ class ChainJob:
 
 @dataclass(frozen=True)
 class Chain:
-    """One submission: its jobs in the order of their dependencies, and what they were made from."""
+    """One submission: its jobs in the order of their dependencies, and what they were made from. planned: how many
+    jobs it is to have, without evaluations of checkpoints."""
 
     id: str
     submitted: str
@@ -56,6 +57,7 @@ class Chain:
     config: str
     code: str
     jobs: tuple[ChainJob, ...] = ()
+    planned: int = 0
 
     def write(self, run_folder: Path) -> None:
         """Make this the newest submission of the run. The one before is moved to `launch/chains/`."""

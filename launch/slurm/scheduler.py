@@ -218,16 +218,19 @@ class Scheduler:
     def most_elements(self) -> int | None:
         """The most elements of an array; None if Slurm does not answer."""
         most = self.site_settings().get("MaxArraySize", "")
-        return int(most) - 1 if most.isdecimal() else None
+        return max(1, int(most) - 1) if most.isdecimal() else None
 
-    def most_jobs(self, user: str, qos: str | None) -> int | None:
-        """The most jobs that a user may have in the queue, by the associations and the QOS (None: the default one);
+    def most_jobs(self, user: str, account: str | None, qos: str | None) -> int | None:
+        """The most jobs that a user may have in the queue, by the association and the QOS (None: the default ones);
         None if there is no limit or no accounting database."""
         show = ("sacctmgr", "--noheader", "--parsable2", "show")
-        own = self._rows(*show, "assoc", f"user={user}", "format=defaultqos,maxsubmitjobs")
-        usual = [qos] if qos else [row[0] for row in own]
+        usual = [account] if account else [name for name, in self._rows(*show, "user", user, "format=defaultaccount")]
+        own = [row[2:] for row in self._rows(*show, "assoc", f"user={user}",
+                                             "format=account,partition,defaultqos,maxsubmitjobs")
+               if row[0] in usual and not row[1]]
+        names = [qos] if qos else [name for name, _ in own]
         all_qos = self._rows(*show, "qos", "format=name,maxsubmitjobsperuser")
-        limits = [most for _, most in own] + [most for name, most in all_qos if name in usual]
+        limits = [most for _, most in own] + [most for name, most in all_qos if name in names]
         return min((int(most) for most in limits if most.isdecimal()), default=None)
 
     def submit(self, script: str) -> tuple[str, str | None]:
@@ -237,10 +240,6 @@ class Scheduler:
         except (OSError, subprocess.TimeoutExpired) as error:
             answer = _Answer(None, error=str(error))
         return answer.out.strip().partition(";")[0], answer.problem
-
-    def nodes_of(self, id: str) -> str:
-        """The nodes that a job has now, in Slurm's notation; empty if Slurm does not answer. `jobs` cuts long lists."""
-        return next((nodes for nodes, in self._rows("squeue", "--noheader", "--jobs", id, "--format", "%N")), "")
 
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         """State of each node (`idle`, `mixed`, `down*`), without nodes that Slurm does not know."""

@@ -82,12 +82,12 @@ class TrainResources(GpuResources):
     nodes: PositiveInt = 1
     """Number of nodes."""
     min_nodes: PositiveInt | None = None
-    """Fewest nodes or hosts with which training continues after a loss, with the same global batch. The next job, or a
-    host that answers again, brings it back to `nodes`. null: always `nodes`; hosts then wait, and Slurm queues the job
-    again."""
+    """Fewest hosts with which training starts, and continues after a loss, with the same global batch. A host that
+    answers again brings it back to `nodes`. On Slurm: fewest nodes if others fail the preflight or hang; a node that
+    goes down always ends the job, which is queued again. null: always `nodes`."""
     spare_nodes: NonNegativeInt = 0
-    """Nodes that the Slurm job requests beyond `nodes`. They replace nodes that fail, without the queue. On hosts, name
-    more hosts than `nodes` instead."""
+    """Nodes that the Slurm job requests beyond `nodes`. They replace nodes that fail the preflight or hang twice,
+    without the queue. On hosts, name more hosts than `nodes` instead."""
 
 
 class EvaluateResources(GpuResources):
@@ -125,7 +125,8 @@ class Container(Section):
 
 
 class SiteLimits(Section):
-    """What the site allows; null: not known here, so Slurm decides. For cluster profiles."""
+    """What the site allows, for cluster profiles. null: Slurm is asked for `array` and `jobs`, and decides the rest
+    itself."""
 
     nodes: PositiveInt | None = None
     """Most nodes of one job."""

@@ -56,12 +56,6 @@ class Slurm:
         return None if self.silent else {
             id: JobInfo(id, self.states.get(id, "RUNNING"), restarts=self.restarts, left_s=self.left_s) for id in ids}
 
-    def nodes_of(self, id: str) -> str:
-        return "" if self.silent else ",".join(node for node in self.nodes if node not in self.down)
-
-    def hostnames(self, nodes: str) -> list[str]:
-        return nodes.split(",")
-
     def node_states(self, nodes: Iterable[str]) -> dict[str, str]:
         return {node: self.down.get(node, "idle") for node in nodes}
 
@@ -149,6 +143,9 @@ class Job:
         if what == "refuse":
             self.say(folder, 0, "there is nothing to train on")
             return read_end(143, "srun: error: n1: task 0: Exited with exit code 2\n")
+        if what.startswith("no n"):  # srun could not start a task there, so there was no step
+            return read_end(1, f"srun: error: Task launch for StepId=12.0 failed on node {what[3:]}: Communication "
+                               f"connection failure\nsrun: error: Application launch failed: Communication\n")
         if what.startswith("lose"):
             say("running")
             return read_end(1, "".join(f"srun: error: Node failure on {node}\n" for node in what[5:].split(",")))

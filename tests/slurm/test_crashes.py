@@ -30,29 +30,17 @@ def test_a_hang_is_named_and_starts_that_bring_nothing_end_with_the_reason(train
     run.check_curve()
 
 
-def test_spare_nodes_replace_lost_ones_and_then_training_continues_with_fewer(training):
-    """All in one job, which is never queued again. The global batch stays the same. The job that waits to continue
-    is not waited for at the end."""
-    run: Training = training(launch={"train": {"spare_nodes": 1, "min_nodes": 1, "links": 2}})
-    run.submit(stages="train,convert")
+def test_a_spare_node_replaces_one_that_fails_the_preflight(training):
+    """In the same job, which is not queued again. The job that waits to continue is not waited for at the end."""
+    run: Training = training(launch={"train": {"spare_nodes": 1, "links": 2}, "preflight": True, "health_check": [
+        "sh", "-c", "test $SLURMD_NODENAME != n2 || { echo n2 is ill; exit 1; }"]})
+    run.submit("launch.exclude=n[4-5]", stages="train,convert")
     run.next_wait()
-    first, lost = run.last["nodes"]
-    run.cluster.kill_node(lost)
-    run.go_on()
-    start = run.next_start()
-    assert start["restart"] == run.last["restart"] and start["nodes"][0] == first, run.story()
-    [spare] = {*start["nodes"]} - {first}
-    assert spare != lost, run.story()
-    run.next_wait()
-    run.cluster.kill_node(spare)
-    run.go_on()
-    alone = run.next_start()
-    assert (alone["restart"], alone["nodes"], alone["ranks"]) == (start["restart"], [first], 1), run.story()
+    assert (run.last["nodes"], run.last["restart"]) == (["n1", "n3"], 0), run.story()
+    assert "preflight: n2 is bad: " in run.log() and "n2 is ill" in run.log()
     run.finish()
     assert [run.cluster.state(run.job(*which)) for which in (("train", 0), ("train", 1), ("convert", 0))] == [
         "COMPLETED", "CANCELLED", "COMPLETED"], run.story()
-    for node in (lost, spare):
-        run.cluster.start_node(node)
 
 
 def test_checkpoints_are_evaluated_in_jobs_of_their_own_that_never_hold_training_up(training, tmp_path):

@@ -38,6 +38,7 @@ class Outcome:
         stopping: the runner itself received a request to end.
         again: the job had started the stage before.
         fruitless: starts in a row, with this one, that brought no new checkpoint.
+        others: nodes were lost, and the job has enough others.
     """
 
     state: StageState | None = None
@@ -47,6 +48,7 @@ class Outcome:
     stopping: bool = False
     again: bool = False
     fruitless: int = 0
+    others: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def decide(outcome: Outcome, spec: JobSpec) -> Decision:
                                        "ended as if all were well, but is not done")
     if outcome.fruitless > spec.max_restarts:
         return _given_up(status, outcome.fruitless, reason, spec)
-    if end.started and not end.abandoned:
+    if (end.started or outcome.others) and not end.abandoned:
         return Decision("restart", status, reason)
     return _requeue(Decision("requeue", status, reason), spec)
 

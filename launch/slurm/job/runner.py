@@ -68,6 +68,7 @@ class Runner:
 
     Attributes:
         number: of the start that is made next, or runs. last: folder of the logs, and end, of the last one.
+        begun_from: step of the newest checkpoint at that start.
         decision: how the job ended; None if it did nothing.
     """
 
@@ -79,6 +80,7 @@ class Runner:
         self.decision: Decision | None = None
         self.evaluations = Evaluations(spec, self.say) if spec.every_checkpoints else None
         self.last: tuple[Path, StepEnd] | None = None
+        self.begun_from: int | None = None
         # Over all restarts of the job. A start that no launcher made may have left its word: it must not count as ours.
         said = read_state(spec.folder)
         starts = [int(path.suffix[1:]) for path in self.logs.glob(f"{here.name}.*") if path.suffix[1:].isdigit()]
@@ -170,8 +172,6 @@ class Runner:
         ready = self.here.ready(self.spec, self.tick)
         if ready is None:
             return too_few_nodes(self.spec)
-        if ready.nodes < self.spec.nodes:
-            self.say(f"continues with {ready.nodes} of {self.spec.nodes} nodes: {named(self.here.avoid)} failed")
         self.spec = ready
         return None
 
@@ -209,6 +209,9 @@ class Runner:
                 return self._end(Decision("stop", "failed", " ".join(changed), 1, final=True))
             outcome = self._start()
             decision = decide(outcome, spec)
+            if decision.status in ("done", "preempted") and (self._newest_step() or 0) > (self.begun_from or 0):
+                with suppress(OSError):
+                    lift_strikes(self.run_folder, here.nodes)
             if decision.action == "restart" and here.seen().left_s < spec.signal_s + SLURM_EARLY_S:
                 decision = too_late(decision, spec)
             if not self._beat(at_once=True):
@@ -240,21 +243,17 @@ class Runner:
         latest.replace(folder.with_name("latest"))
         prune(self.logs, here.name, self.say)
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
-        before = self._newest_step()
-        self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": before})
+        self.begun_from = self._newest_step()
+        self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": self.begun_from})
         what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
         part = ["--part", str(self.part), "--phase", spec.phase] if self.part else []
         end = here.start(spec, [*spec.wrap, *spec.command, *part], self._environment(), folder, self.tick)
         self.last = (folder, end)
-        return self._judge(folder, end, before)
+        return self._judge(folder, end)
 
-    def _judge(self, folder: Path, end: StepEnd, before: int | None) -> Outcome:
-        """before: the newest checkpoint's step before this start."""
-        if (self._newest_step() or 0) > (before or 0):
-            with suppress(OSError):
-                lift_strikes(self.run_folder, self.here.nodes)
+    def _judge(self, folder: Path, end: StepEnd) -> Outcome:
         self._strike(dict.fromkeys(end.lost, "went down"))
         self.here.avoid.update(end.lost)
         crash = {"event": "ended", "status": "crashed", "step": self._newest_step()}
@@ -265,7 +264,8 @@ class Runner:
             state=self._last_word(self.number), committed=self._is_committed(), end=end,
             hang=self._hang(), stopping=self.stopping,
             again=[event["event"] for event in self._events(own=True)].count("attempt") > 1,
-            fruitless=fruitless([*self._events(), crash]))
+            fruitless=fruitless([*self._events(), crash]),
+            others=bool(end.lost) and self.here.has_others(self.spec))
 
     def _tell_last_words(self) -> None:
         """Copy the last lines of the first failing rank into the job's log."""
@@ -305,7 +305,9 @@ class Runner:
         late = sorted({node for _, node in hang.late if node is not None})
         if 2 * len(late) < len(self.here.nodes):  # where half of the nodes are late, it is not the nodes
             counts = self._strike(dict.fromkeys(late, "was late when training hung"))
-            self._keep_off([node for node, count in counts.items() if count >= STRIKES])
+            bad = [node for node, count in counts.items() if count >= STRIKES]
+            self._keep_off(bad)
+            self.here.avoid.update(bad)
         return hang.text
 
     # ---- nodes that failed a start
@@ -335,21 +337,24 @@ class Runner:
             if problem := self.scheduler.leave_out(job, nodes):
                 self.say(f"{', '.join(nodes)} could not be excluded from the waiting job {job}: {problem}")
 
-    def _remove_later_links(self) -> None:
-        """Cancel the jobs that wait to continue the finished stage, which would wait for all their nodes to do nothing.
-        What comes after them waits for this job instead. If that fails, they stay."""
-        own, later = self.here.name, self._later_links()
-        chain = read_chain(self.run_folder)
-        waiting = [job.id for job in chain.jobs if later[-1] in job.dependencies] if chain else []
-        problems = [problem for job in waiting if (problem := self.scheduler.wait_for_another(job, later[-1], own))]
-        for job in later if not problems else ():
-            self.scheduler.cancel(job)
+    def _remove_later_links(self, *, done: bool) -> None:
+        """Cancel the jobs that wait to continue a stage that is done or has failed for good: they would wait for all
+        their nodes to do nothing. If it is done, what comes after them waits for this job instead. They stay while the
+        submission is not complete, or if Slurm refuses."""
+        later, chain = self._later_links(), read_chain(self.run_folder)
+        if self.part or not later or chain is None or len(chain.jobs) < chain.planned:
+            return
+        waiting = [job.id for job in chain.jobs if done and later[-1] in job.dependencies]
+        problems = [self.scheduler.wait_for_another(job, later[-1], self.here.name) for job in waiting]
+        if not any(problems):
+            problems = [self.scheduler.cancel(job) for job in reversed(later)]
+        problem = next(filter(None, problems), "")
         self.say(f"the jobs {', '.join(later)}, which would continue {self.spec.stage}, "
-                 f"{f'stay: {problems[0]}' if problems else 'are cancelled'}")
+                 f"{f'stay: {problem}' if problem else 'are cancelled'}")
 
     def _later_links(self) -> list[str]:
         """Jobs that wait to continue the stage, as far as they are recorded."""
-        return [job.id for job in self._chain() if job.kind == "link"][self.spec.link:]
+        return [job.id for job in self._chain() if job.name == self.spec.name][self.spec.link:]
 
     # ---- the end
 
@@ -374,12 +379,12 @@ class Runner:
                 write_state(self.spec.folder, "failed", step=self._newest_step(), reason=decision.reason)
         if decision.action == "stop":
             self._tell_last_words()
-        if decision.status == "done" and self._later_links():
-            self._remove_later_links()
         how = "is done" if decision.status == "done" else f"{decision.status}: {decision.reason}"
         self.say(f"{self.spec.stage} {how}", quiet=True)
         if self.evaluations is not None and not self.stopping:
             self.evaluations.finish()
+        if (decision.status == "done" or decision.final) and not self.stopping:
+            self._remove_later_links(done=decision.status == "done")
         return decision.exit_status
 
     # ---- all along

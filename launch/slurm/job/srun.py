@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from drover.launch.processes import BROKEN_S, KILL_S, Each, Environment, Process
 from drover.launch.slurm import trust
 from drover.launch.slurm.job.joblock import JobLock
 from drover.launch.slurm.jobspec import JobSpec
-from drover.launch.slurm.nodes import address
+from drover.launch.slurm.nodes import address, named
 from drover.launch.slurm.scheduler import Scheduler
 from drover.pipeline.core.errors import UserError
 
@@ -43,11 +43,11 @@ class SlurmHost(Host):
 
     Attributes:
         held: all nodes of the job, also those that the next start leaves out. Empty if that never happens.
-        first_address: that of the first node, as Slurm has it; empty until it was needed and Slurm has answered.
+        first: the first node of the last start, and its address as Slurm has it; its name until Slurm has answered.
     """
 
-    held: list[str] = field(default_factory=list)
-    first_address: str = ""
+    held: tuple[str, ...] = ()
+    first: tuple[str, str] = ("", "")
 
     @classmethod
     def from_environment(cls, environment: Environment, scheduler: Scheduler, asked: list[int]) -> SlurmHost:
@@ -67,21 +67,20 @@ class SlurmHost(Host):
             if self.index is None else None
 
     def ready(self, spec: JobSpec, each: Each) -> JobSpec | None:
-        """The first nodes that the job still has, without those that failed. Slurm takes nodes that it finds down from
-        a job that survives it."""
+        """The first nodes of the job, without those that failed."""
         if not spec.survives_nodes:
             return spec
-        if now := self.scheduler.nodes_of(self.name):
-            self.held = self.scheduler.hostnames(now)
-        self.held = self.held or [*self.nodes]
+        self.held = self.held or self.nodes
         usable = [node for node in self.held if node not in self.avoid]
         ready = spec.on(len(usable))
         if ready is not None:
+            if ready.nodes < spec.nodes:
+                self.say(f"continues with {ready.nodes} of {spec.nodes} nodes: {named(self.avoid)} failed")
             self.nodes = tuple(usable[:ready.nodes])
         return ready
 
     def has_others(self, spec: JobSpec) -> bool:
-        """As of the last start's nodes."""
+        """Whether enough of the job's nodes did not fail."""
         return spec.survives_nodes and spec.on(len({*self.held} - self.avoid)) is not None
 
     def start(self, spec: JobSpec, command: Sequence[str], environment: Environment, folder: Path,
@@ -90,7 +89,7 @@ class SlurmHost(Host):
         srun = srun_command(spec, folder, command, self.nodes)
         for number in range(1, STEP_TRIES + 1):
             end = run_step(srun, environment, folder, each, self.say)
-            if end.started or end.abandoned or self.asked or number == STEP_TRIES or not self.is_current():
+            if end.started or end.abandoned or end.lost or self.asked or number == STEP_TRIES or not self.is_current():
                 break
             self.say(f"there is no step: {end.cause}; trying again ({number} of {STEP_TRIES - 1})")
             self.pause(STEP_PAUSE_S * number, each)
@@ -102,9 +101,10 @@ class SlurmHost(Host):
 
     def rendezvous(self, spec: JobSpec) -> dict[str, str]:
         """On the first node."""
-        if self.first_address in ("", self.nodes[0]):  # else it is kept: the controller may be down at a later start
-            self.first_address = address(self.nodes[0], self.scheduler)
-        return meeting(spec, self.first_address, free_port())
+        node = self.nodes[0]
+        if self.first[0] != node or self.first[1] == node:  # else it is kept: the controller may be down now
+            self.first = node, address(node, self.scheduler)
+        return meeting(spec, self.first[1], free_port())
 
 
 def srun_command(spec: JobSpec, folder: Path, command: Sequence[str], nodes: Sequence[str] = ()) -> list[str]:

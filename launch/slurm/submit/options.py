@@ -90,6 +90,9 @@ def option_problems(launch: LaunchConfig, jobs: list[Job]) -> Iterator[str]:
         if asked is not None and asked[1] != job.gpus_per_node:
             yield (f"{job.key}: launch.extra requests {asked[1]:g} GPUs a node ({asked[0]}), but the job has "
                    f"{job.gpus_per_node} (launch.gpus_per_node), one for each rank. Make them equal.")
+        if asked is not None and asked[0] == "gpus" and job.survives_nodes:
+            yield (f"{job.key}: launch.extra requests GPUs for the whole job (gpus), but a step may have fewer nodes "
+                   f"(spare_nodes, min_nodes). Use gpus-per-node or launch.gpus_per_node.")
         if memory and job.asked.mem is not None:
             yield (f"{job.key}: launch.mem and {memory.pop()} in launch.extra both set the memory of the job. Leave "
                    f"one out.")

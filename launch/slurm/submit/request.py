@@ -37,7 +37,8 @@ from drover.pipeline.core.errors import EXTRAS, UserError, listed, require
 def with_site_limits(config: Config) -> Config:
     """The configuration with limits that Slurm knows, where the configuration has none."""
     launch, scheduler = config.launch, Scheduler()
-    found = {"array": scheduler.most_elements(), "jobs": scheduler.most_jobs(getpass.getuser(), launch.qos)}
+    found = {"array": scheduler.most_elements(),
+             "jobs": scheduler.most_jobs(getpass.getuser(), launch.account, launch.qos)}
     limits = {name: most for name, most in found.items() if most and getattr(launch.limits, name) is None}
     return config.model_copy(update={"launch": launch.model_copy(
         update={"limits": launch.limits.model_copy(update=limits)})})
@@ -96,7 +97,7 @@ def submit_chain(run: Run, jobs: list[Job], options: Options, *, rehearse: bool 
     (run.folder / STOP).unlink(missing_ok=True)  # it was for earlier jobs
     submitted = submit(config, jobs, Chain(
         id=options.chain, submitted=now(), command=tuple(sys.argv), git=git_state(), config=options.frozen,
-        code=options.code))
+        code=options.code, planned=len(jobs)))
     held.close()
     for entry in submitted:
         after = f" after {', '.join(entry.dependencies)}" if entry.dependencies else ""

@@ -143,7 +143,7 @@ def _script(config: Config, job: Job, ids: Mapping[str, str]) -> str:
         "gpus-per-node": extra.get("gpus-per-node") if gpus_asked(job) else _gpus(job, launch.gpu_type),
         "job-name": job.name,
         "kill-on-invalid-dep": "yes" if job.dependencies else None, "nodes": job.all_nodes,
-        "no-kill": job.survives_nodes, "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
+        "ntasks-per-node": job.tasks_per_node, "open-mode": "append",
         "output": config.folder.absolute() / LOGS / ("%A_%a.log" if job.elements else "%j.log"),
         "requeue" if launch.requeue else "no-requeue": True, "signal": f"USR2@{launch.signal_s}", "time": job.minutes}
     # The Python of the runner, and of the ranks until each becomes its stage: outside of a container.

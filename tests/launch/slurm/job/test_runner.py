@@ -86,19 +86,19 @@ def test_what_follows_from_each_end_of_a_start(job, plan, changes, slurm, status
 SPARE = {"nodes": 2, "node_counts": (2, 1), "spare_nodes": 1}
 
 
-@pytest.mark.parametrize(("plan", "changes", "silent", "used", "ends", "words"), [
-    ("lose n2/work", SPARE, False, ["n1,n2", "n1,n3"], [RESTART, DONE], ""),
-    ("lose n2/lose n3/work", SPARE, False, ["n1,n2", "n1,n3", "n1"], [RESTART, RESTART, DONE],
+@pytest.mark.parametrize(("plan", "changes", "used", "ends", "words"), [
+    ("lose n2/work", SPARE, ["n1,n2", "n1,n3"], [RESTART, DONE], ""),
+    ("lose n2/lose n3/work", SPARE, ["n1,n2", "n1,n3", "n1"], [RESTART, RESTART, DONE],
      "continues with 1 of 2 nodes: n2, n3 failed"),
-    ("lose n2/lose n3/work", SPARE, True, ["n1,n2", "n1,n3", "n1"], [RESTART, RESTART, DONE], ""),
-    ("lose n2,n3", {**SPARE, "node_counts": (2,)}, False, ["n1,n2"], [RESTART],
+    ("no n2/work", SPARE, ["n1,n2", "n1,n3"], [RESTART, DONE], ""),
+    ("lose n2,n3", {**SPARE, "node_counts": (2,)}, ["n1,n2"], [RESTART],
      "crashed: too few of the job's nodes are left; queueing this job again"),
-    ("lose n2,n3", {**SPARE, "node_counts": (2,), "requeue": False, "links": 2}, False, ["n1,n2"], [RESTART],
+    ("lose n2,n3", {**SPARE, "node_counts": (2,), "requeue": False, "links": 2}, ["n1,n2"], [RESTART],
      "too few of the job's nodes are left; the next job of the chain continues"),
-    ("crash/work", SPARE, False, ["n1,n2", "n1,n2"], [RESTART, DONE], "")])
-def test_nodes_after_a_loss(job, plan, changes, silent, used, ends, words):
-    """Spare nodes come first, then fewer nodes; then the job is queued again. Slurm need not answer."""
-    job.slurm.nodes, job.slurm.silent = ("n1", "n2", "n3"), silent
+    ("crash/work", SPARE, ["n1,n2", "n1,n2"], [RESTART, DONE], "")])
+def test_nodes_after_a_loss(job, plan, changes, used, ends, words):
+    """Spare nodes come first, then fewer nodes; then the job is queued again."""
+    job.slurm.nodes = ("n1", "n2", "n3")
     status, log = job.go(*plan.split("/"), **changes)
     assert status == 0 and job.ends() == ends and words in log, log
     assert [re.search("--nodelist=([^ ]+) ", line)[1] for line in job.commands] == used
@@ -107,14 +107,17 @@ def test_nodes_after_a_loss(job, plan, changes, silent, used, ends, words):
     assert bool(job.slurm.requeued) == ("queueing" in words)
 
 
-def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job):
-    job.slurm.nodes, found = ("n1", "n2", "n3"), [Found({}, ["all is well"]), Found({"n2": "no GPU"})]
+@pytest.mark.parametrize(("bad", "used"), [("n2", ("n1", "n3")), ("n1", ("n2", "n3"))])
+def test_a_node_that_fails_the_preflight_is_replaced_by_a_spare_one(job, bad, used):
+    """Where it is the first one, which has the runner, the ranks meet on the next."""
+    job.slurm.nodes, found = ("n1", "n2", "n3"), [Found({}, ["all is well"]), Found({bad: "no GPU"})]
     runs = []
     status, log = job.go("work", preflight=True, trial=lambda spec, here, *_: runs.append(here.nodes) or found.pop(),
                          **SPARE)
-    assert status == 0 and runs == [("n1", "n2"), ("n1", "n3")] and job.ends() == [DONE], log
-    assert "preflight found a bad node: n2: no GPU; the job continues with its other nodes" in log
-    assert not job.slurm.requeued
+    assert status == 0 and runs == [("n1", "n2"), used] and job.ends() == [DONE], log
+    assert f"preflight found a bad node: {bad}: no GPU; the job continues with its other nodes" in log
+    assert not job.slurm.requeued and f"--nodelist={','.join(used)} " in job.commands[0]
+    assert job.environments[0]["MASTER_ADDR"] == ("localhost" if bad == "n2" else "n1"), "as Slurm says, the last one"
 
 
 def test_a_requeue_that_ends_the_runner_before_it_has_the_answer(job, monkeypatch):
@@ -169,12 +172,21 @@ def test_links_that_are_not_needed_are_removed(job, refusal):
     """What comes after training waits for this job then. If that cannot be, all stays as it was."""
     jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
     jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
-    Chain("c", "", (), {}, "", "", jobs=tuple(jobs)).write(job.run)
+    Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=4).write(job.run)
     job.slurm.refusal = refusal
     status, log = job.go("work", links=3)
     assert status == 0 and job.slurm.moved == [("15", "14", "12")]
-    assert job.slurm.cancelled == ([] if refusal else ["13", "14"])
+    assert job.slurm.cancelled == ([] if refusal else ["14", "13"])
     assert (f"stay: {refusal}" if refusal else "13, 14, which would continue train, are cancelled") in log
+
+
+@pytest.mark.parametrize(("plan", "planned", "cancelled"), [("work", 5, []), ("refuse", 4, ["14", "13"])])
+def test_links_stay_until_all_is_submitted_and_go_where_the_stage_failed(job, plan, planned, cancelled):
+    jobs = [ChainJob("trial-train", "train", "link", id) for id in ("12", "13", "14")]
+    jobs.append(ChainJob("trial-convert", "convert", "job", "15", dependencies=("14",)))
+    Chain("c", "", (), {}, "", "", jobs=tuple(jobs), planned=planned).write(job.run)
+    job.go(plan, links=3)
+    assert job.slurm.moved == [] and job.slurm.cancelled == cancelled
 
 
 def test_a_link_after_one_that_gave_up_or_was_done_does_nothing(job):

@@ -140,7 +140,8 @@ def test_links_arrays_and_sites_without_requeue(launcher):
 def test_arrays_keep_to_the_site_s_limits(slurm, own, largest, most, elements):
     """They get fewer elements, each with more of the work."""
     slurm.programs.do("scontrol", f"echo '{largest}'")
-    slurm.programs.do("sacctmgr", f"case $* in *assoc*) echo 'normal|';; *) printf '{most}';; esac")
+    slurm.programs.do("sacctmgr", "case $* in *'show user'*) echo mine;; *assoc*) "
+                      f"printf 'mine||normal|\\nother||normal|2\\nmine|debug|normal|1\\n';; *) printf '{most}';; esac")
     shown = slurm.accepted("--stage", "all", "--nodes", "4", f"launch.limits={own}",
                            *["launch.qos=high"] * ("high" in most and "high|\n" not in most))
     arrays = [job.elements for job in slurm.chain.jobs if job.kind == "array"]
