@@ -49,7 +49,8 @@ def row(config: Config, ranks: int) -> Sequence[str]:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The table in Markdown, with its heading."""
-    return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *(HEADS.get(kind, kind) for kind in KINDS),
+    kinds = (HEADS.get(kind, kind) for kind in KINDS)
+    return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *kinds,
                       "collectives of a step by group, GB", "calls", "bubble", "recomputed", "exposed"), *rows])
 
 
