@@ -86,7 +86,7 @@ def table() -> str:
         *section("## Options crossed",
                  "Every layout with every way to compile, every activation checkpointing, and tied embeddings, in "
                  "float64 over three steps; accumulation over two micro-batches, attention across documents and "
-                 "weights kept between the passes take turns. Shown is the largest difference of any parameter's "
+                 "`reshard=never` take turns. Shown is the largest difference of any parameter's "
                  "gradient from one eager process; losses, norms and gradients are all held to 1e-12.",
                  ["layout", "compiled by", *(f"{kept}{', tied' if tied else ''}" for tied, kept in columns)],
                  ((layout, backend or "nothing", *(shown(product[layout, tied, backend, kept])[1]

@@ -42,7 +42,7 @@ def away(found, expected):
 
 
 @pytest.mark.parametrize("layout", ["FSDP2 x 2", "tensor parallel 2", "HSDP 2 x 2", TWO_AXES,
-                                    "copies x tensor parallel 2 x 2"])
+                                    "replicas x tensor parallel 2 x 2"])
 def test_on_equal_gradients_muons_bits_are_the_same_under_every_layout(layout):
     """In float32: nothing is left of how ranks are laid out but the order in which gradients are added."""
     settings = {"given": True, "precision": "fp32", "train": (("optimizer", "muon"), ("clip_norm", 1e9))}
