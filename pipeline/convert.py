@@ -85,7 +85,8 @@ def _convert(work: Work) -> None:
         write_folder(temporary, huggingface_files(Source(config, dtype, read), int(settings.max_shard_mb * 1e6), ids,
                                                   generation))
         vocabulary, copied = _tokenizer(work), sorted((tokenizer_folder / "hf").iterdir())
-        if vocabulary.merges_by_score:  # llama.cpp takes the scores from it; those of unigram it would take for merges'
+        # llama.cpp reads the scores of merges from it. It would also read a unigram model's scores as such.
+        if vocabulary.merges_by_score:
             copied.append(tokenizer_folder / MODEL_FILE)
         for path in copied:
             shutil.copyfile(path, temporary / path.name)

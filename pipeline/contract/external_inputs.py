@@ -104,13 +104,13 @@ def look(stage: str, find: Callable[[], list[tuple[str, InputFile]]], known: Seq
     there = list(_looked_at(found, strict))
     incomplete |= {name.partition("/")[0] for (name, _), record in zip(found, there, strict=True) if record is None}
     records = [record for record in there if record is not None]
-    by_path, by_name = ({str(record[field]): record for record in known} for field in ("path", "name"))
+    by_path, by_name = ({str(record[key]): record for record in known} for key in ("path", "name"))
     todo = dict[str, list[Record]]()
     for record in records:
         old = by_name.get(record["name"], {})
         if old.get("path") != record["path"]:
             old = by_path.get(record["path"], old)
-        if all(old.get(field) == record[field] for field in ("path", "bytes", "mtime_ns")):
+        if all(old.get(key) == record[key] for key in ("path", "bytes", "mtime_ns")):
             record["sha256"] = old["sha256"]
         else:
             form = OF_BLOCKS if old.get("sha256", "").startswith(OF_BLOCKS) else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class Run:
         self.folder = config.folder
         self._known_files: dict[tuple[str, str, bool], Outside] = {}
         self._listings: dict[str, list[Record]] = {}
-        self._parsed = cache(lambda folder, inode, size, mtime_ns: read_manifest(folder))
+        self._manifests: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
     @cached_property
     def reused(self) -> Run | None:
@@ -107,11 +107,18 @@ class Run:
                 found = os.fstat(file.fileno())
         except OSError:
             return read_manifest(folder)  # None, or an error
-        return self._parsed(folder, found.st_ino, found.st_size, found.st_mtime_ns)
+        which = (found.st_ino, found.st_size, found.st_mtime_ns)
+        known = self._manifests.get(folder)
+        if known is None or known[0] != which:
+            manifest = read_manifest(folder)
+            if manifest is None:
+                return None
+            known = self._manifests[folder] = which, manifest
+        return known[1]
 
     def forget_manifests(self) -> None:
         """Free the memory of parsed manifests; they are read again when they are needed."""
-        self._parsed.cache_clear()
+        self._manifests.clear()
 
     def finished(self, stage: str) -> Manifest:
         """The manifest of a finished stage; UserError if there is none."""

@@ -85,7 +85,7 @@ class Channel:
         with suppress(RuntimeError):  # if no rank can be reached, the reason why this rank ends matters more
             self._send({"end": status})
             until = time.monotonic() + (LISTEN_S if status else LISTEN_DONE_S)
-            # A store counts how many of the other ranks know that rank 0 ends.
+            # The store counts how many other ranks know that rank 0 ends.
             while not self._agent and self.store.add(_HEARD, 0) < self.world - 1 and time.monotonic() < until:
                 time.sleep(FIRST_LOOK_S)
 

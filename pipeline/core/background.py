@@ -16,7 +16,10 @@ class BackgroundWorker(Generic[T]):
     Args:
         newest_only: keep only the newest of the waiting items.
         most: how many items may wait; None: any number.
-        stays: keep the thread while no item waits. Otherwise it ends, and the next item gets a new one.
+        stays: keep the thread while no item waits. Otherwise it ends, and `put` starts a new one for the next item.
+
+    Raises:
+        RuntimeError: no thread can be started. Without `stays`, `put` raises it, and has not taken the item.
 
     Attributes:
         error: the exception that `handle` raised. The thread has then ended, and waiting items are dropped.
@@ -30,6 +33,8 @@ class BackgroundWorker(Generic[T]):
         self._name, self._handle, self._newest_only, self._most, self._stays = name, handle, newest_only, most, stays
         self._waiting, self._current = deque[T](), list[T]()
         self._changed, self._runs = threading.Condition(), False
+        if stays:
+            self._start()
 
     def put(self, item: T) -> list[T]:
         """Hand over an item; returns the items that are dropped for it.
@@ -40,14 +45,13 @@ class BackgroundWorker(Generic[T]):
         with self._changed:
             if self.error is not None or self.closing or len(self._waiting) == self._most:
                 return [item]
+            if not self._runs:
+                self._start()
             dropped = list(self._waiting) if self._newest_only else []
             if self._newest_only:
                 self._waiting.clear()
             self._waiting.append(item)
             self._changed.notify_all()
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, daemon=True, name=self._name).start()
             return dropped
 
     def pending(self) -> list[T]:
@@ -81,6 +85,10 @@ class BackgroundWorker(Generic[T]):
                 self._waiting.clear()
             self._changed.notify_all()
         return self.wait(timeout)
+
+    def _start(self) -> None:
+        threading.Thread(target=self._run, daemon=True, name=self._name).start()
+        self._runs = True
 
     def _run(self) -> None:
         while True:

@@ -201,11 +201,12 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any, *, streamed: str | None = None) -> str:
     """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces).
 
-    streamed: the first key of `value`, whose value may be an iterator over the items of a list, which is never held in
-        memory.
+    streamed: the first of several keys of `value`. Its value may be an iterator over the items of a list, which is
+        never held in memory.
     """
     if streamed is None or not isinstance(value[streamed], Iterator):
         return hashlib.sha256(_canonical(value)).hexdigest()
+    assert len(value) > 1 and min(value) == streamed, f"{streamed} is not the first of several keys"
     digest, comma = hashlib.sha256(b"{" + _canonical(streamed) + b":["), b""
     while items := list(islice(value[streamed], 1000)):
         digest.update(comma + _canonical(items)[1:-1])

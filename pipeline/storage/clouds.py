@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -197,7 +197,7 @@ def client(root: str) -> Any:
 
 
 @lru_cache(maxsize=32)
-def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[str, int], ...], process: int
+def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tuple[str, int, int], ...], process: int
             ) -> Any:
     require(root, "obstore")
     import obstore.store
@@ -219,18 +219,22 @@ def _opened(root: str, settings: tuple[tuple[str, str], ...], written: tuple[tup
                         f"{_ADVICE[_kind(root)]}.") from None
 
 
-def _written(settings: dict[str, str]) -> tuple[tuple[str, int], ...]:
-    """Those of AWS's files that exist, and their times: the keys in them may be renewed during a run."""
-    files = [os.path.expanduser(settings.get(variable, f"~/.aws/{usual}"))  # noqa: PTH111 - there may be no home folder
-             for variable, usual in _AWS_FILES]
-    return tuple((file, Path(file).stat().st_mtime_ns) for file in files if Path(file).exists())
+def _written(settings: dict[str, str]) -> tuple[tuple[str, int, int], ...]:
+    """Those of AWS's files that are there, their times and sizes: the keys in them may be renewed during a run."""
+    found = []
+    for variable, usual in _AWS_FILES:
+        file = os.path.expanduser(settings.get(variable, f"~/.aws/{usual}"))  # noqa: PTH111 - may have no home folder
+        with suppress(OSError):
+            about = Path(file).stat()
+            found.append((file, about.st_mtime_ns, about.st_size))
+    return tuple(found)
 
 
 def _shared_credentials(settings: dict[str, str]) -> dict[str, Any]:
-    """Keys from AWS's own files, if the environment has none: obstore reads no files."""
+    """Keys from where boto3 finds them, AWS's own files first, if the environment has none: obstore reads no files."""
     given = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")
-    if any(name in settings for name in given) or not _written(settings):
+    if any(name in settings for name in given):
         return {}
     import boto3
     from botocore.exceptions import BotoCoreError

@@ -15,7 +15,7 @@ SETTINGS = "tokenizer_config.json"
 CODE = "auto_map"
 """The key of a transformers config that names Python files to download and run."""
 PREFIX = "add_prefix_space"
-"""Where llama.cpp's converter looks for the rule of a sentencepiece model, which tokenizer.json has, too."""
+"""Where llama.cpp's converter searches for the rule of a sentencepiece model, which tokenizer.json has, too."""
 
 
 def write_hugging_face(tokenizer: Tokenizer, folder: Path) -> list[Path]:

@@ -37,9 +37,9 @@ ODD = (
     "\ud55c\uad6d\uc5b4 \u1100\u1161\u11a8",
     "combining e\u0301 n\u0303 a\u0300\u0301 \u0301alone", "\ufb01 \u2460 \xc5 \u212b K \u212a \u017fhe's",
     "<unk> <s> </s> <0x41> <0x0A>", "1234567 3.14159 0xFF 1_000 \u0661\u0662\u0663\u0664 \u00bd\u00b2 \u2167",
-    "don't I'LL we've it\u2019s 's 'S'T", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 "
+    "don't I'LL we've it\u2019s 's 'S'T", "#" * 17 + "-" * 33, "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 "
     "\u05e2\u05d1\u05e8\u05d9\u05ea \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22", "\xa0\u3000\u2003\u200b",
-    "trailing \n \n")
+    "trailing \n \n", "\r\n" * 20, "x" * 257 + "\n" + "\t" * 65)
 RUNS = (" ", "\n", "\r\n", "\t", "a", "\t ", "=", "#", "-", "\u6f22", "QUJD+/9", "\u0301", "1", " \n",
         "\U0001f600", "word ")
 BLANKS = 9 * " \n\t\r\u2581'0"

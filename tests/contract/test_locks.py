@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from drover.pipeline.contract import locks
 from drover.pipeline.contract.locks import lock
+from drover.pipeline.contract.tasks import Part
 from drover.pipeline.core.errors import UserError
 from tests.conftest import REPOSITORY, environment
 from tests.refusal import refused
@@ -47,3 +49,20 @@ def test_in_one_allocation_only_starts_of_one_submission_wait_for_each_other(tmp
     monkeypatch.setattr("drover.pipeline.contract.locks.time.sleep", lambda seconds: held.close())
     monkeypatch.setenv("DROVER_CHAIN", "a")
     lock(tmp_path, "train").close()
+
+
+def test_who_may_not_write_there_locks_nothing_for_others_either(tmp_path, monkeypatch):
+    """A lock on /dev/null would be one for the whole machine."""
+    opened = locks._open
+
+    def refuse(folder, name):
+        if name == "train":
+            raise PermissionError
+        return opened(folder, name)
+    monkeypatch.setattr(locks, "_open", refuse)
+    held = [locks.StageLock(tmp_path / name, "train", Part(0, 2, "read")) for name in "ab"]
+    for one in held:
+        one.alone()
+        one.begun()
+    for one in held:
+        one.release()

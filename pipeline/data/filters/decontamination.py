@@ -131,7 +131,7 @@ def gather_contamination(folder: Path, filters: Iterable[Any], findings: Iterabl
 
 
 Sets = tuple[Sequence[Item], ItemIndex]
-"""Evaluation sets as they are looked for: their items, and the index of these in the same order."""
+"""Evaluation sets as they are searched for: their items, and the index of these in the same order."""
 
 
 @lru_cache(maxsize=2)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import numpy as np
 
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.ordered_map import ordered_map
 from drover.pipeline.data.exclusion import Excluded
 from drover.pipeline.data.sampling.batch import Batch, assemble
 from drover.pipeline.data.sampling.order import TOGETHER, Order, Pool, groups, is_one_pool, lengths_of
@@ -171,17 +171,21 @@ class Prefetcher:
     """
 
     def __init__(self, make: Callable[[int], Batch], steps: range, threads: int) -> None:
-        # As many as the threads make, one that is ready, and the one that is given.
-        self._batches = ordered_map(make, steps, threads + 2, pool=ThreadPoolExecutor(threads, "loader"))
+        self._make, self._steps = make, iter(steps)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader")
+        self._ahead: deque[Future[Batch]] = deque(self._pool.submit(make, step)
+                                                  for step in islice(self._steps, threads + 1))
         self.waited_s = 0.0
 
     def next(self) -> Batch:
         """The next step's batch; `waited_s` is how long it kept the caller."""
         began = time.perf_counter()
-        batch = next(self._batches)
+        batch = self._ahead.popleft().result()
         self.waited_s = time.perf_counter() - began
+        if (step := next(self._steps, None)) is not None:
+            self._ahead.append(self._pool.submit(self._make, step))
         return batch
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._batches.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)

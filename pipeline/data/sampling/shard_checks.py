@@ -90,9 +90,9 @@ class ShardChecks:
         return use
 
     def wait(self, given: object, seconds: float) -> bool:
-        """Wait, without rests, until everything up to `given` is done or damage is found, at most `seconds`. None:
-        until everything is done, also shards that no step waits for. An object that was never handed over counts as
-        done. Returns whether it is done."""
+        """Wait, without rests, until everything up to `given` is done, at most `seconds`. None: until everything is
+        done, also shards that no step waits for. An object that was never handed over counts as done. Once damage is
+        found, nothing further is compared, so that the wait soon ends. Returns whether it is done without damage."""
         self._pace.hurry.set()
         done = self._worker.wait(seconds, given)
         self._pace.hurry.clear()
@@ -105,10 +105,12 @@ class ShardChecks:
         self._worker.close(LEFT_AFTER_S, drop=True)
 
     def _check(self, use: _Use | None) -> None:
-        """Do what a use asks for; None: compare a shard that no step waits for."""
+        """Do what a use asks for, unless damage was found; None: compare a shard that no step waits for."""
+        if self.damage is not None:
+            return
         lowest_priority()
         try:
-            if use is not None and self.damage is None:
+            if use is not None:
                 self._do(use)
             elif self._later and not self._worker.waiting():  # uses go first; the last of them puts None again
                 self._compare(self._later.popleft(), None)
@@ -122,6 +124,8 @@ class ShardChecks:
         if use.samples is not None:
             self._history.append(use)
             for rows in self._used(use) if self.checked < self._mine else ():
+                if self.damage is not None:
+                    return
                 for row in rows[rows % self._world == self._rank].tolist():
                     self._compare(row, use.first)
             return

@@ -214,7 +214,7 @@ class NodeCache:
     def _allocate(self, sha256: str, size: int) -> BinaryIO:
         self._number += 1
         path = self.folder / f"{sha256}.{platform.node()}-{os.getpid()}-{id(self):x}-{self._number}.tmp"
-        file = open(path, "xb")  # noqa: SIM115 - closed when the shard is fetched
+        file = open(path, "xb", opener=_own_only)  # noqa: SIM115 - closed when the shard is fetched
         try:
             lock_file(file.fileno())
             if size and hasattr(os, "posix_fallocate"):  # macOS has none: there a full disk shows when it is written
@@ -274,10 +274,15 @@ class NodeCache:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock against all threads of all processes of this node: to look, make room, reserve and name."""
-        with open(self.folder / "lock", "ab") as file:
+        with open(self.folder / "lock", "ab", opener=_own_only) as file:
             if not lock_file(file.fileno(), wait=True):
                 raise OSError(errno.ENOLCK, "its file system has no locks")
             yield
+
+
+def _own_only(path: str, flags: int) -> int:
+    """Open a file that no other user may read, should it be made."""
+    return os.open(path, flags, 0o600)
 
 
 def _stamp(sha256: str) -> int:

@@ -58,10 +58,10 @@ class ReadAhead:
     def _read_on(self, _: None) -> None:
         """Read steps as far as the loader is near enough."""
         while self._next < self._end and not self._closed:
-            samples = self._numbers(self._next)  # phases may have larger batches
-            if self._next > self._reached + max(1, self._most // max(1, len(samples))):
-                return
             try:
+                samples = self._numbers(self._next)  # phases may have larger batches
+                if self._next > self._reached + max(1, self._most // max(1, len(samples))):
+                    return
                 if self._whole:
                     list(self._pool.map(self._fetch, self._data.shard_rows(samples).tolist()))
                 else:
@@ -70,9 +70,10 @@ class ReadAhead:
                 self._closed = True
             except UserError:  # whoever needs it meets it again, and raises it
                 pass
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - a thread that dies in silence would only be slow
                 self._closed = True
-                self._tokens.say(f"token shards are not read ahead any more, only when they are needed: {error}")
+                why = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                self._tokens.say(f"token shards are not read ahead any more, only when they are needed: {why}")
             self._next += 1
 
     def _fetch(self, row: int) -> None:

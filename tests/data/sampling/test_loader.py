@@ -1,5 +1,6 @@
 """From token shards to batches, and from samples back to documents."""
 
+import threading
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ from drover.pipeline.data.sampling.loader import Prefetcher
 from drover.pipeline.data.shard_table import Shards
 from tests.refusal import refused
 from tests.token_shards import SOURCES, assert_same_batches, training_data, write_numbered
+from tests.waiting import HANG_S
 
 LENGTHS = [[5, 42, 2, 3, 27], [100], [9, 9, 0, 9, 62], [30, 0, 0, 1]]
 
@@ -70,3 +72,23 @@ def test_the_prefetcher_keeps_the_order_of_slow_and_fast_batches_up_to_an_error(
     assert [ahead.next() for _ in range(16)] == list(range(3, 19)) and sorted(started) == list(range(20))
     refused(OSError, "disk gone", ahead.next)
     ahead.close()
+
+
+def test_the_prefetcher_reads_in_its_threads_before_it_is_asked_and_raises_without_waiting_for_others():
+    began, free = threading.Event(), threading.Event()
+
+    def make(step):
+        if step == 0:
+            raise OSError("disk gone")
+        began.set()
+        assert free.wait(HANG_S)
+        return threading.current_thread()
+    ahead = Prefetcher(make, range(2), 2)
+    assert began.wait(HANG_S)
+    refused(OSError, "disk gone", ahead.next)
+    free.set()
+    assert ahead.next() is not threading.current_thread()
+    ahead.close()
+    with_one_step = Prefetcher(lambda step: threading.current_thread(), range(1), 2)
+    assert with_one_step.next() is not threading.current_thread()
+    with_one_step.close()

@@ -53,6 +53,19 @@ def test_damage_is_told_with_the_steps_that_read_it(files, checks):
     assert f"{files[0]}/3" in one.damage.text and "It was read by the steps 6" in one.damage.text
 
 
+def test_after_damage_nothing_more_is_done(files):
+    (files[0] / "0").write_bytes(b"x" * 100)
+    asked = []
+
+    def rows_of(samples):
+        asked.extend(samples.tolist())
+        return samples
+    with closing(ShardChecks(range(ROWS), files[1], rows_of, 0, 1)) as one:
+        one.use(1, 1, [(0, 1), (1, 2), (2, 3)])
+        one.use(2, 2, [(3, 4)])
+        assert not one.wait(None, HANG_S) and one.damage.step == 1 and 2 not in asked
+
+
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "time put back", "touched"])
 def test_a_shard_that_changes_after_it_was_compared(files, checks, change):
     path, one, sound = files[0] / "1", checks(), change == "touched"

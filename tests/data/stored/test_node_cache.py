@@ -114,6 +114,7 @@ def test_the_bound_holds_and_the_longest_unused_goes(tmp_path_factory, steps, ro
 def test_what_was_fetched_is_found_also_by_the_next_process(tmp_path):
     cache = Cache(tmp_path)
     assert cache.folder.stat().st_mode & 0o777 == 0o700 and cache.get(1) == CONTENT[1]
+    assert {path.stat().st_mode & 0o777 for path in cache.folder.iterdir()} == {0o600}
     later = Cache(tmp_path, things=1)
     read = later.open("thing 1", NAMES[1], SIZE, pytest.fail)
     assert (cache.figures.fetched, cache.figures.hits, later.figures.hits) == (1, 0, 1)

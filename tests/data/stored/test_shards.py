@@ -135,6 +135,20 @@ def test_an_error_while_reading_ahead_is_met_by_who_needs_it(made):
     ahead.close()
 
 
+def test_any_other_error_ends_reading_ahead_and_is_told(made):
+    told = []
+    tokens = made.tokens()
+    tokens.say = told.append
+
+    def numbers(step):
+        raise ValueError("no such step")
+    ahead = ahead_of(tokens, made.data(tokens), 3, numbers=numbers)
+    ahead._worker.wait()
+    ahead.reached(1)
+    ahead.close()
+    assert told == ["token shards are not read ahead any more, only when they are needed: ValueError: no such step"]
+
+
 def test_a_removed_file_is_let_go_of(made):
     tokens = made.tokens(shards=1)
     first, wanted = tokens(0, made.records[0], 0), made.files[0].tokens(0, 10).tolist()
