@@ -125,8 +125,8 @@ class Container(Section):
 
 
 class SiteLimits(Section):
-    """What the site allows, for cluster profiles. null: Slurm is asked for `array` and `jobs`, and decides the rest
-    itself."""
+    """What the site allows, for cluster profiles. null: Drover asks Slurm for `array` and `jobs`, and Slurm decides
+    the rest."""
 
     nodes: PositiveInt | None = None
     """Most nodes of one job."""

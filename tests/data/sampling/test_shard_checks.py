@@ -30,7 +30,7 @@ def checks(files):
     with ExitStack() as stack:
         yield lambda rank=0, world=1, later=(): stack.enter_context(closing(
             ShardChecks(range(ROWS), files[1], np.unique, rank, world, later)))
-    assert not [thread for thread in threading.enumerate() if thread.name == "shard-checks"]
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "shard-checks"])
 
 
 def test_what_is_used_is_compared_once_over_all_ranks(checks):
