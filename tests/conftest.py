@@ -104,6 +104,7 @@ def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect:
     start quickly, and a hash seed of each one's own shows what depends on it. limits: of a warm one only.
     """
     if cold or stage not in ("train", "convert"):
+        assert not limits
         result = subprocess.run(stage_command(stage, config, *overrides, ranks=ranks), cwd=REPOSITORY, text=True,
                                 capture_output=True, env={**environment(), **variables}, timeout=HANG_S, check=False)
     else:

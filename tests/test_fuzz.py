@@ -107,7 +107,7 @@ def _records(folder: Path) -> None:
     """What training, its launcher and a hang leave."""
     Recorded(folder).play("""launcher job; launcher preflight seconds=3; start 5; steps 3; look 2;
         roll_back 2 lost_s=1; hang 9; launcher ended next=stop status=hung reason=x; start 5 step=2;
-        event plan_changed number=1 step=4; steps 2; save 1; end finish stall_s=1""")
+        event plan_changed number=1 step=4; steps 2 plan_changes=1; save 1; end finish stall_s=1""")
     add_rollback(folder / "train", Rollback(3, 2, ((4, 8),), "ab", "a spike"))
     write_places(folder / "train", ["n0", "n1"])
 

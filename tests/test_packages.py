@@ -74,20 +74,19 @@ def test_every_requirement_has_a_version_that_the_tests_were_run_with():
         *pinned, "drover", "setuptools"}
 
 
-@pytest.mark.parametrize(("setting", "module", "extra"), table("""
-    shard.sources=[{kind: hf, name: a, dataset: b}] -> datasets -> hub
-    shard.filters=[encoding_repair] -> ftfy -> clean
-    shard.filters=[{kind: language, path: x, languages: [en]}] -> fasttext -> clean
-    shard.near_duplicates={} -> rensa -> clean
-    train.log_to=[tensorboard] -> tensorboard -> tensorboard
-    train.log_to=[wandb] -> wandb -> wandb
-    train.log_to=[mlflow] -> mlflow -> mlflow
-    parallel.engine=deepspeed -> deepspeed -> deepspeed
-    train.precision=fp8 -> torchao -> fp8
-    evaluate.tasks=[x] -> lm_eval -> eval"""))
-def test_a_stage_says_which_extra_it_lacks(monkeypatch, setting, module, extra):
+@pytest.mark.parametrize(("stage", "setting", "module", "extra"), table("""
+    shard -> shard.sources=[{kind: hf, name: a, dataset: b}] -> datasets -> hub
+    shard -> shard.filters=[encoding_repair] -> ftfy -> clean
+    shard -> shard.filters=[{kind: language, path: x, languages: [en]}] -> fasttext -> clean
+    shard -> shard.near_duplicates={} -> rensa -> clean
+    train -> train.log_to=[tensorboard] -> tensorboard -> tensorboard
+    train -> train.log_to=[wandb] -> wandb -> wandb
+    train -> train.log_to=[mlflow] -> mlflow -> mlflow
+    train -> parallel.engine=deepspeed -> deepspeed -> deepspeed
+    train -> train.precision=fp8 -> torchao -> fp8
+    evaluate -> evaluate.tasks=[x] -> lm_eval -> eval"""))
+def test_a_stage_says_which_extra_it_lacks(monkeypatch, stage, setting, module, extra):
     config = load_config(REPOSITORY / "configs/demo.yaml", ["train.log_to=[]", setting], check=False)
-    stage = setting.partition(".")[0].replace("parallel", "train")
     find = packages.find_spec
     monkeypatch.setattr(packages, "find_spec", lambda name: None if name == module else find(name))
     [told] = absent_packages(config, stage)

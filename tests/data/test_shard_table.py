@@ -5,15 +5,15 @@ import os
 import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.data import token_shards
+from drover.pipeline.data import shard_table, token_shards
 from drover.pipeline.data.provenance import documents_of
 from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, open_shards, size_problems
 from tests.refusal import refused
@@ -42,10 +42,9 @@ def make_shards(folder, count):
                                  for number in range(count)])
 
 
-def data_of(folder, table, most=None, whole=1 << 26, mixture=MIXTURE):
-    opened = OpenShards(folder, table)
-    if most is not None:
-        opened.shard = lru_cache(most)(opened._opened)
+def data_of(folder, table, most=1000, whole=1 << 26, mixture=MIXTURE):
+    with patch.object(shard_table, "most_open", lambda: most):
+        opened = OpenShards(folder, table)
     opened._whole = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
 

@@ -126,9 +126,8 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
     refused(UserError, "does not describe a Llama", open_weights, folder)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-     "layer_types that do not repeat every n layers"), *table(r"""
+@pytest.mark.parametrize(("changes", "said"), table(r"""
+    {model_type: mistral, sliding_window: 8, layer_types: [full_attention, sliding_attention]} -> layer_types that do
     {vocab_size: 91} -> is \[90, 48\]; by its config.json it is \[91, 48\]
     {num_hidden_layers: 3} -> layers.2.* is missing
     {hidden_size: removed} -> it has no 'hidden_size'
@@ -149,7 +148,7 @@ def test_missing_and_hostile_files_are_said_and_nothing_is_executed(folder, tmp_
     {rope_parameters: null, rope_scaling: {type: linear, factor: 2.0}} -> rope_scaling.type = 'linear'
     {rope_parameters: {rope_type: default, partial_rotary_factor: 0.25}} -> partial_rotary_factor = 0.25
     {rope_parameters: [1]} -> does not describe
-    {num_attention_heads: 5} -> cannot be built""", yaml.safe_load)])
+    {num_attention_heads: 5} -> cannot be built""", yaml.safe_load))
 def test_what_the_config_says_of_another_network_is_refused_by_the_key(changes, said, folder):
     reconfigured(folder, changes)
     assert "\n" not in refused(UserError, said, open_weights, folder)

@@ -174,6 +174,8 @@ LAYOUTS = [
     bf16("DeepSpeed ZeRO 2 x 2, bf16", engine="deepspeed", zero_stage=2),
     bf16("DeepSpeed ZeRO 3 x 2, bf16", engine="deepspeed", zero_stage=3),
     case("one process, fp8", 1, reference="one process, bf16", bound=2e-2, looser=10, precision="fp8"),
+    *(case(f"one process, fp8, {recipe}", 1, reference="one process, bf16", bound=2e-2, looser=10, precision="fp8",
+           fp8_recipe=recipe) for recipe in ("rowwise_with_gw_hp", "tensorwise")),
     fp8("all activations recomputed, fp8", bound=0.0, activation_checkpointing="full"),
     fp8("tensor parallel 2, fp8", 2, tp=2),
     fp8("accumulation 2, not clipped, fp8", accumulation=2, clip_norm=1e9),

@@ -47,7 +47,7 @@ class Recorded:
         self.event("resume" if step else "start", step=step, ranks=2, startup_s=startup_s, train_s=self.train_s,
                    job=job)
 
-    def steps(self, count: int, log_every: int = 1) -> None:
+    def steps(self, count: int, log_every: int = 1, **details: Any) -> None:
         """So many steps, each of STEP_S."""
         for _ in range(count):
             self.clock += STEP_S
@@ -56,7 +56,7 @@ class Recorded:
                 self._write(Path("train/metrics.jsonl"), {
                     "step": self.step, "loss": 3.0, "samples": [self.step - 1, self.step], "time": BEGIN + self.clock,
                     "step_s": STEP_S, "train_s": self.train_s,
-                    **({"look_s": self.look_s} if self.look_s else {})})
+                    **({"look_s": self.look_s} if self.look_s else {}), **details})
 
     def look(self, seconds: float) -> None:
         """Held-out text is measured after a step."""

@@ -140,6 +140,7 @@ def test_llama_cpp_finds_the_scores_of_sentencepiece_merges(converted, texts):  
     assert read_json(copy.with_name("tokenizer_config.json"))["add_prefix_space"] is False
     processor = SentencePieceProcessor(model_file=str(copy))
     for exported in (AutoTokenizer.from_pretrained(copy.parent, use_fast=fast) for fast in (True, False)):
+        assert exported.encode("x")[0] == tokenizer.bos_id
         for text in [*ODD_TEXTS, *texts]:
             ids = tokenizer.encode(text)
             assert exported.encode(text, add_special_tokens=False) == ids == processor.encode(text)

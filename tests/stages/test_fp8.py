@@ -2,15 +2,16 @@
 
 import pytest
 
+from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.training.monitor import fp8_curves
-from tests.stages.training import curve, events, lines, run_train
+from tests.stages.training import curve, events, lines, run_train, train_folder
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchao", reason="torchao is not installed, which fp8 needs: pip install --editable '.[fp8]'")
 
 
 def test_measuring_the_layers_changes_nothing_and_is_logged(fresh):
-    """Also those of a pipeline's stages, under their own names. `auto` stays in fp8."""
+    """Also those of a pipeline's stages, under their own names. `auto` stays in fp8; another precision is recorded."""
     often = ["train.precision=fp8", "train.fp8_watch_every=5", "train.fp8_skip=['*.wk']", "train.micro_batch=4",
              "parallel.pp=2"]
     run_train(fresh, *often, ranks=2)
@@ -25,3 +26,6 @@ def test_measuring_the_layers_changes_nothing_and_is_logged(fresh):
     longer = [*often, "train.precision=auto", "train.steps=13", "--accept-drift"]
     said = run_train(fresh, *longer, ranks=2).stdout
     assert "fp8, as the run started" in said and "fp8 (rowwise) in 12 linear layers" in said
+    run_train(fresh, *often, "train.precision=bf16", "train.steps=14", "--accept-drift", ranks=2)
+    starts = [event["precision"] for kind in ("start", "resume") for event in events(fresh, kind)]
+    assert starts == ["fp8", "fp8", "bf16"] and read_manifest(train_folder(fresh)).counts["precision"] == "bf16"

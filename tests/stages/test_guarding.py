@@ -17,7 +17,7 @@ ROLLBACK = ["train.steps=50", "train.heldout_every=100", "train.sample_every=100
             "train.guards.spike_min_history=8"]
 
 
-def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh):
+def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     """A NaN is skipped; two spikes are gone back from; in between a rank is killed. The curve that is left is that of
     a run that never saw what the rollbacks left out."""
     nan = "nan:rank=1,step=7,again=1"
@@ -28,6 +28,8 @@ def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh):
     counts = read_manifest(train_folder(fresh)).counts
     assert (counts["skipped"], counts["rollbacks"], counts["restarts"], counts["samples"]) == (1, 2, 1, 52 * 16)
     assert [phase["left_out"] for phase in counts["phases"]] == [{"all sources": 2 * 16 * 64}]
+    tokens = read_manifest(encoded.parent / "runs/mini/encode").counts["splits"]["train"]["code"]["tokens"]
+    assert counts["epochs"]["all sources"] == pytest.approx(50 * 16 * 64 / tokens)
     skip, = events(fresh, "skip")
     assert skip["step"] == 7 and skip["samples"] == [[96, 112]] and skip["documents"][0]["key"]
     assert "is a spike against a median of" in said and "Documents: code/" in said

@@ -1,5 +1,6 @@
 """The tokenizer stage as users run it: odd text, every kind, equal outputs on every run, gates that stop it."""
 
+import shutil
 
 import pytest
 
@@ -69,6 +70,9 @@ def test_small_vocabularies(run, copy, kind):
 def test_ready_tokenizers_are_taken(run, copy, files, vocabularies, name, kind):  # noqa: F811
     run("tokenizer", copy, f"tokenizer.kind={kind}", f"tokenizer.path={files[name]}")
     assert load_tokenizer(stage_folder(copy)).sha256 == vocabularies[name].sha256
+    elsewhere = shutil.copyfile(files[name], copy.parent / "moved")
+    again = run("tokenizer", copy, f"tokenizer.kind={kind}", f"tokenizer.path={elsewhere}").out
+    assert "up to date" in again  # its content counts, not its place
 
 
 def test_what_cannot_be_made_is_named(run, copy, tmp_path, byte_level):  # noqa: F811

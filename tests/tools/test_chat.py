@@ -3,7 +3,6 @@
 import builtins
 import json
 import re
-import shlex
 import shutil
 
 import pytest
@@ -16,7 +15,7 @@ from drover.pipeline.tokenization.export import write_hugging_face
 from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import chat
 from drover.tools.chat import main
-from tests.refusal import printed, refused, table
+from tests.refusal import printed, refused
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 
 TOKENIZER = ByteTokenizer()
@@ -69,10 +68,8 @@ def test_the_settings_reach_the_model(places, model, capsys):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ([], "nothing to continue"), (["x" * 256], "257 tokens, which leaves no room in the model's context of 256"),
-    *table("""
-    x --top-p 0 --min-p 3 -> top_p must be above 0 and at most 1, not 0.0. min_p must be
-    x --device nothing -> --device nothing cannot be used here
-    x --chat -> has no chat template""", shlex.split)])
+    (["x", "--top-p", "0", "--min-p", "3"], "top_p must be above 0 and at most 1, not 0.0. min_p must be"),
+    (["x", "--device", "nothing"], "--device nothing cannot be used here"), (["x", "--chat"], "has no chat template")])
 def test_what_cannot_be_done_is_said_in_a_sentence(places, arguments, said, capsys):
     assert main(["--model", str(places["run"]), *arguments]) == 2
     found = capsys.readouterr()

@@ -21,7 +21,7 @@ from drover.pipeline.tokenization.simple import ByteTokenizer
 from drover.tools import serve
 from drover.tools.serving.asked import Reader
 from drover.tools.serving.worker import Worker
-from tests.refusal import printed, table
+from tests.refusal import printed
 from tests.tiny_models import for_tokenizer, write_huggingface, write_run
 from tests.tools.test_chat import TEMPLATE, continued, greedy, spelled
 from tests.waiting import wait_for
@@ -184,20 +184,15 @@ def test_ids_stops_seeds_and_several_choices(run_port, model):
     ({"prompt": "x", "stop": "x" * 257}, 400, "stop.0: String should have at most 256 characters"),
     ({"prompt": "x" * (32 * CONTEXT + 10_001)}, 400, "prompt has a text of more than 9610000 characters"),
     ({"prompt": "x", "max_tokens": CONTEXT}, 400, f"exceeds the model's context of {CONTEXT}"),
-    *table(r"""
-    { -> 400 -> is not JSON
-    [1] -> 400 -> JSON object
-    {} -> 400 -> prompt is missing
-    {"prompt": "x", "model": "gpt-4"} -> 404 -> The model 'gpt-4' is not here; this server has 'demo'
-    {"prompt": "x", "top_p": 0, "min_p": 2} -> 400 -> top_p must be above 0 and at most 1, not 0.0. min_p must be
-    {"prompt": "x", "max_tokens": "9", "logprobs": 6} -> 400 -> max_tokens: Input should be a valid integer. logprobs
-    {"prompt": "x", "presence_penalty": 1.0} -> 400 -> presence_penalty is not supported: take repetition_penalty
-    {"prompt": "x", "temprature": 1} -> 400 -> temprature is not a known field
-    {"prompt": "x", "n": 6} -> 400 -> asks for 6 texts; this server takes 5 at once
-    {"prompt": ["x", []]} -> 400 -> at least 1 item
-    {"prompt": [512]} -> 400 -> outside 0 .. 511
-    {"prompt": ["x", [-1]]} -> 400 -> outside 0 .. 511
-    {"prompt": "x\ud800"} -> 400 -> half of a character""", str.encode, int)])
+    (b"{", 400, "is not JSON"), ([1], 400, "JSON object"), ({}, 400, "prompt is missing"),
+    ({"prompt": "x", "model": "gpt-4"}, 404, "The model 'gpt-4' is not here; this server has 'demo'"),
+    ({"prompt": "x", "top_p": 0, "min_p": 2}, 400, "top_p must be above 0 and at most 1, not 0.0. min_p must be"),
+    ({"prompt": "x", "max_tokens": "9", "logprobs": 6}, 400, "max_tokens: Input should be a valid integer. logprobs"),
+    ({"prompt": "x", "presence_penalty": 1.0}, 400, "presence_penalty is not supported: take repetition_penalty"),
+    ({"prompt": "x", "temprature": 1}, 400, "temprature is not a known field"),
+    ({"prompt": "x", "n": 6}, 400, "asks for 6 texts; this server takes 5 at once"),
+    ({"prompt": ["x", []]}, 400, "at least 1 item"), ({"prompt": [512]}, 400, "outside 0 .. 511"),
+    ({"prompt": ["x", [-1]]}, 400, "outside 0 .. 511"), ({"prompt": "x\ud800"}, 400, "half of a character")])
 def test_what_cannot_be_asked_is_an_error_in_openais_form(run_port, body, status, said):
     error = ask(run_port, "/v1/completions", body, expect=status)["error"]
     assert said in error["message"] and error["type"] == "invalid_request_error"

@@ -9,6 +9,8 @@ from drover.pipeline.training.loop import Loop
 
 @pytest.mark.parametrize("fails", ["hook.look", "recorder.tell"])
 def test_a_measurement_that_fails_comes_after_the_save(fails):
+    """Of the loop only `_train` and `_log_step` are real: a loop with one step left, whose new measurement or record
+    fails. The rest only notes in which order it was called."""
     loop = MagicMock(unfinished=True, **{"_agree.return_value": (1, 0), "progress.record": {},
                                          "hook.look.return_value": {"seen": 1},
                                          f"{fails}.side_effect": MemoryError(fails)})
@@ -20,7 +22,8 @@ def test_a_measurement_that_fails_comes_after_the_save(fails):
 
 
 def test_a_step_is_watched_while_it_computes(monkeypatch):
-    """With a shorter limit from where all ranks have their batch to where the step is judged."""
+    """With a shorter limit from where all ranks have their batch to where the step is judged. Of the loop only
+    `_update` is real; the watchdog and the engine note when they were called."""
     loop = MagicMock(done=1, **{"progress.step": 2})
     monkeypatch.setattr("drover.pipeline.training.loop.planned_rate", lambda step, plan: 0.1)
     assert Loop._update(loop, MagicMock(), 7) is loop.engine.step.return_value

@@ -34,5 +34,6 @@ def test_on_gpus_only_bf16_that_is_not_emulated_counts(monkeypatch, supported, e
 
 
 def test_what_a_run_computed_in_before_is_said(ranks):
-    """That `auto` stays in it, tests/stages shows."""
+    """`auto` stays in it."""
+    assert agreed_precision("auto", "fp8", ranks)[0] == "fp8"
     assert agreed_precision("fp8", "bf16", ranks) == ("fp8", "fp8 as configured, bf16 before")

@@ -90,9 +90,9 @@ def test_a_port_is_held_for_the_ranks_until_the_next_one_is_asked_for():
     bind()
 
 
-def runner(job, nodes):
+def runner(job, nodes, restart=0):
     """Of a start of the job on so many nodes."""
-    return Runner(job.spec, SlurmHost("12", "12", 0, tuple(f"n{node}" for node in range(nodes)), None, job.slurm))
+    return Runner(job.spec, SlurmHost("12", "12", restart, tuple(f"n{node}" for node in range(nodes)), None, job.slurm))
 
 
 def test_who_was_late_when_training_hung(job):
@@ -121,13 +121,13 @@ def test_what_many_of_64_nodes_suffer_at_once_is_no_strike(job, count, struck):
 
 def test_starts_are_counted_over_restarts(job):
     """Those that left a log, which is not written over, and one that no launcher made."""
-    assert runner(job, 1).number == 0
+    assert runner(job, 1, restart=1).number == 0
     for name in ("12.1", "12.4", "123.9"):
         (job.run / "logs/train" / name).mkdir(parents=True)
     (job.run / "logs/train/latest").symlink_to("12.4")
     for holder, expected in (("13", 5), ("12", 7)):
         write_sealed(job.stage / "STATE.json", asdict(StageState("running", job=holder, attempt=6)))
-        assert runner(job, 1).number == expected
+        assert runner(job, 1, restart=1).number == expected
 
 
 def test_an_element_of_an_array():

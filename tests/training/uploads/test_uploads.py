@@ -60,8 +60,8 @@ def test_a_copy_of_a_repeated_step_is_kept_although_the_step_was_once_set_aside(
     assert copying.newest_valid()[1].step == 8 and run.copies.found().whole == [4, 8]
 
 
-def test_copies_of_damaged_training_that_a_store_kept_are_taken_back_by_the_next_start(run, monkeypatch):
-    """At once where it answers: tests/stages/test_damaged_inputs.py."""
+def test_copies_of_damaged_training_are_taken_back_by_the_next_start_or_at_once(run, monkeypatch):
+    """By the next start where the store did not answer."""
     run.train(4, 8, 12)
     copying = run.begin().uploads
     with monkeypatch.context() as patch:
@@ -73,6 +73,9 @@ def test_copies_of_damaged_training_that_a_store_kept_are_taken_back_by_the_next
         renamed(path := run.checkpoints.path(step), f"{SET_ASIDE}{path.name}")
     copying = run.start()
     assert copying.newest_valid()[1].step == 4 and run.copies.found().whole == [4]
+    run.train(8, 12)
+    run.begin().uploads.on_damage(4)
+    assert run.copies.found().whole == [4]
 
 
 def test_a_copy_of_a_run_s_folder_takes_its_store_only_under_its_name(run, tmp_path):

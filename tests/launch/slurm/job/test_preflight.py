@@ -150,12 +150,13 @@ def test_never_more_than_a_few_are_blamed(count, seed):
 
 @pytest.fixture
 def trial(tmp_path, monkeypatch):
-    """Plays a trial whose ranks report at their times (seconds from the start); what it found, and whether it was to go
-    on at the other times."""
+    """Plays a trial inside a container, whose ranks report at their times (seconds from the start); what it found, and
+    whether it was to go on at the other times."""
     def play(nodes, arrivals, times, base_s=preflight.BASE_S):
         clock, went_on = [0.0], []
 
         def start(spec, command, environment, folder, goes_on):
+            assert spec.srun_args == ("--container-image=i",) and command[:2] == ["w", "python"]
             for clock[0] in sorted([*arrivals, *times]):
                 if clock[0] in arrivals:
                     rank = arrivals.index(clock[0])
@@ -165,7 +166,8 @@ def trial(tmp_path, monkeypatch):
 
         monkeypatch.setattr(preflight, "BASE_S", base_s)
         monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
-        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes)
+        spec = JobSpec("t", "train", ("python",), run=str(tmp_path), chain="c", ranks=nodes, nodes=nodes,
+                       srun_args=("--container-image=i",), wrap=("w",))
         here = SimpleNamespace(start=start, nodes=nodes_of(nodes))
         return preflight.run_preflight(spec, here, tmp_path, {}, lambda: True), went_on[len(arrivals):]
 

@@ -131,19 +131,19 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     assert "link 2 of 3" in shown
 
 
-@pytest.mark.parametrize(("own", "largest", "most", "elements"), [
-    ("{}", "", "", 4),
-    ("{}", "MaxArraySize = 4", "", 3), ("{array: 2}", "MaxArraySize = 4", "", 2),
+@pytest.mark.parametrize(("settings", "largest", "most", "elements"), [
+    ([], "", "", 4),
+    ([], "MaxArraySize = 4", "", 3), (["launch.limits={array: 2}"], "MaxArraySize = 4", "", 2),
     # Five passes of shard and one of encode, and seven jobs besides.
-    ("{}", "", "normal|31\nhigh|\n", 4), ("{}", "", "normal|30\nhigh|\n", 3), ("{}", "", "normal|\nhigh|19\n", 2),
-    ("{}", "", "normal|\nhigh|9\n", 1), ("{jobs: 31}", "", "normal|9\n", 4)])
-def test_arrays_keep_to_the_site_s_limits(slurm, own, largest, most, elements):
+    ([], "", "normal|31\nhigh|\n", 4), ([], "", "normal|30\nhigh|\n", 3),
+    (["launch.qos=high"], "", "normal|\nhigh|19\n", 2), (["launch.qos=high"], "", "normal|\nhigh|9\n", 1),
+    (["launch.limits={jobs: 31}"], "", "normal|9\n", 4)])
+def test_arrays_keep_to_the_site_s_limits(slurm, settings, largest, most, elements):
     """They get fewer elements, each with more of the work."""
     slurm.programs.do("scontrol", f"echo '{largest}'")
     slurm.programs.do("sacctmgr", "case $* in *'show user'*) echo mine;; *assoc*) "
                       f"printf 'mine||normal|\\nother||normal|2\\nmine|debug|normal|1\\n';; *) printf '{most}';; esac")
-    shown = slurm.accepted("--stage", "all", "--nodes", "4", f"launch.limits={own}",
-                           *["launch.qos=high"] * ("high" in most and "high|\n" not in most))
+    shown = slurm.accepted("--stage", "all", "--nodes", "4", *settings)
     arrays = [job.elements for job in slurm.chain.jobs if job.kind == "array"]
     assert arrays == ([tuple(range(elements))] * 6 if elements > 1 else [])
     assert ("fewer than requested" in shown) == (elements != 4)
