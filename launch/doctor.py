@@ -32,7 +32,7 @@ import drover
 from drover.launch.plan import in_container
 from drover.launch.slurm.job.node_trial import EXCHANGE, REDUCE, read_reports
 from drover.launch.slurm.job.site_trial import RUNTIMES, NodeFacts
-from drover.launch.slurm.scheduler import NodeKind, Scheduler, seconds
+from drover.launch.slurm.scheduler import NodeKind, Scheduler, has_accounting, most_elements, seconds
 from drover.launch.slurm.submit.options import GPUS, directives, long_options
 from drover.launch.slurm.submit.sbatch import uninterrupted
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
@@ -118,13 +118,13 @@ def ask_slurm(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: dict[st
     yield Finding("Slurm", OK, f"version {settings.get('SLURM_VERSION', 'unknown')}")
     for kind in kinds:
         yield Finding(f"partition {kind.partition}{'*' * kind.usual}", OK, _described(kind))
-    if most := scheduler.most_elements():
+    if most := most_elements(settings):
         yield Finding("arrays", OK, f"at most {most:,} elements")
     if settings.get("JobRequeue") == "0":
         yield Finding("requeue", NOTE, "off by default", "if the site forbids it, requeue: false and links: 3")
     else:
         yield Finding("requeue", OK, "allowed")
-    if settings.get("AccountingStorageType", "").endswith("/none") or not settings.get("AccountingStorageType"):
+    if not has_accounting(settings):
         yield Finding("accounting", NOTE, "none; Drover relies on the run's own records")
     else:
         rows = scheduler.associations(getpass.getuser())

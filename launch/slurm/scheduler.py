@@ -215,16 +215,13 @@ class Scheduler:
         return self._rows("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}",
                           "format=account,partition,qos")
 
-    def most_elements(self) -> int | None:
-        """The most elements of an array; None if Slurm does not answer."""
-        most = self.site_settings().get("MaxArraySize", "")
-        return max(1, int(most) - 1) if most.isdecimal() else None
-
     def most_jobs(self, user: str, account: str | None, qos: str | None) -> int | None:
         """The most jobs that a user may have in the queue, by the association and the QOS (None: the default ones);
         None if there is no limit or no accounting database."""
         show = ("sacctmgr", "--noheader", "--parsable2", "show")
         usual = [account] if account else [name for name, in self._rows(*show, "user", user, "format=defaultaccount")]
+        if not usual:  # the database does not answer
+            return None
         own = [row[2:] for row in self._rows(*show, "assoc", f"user={user}",
                                              "format=account,partition,defaultqos,maxsubmitjobs")
                if row[0] in usual and not row[1]]
@@ -296,6 +293,17 @@ class NoScheduler(Scheduler):
 
     def _ask(self, *command: str) -> _Answer:
         return _Answer(None, error="there is no Slurm here")
+
+
+def most_elements(settings: Mapping[str, str]) -> int | None:
+    """The most elements of an array, by slurm.conf; None if that is unknown."""
+    most = settings.get("MaxArraySize", "")
+    return max(1, int(most) - 1) if most.isdecimal() else None
+
+
+def has_accounting(settings: Mapping[str, str]) -> bool:
+    """Whether there is an accounting database, by slurm.conf."""
+    return settings.get("AccountingStorageType", "/none").rpartition("/")[2] not in ("", "none", "(null)")
 
 
 def seconds(text: str, otherwise: float = 0) -> float:

@@ -17,7 +17,7 @@ from drover.launch.rehearsing import rehearse_training, worth_rehearsing
 from drover.launch.slurm.chain import CHAIN, Chain, in_queue
 from drover.launch.slurm.evaluations import pending
 from drover.launch.slurm.nodes import failing, few, named
-from drover.launch.slurm.scheduler import Scheduler, of_another_job
+from drover.launch.slurm.scheduler import Scheduler, has_accounting, most_elements, of_another_job
 from drover.launch.slurm.submit.sbatch import LOGS, submit
 from drover.launch.slurm.submit.snapshot import planned_snapshot, take_snapshot
 from drover.launch.slurm.trust import folders_of, group_exists, owner_problems
@@ -37,8 +37,10 @@ from drover.pipeline.core.errors import EXTRAS, UserError, listed, require
 def with_site_limits(config: Config) -> Config:
     """The configuration with limits that Slurm knows, where the configuration has none."""
     launch, scheduler = config.launch, Scheduler()
-    found = {"array": scheduler.most_elements(),
-             "jobs": scheduler.most_jobs(getpass.getuser(), launch.account, launch.qos)}
+    settings = scheduler.site_settings()
+    found = {"array": most_elements(settings)}
+    if has_accounting(settings):
+        found["jobs"] = scheduler.most_jobs(getpass.getuser(), launch.account, launch.qos)
     limits = {name: most for name, most in found.items() if most and getattr(launch.limits, name) is None}
     return config.model_copy(update={"launch": launch.model_copy(
         update={"limits": launch.limits.model_copy(update=limits)})})

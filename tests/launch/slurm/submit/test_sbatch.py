@@ -140,7 +140,7 @@ def test_links_arrays_and_sites_without_requeue(launcher):
     (["launch.limits={jobs: 31}"], "", "normal|9\n", 4)])
 def test_arrays_keep_to_the_site_s_limits(slurm, settings, largest, most, elements):
     """They get fewer elements, each with more of the work."""
-    slurm.programs.do("scontrol", f"echo '{largest}'")
+    slurm.programs.do("scontrol", f"echo '{largest}'; echo 'AccountingStorageType = accounting_storage/slurmdbd'")
     slurm.programs.do("sacctmgr", "case $* in *'show user'*) echo mine;; *assoc*) "
                       f"printf 'mine||normal|\\nother||normal|2\\nmine|debug|normal|1\\n';; *) printf '{most}';; esac")
     shown = slurm.accepted("--stage", "all", "--nodes", "4", *settings)
