@@ -45,7 +45,8 @@ def print_plan(run: Run, jobs: list[Job], options: Options, where: str, disk: Di
     if train := next((job for job in jobs if job.stage == "train"), None):
         print("\n" + "\n".join(training_facts(config, train) + consumption_lines(run)))
         if counts := train.node_counts[1:]:
-            print(f"nodes     after a loss, training continues on {first([*map(str, counts)])} of {train.nodes} nodes")
+            print(f"nodes     if nodes fail, training can continue on {first([*map(str, counts)])} of "
+                  f"{train.nodes} nodes")
     if disk.needed:
         print(f"disk      about {readable(disk.needed)} of {readable(disk.free)} free:")
         print("\n".join(f"          {readable(size):>7} {name}" for name, size in disk.parts.items() if size))

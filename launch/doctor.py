@@ -121,7 +121,7 @@ def ask_slurm(scheduler: Scheduler, kinds: Sequence[NodeKind], settings: dict[st
     if most := most_elements(settings):
         yield Finding("arrays", OK, f"at most {most:,} elements")
     if settings.get("JobRequeue") == "0":
-        yield Finding("requeue", NOTE, "off by default", "if the site forbids it, requeue: false and links: 3")
+        yield Finding("requeue", NOTE, "off by default", "if the site forbids it, requeue: false and train.links")
     else:
         yield Finding("requeue", OK, "allowed")
     if not has_accounting(settings):

@@ -88,7 +88,7 @@ class JobSpec:
 
     @property
     def survives_nodes(self) -> bool:
-        """Whether the stage can continue after its job lost a node."""
+        """Whether the stage can continue in its job without a node that failed."""
         return bool(self.spare_nodes) or len(self.node_counts) > 1
 
     def on(self, there: int) -> Self | None:

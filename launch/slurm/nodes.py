@@ -1,8 +1,8 @@
 """Nodes that failed a run: records ("strikes") in `launch/nodes.jsonl`, and the states of nodes in Slurm.
 
 A node with two strikes within a day is excluded from the next submission. Strikes expire after a day, or once a start
-with the node has made a checkpoint. Only a few nodes are excluded, because a fault that many nodes share is not the
-fault of the nodes.
+with the node has ended well with a new checkpoint. Only a few nodes are excluded, because a fault that many nodes share
+is not the fault of the nodes.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def found(path, only=None):
 @given(only=st.sampled_from([None, {0}, {1, 3}, set()]), place=st.integers(0, 20_000), byte=st.integers(0, 255),
        cut=st.booleans())
 def test_any_byte_may_be_wrong(shard, tmp_path, record, only, place, byte, cut):
-    """Of headers, texts and ends: what is given are documents of the shard, or their letters are others. Webdataset's
-    reader gives no text of a changed shard without an error: where it is cut between two members, only the hash shows
-    it."""
+    """In a header, a text or the end: the reader gives documents of the shard, or the same ones with other letters.
+    Webdataset's reader gives no text of a changed shard without an error: where it is cut between two members, only the
+    hash shows it."""
     sound, path = shard.read_bytes(), tmp_path / "harmed" / record["path"]
     place %= len(sound)
     data = sound[:place] if cut else sound[:place] + bytes([byte]) + sound[place + 1:]

@@ -25,7 +25,7 @@ def slurm(launcher, monkeypatch):
 
 @pytest.fixture
 def programs(tmp_path):
-    """Of those programs, what a test lets say or do something."""
+    """Stand-in programs, which say and do what a test wants."""
     return Programs(tmp_path / "bin")
 
 

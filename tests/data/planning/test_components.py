@@ -40,7 +40,7 @@ def graphs(draw):
        bands=st.integers(1, 2), partitions=st.sampled_from([1, 4]))
 @example(graph=(0, [], 0), last=False, rows=5, groups=1, bands=1, partitions=1)
 def test_components_are_those_of_union_find(tmp_path_factory, graph, last, rows, groups, bands, partitions):
-    """Of groups of one unit each."""
+    """The plan has groups of one unit each."""
     folder, (documents, edges, seed) = tmp_path_factory.mktemp("graph"), graph
     starts = np.linspace(0, documents, groups + 1).astype(int).tolist()
     plan = Layout([f"a-{group:05d}" for group in range(groups)], [0] * groups, starts, list(range(groups + 1)),

@@ -20,7 +20,7 @@ SIZE = 5000
 
 
 CONTENT = [bytes([number]) * SIZE for number in range(8)]
-"""Of things to fetch."""
+"""The files that tests fetch, by number."""
 NAMES = [hashlib.sha256(content).hexdigest() for content in CONTENT]
 
 

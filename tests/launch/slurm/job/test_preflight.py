@@ -121,7 +121,7 @@ def importing(count, answered):
 @pytest.mark.parametrize("count, answered", [(2, 1), (64, 6), (64, 63), (512, 300), (4096, 4000)])
 @pytest.mark.parametrize("lasted, quiet", [(60.0, 0.0), (45.0, 59.0), (200.0, 150.0)])
 def test_slow_nodes_are_never_blamed_and_a_sick_one_is_found_among_them(count, answered, lasted, quiet):
-    """Of 512 nodes, 212 were still importing after 60 s: more than half had reported for long."""
+    """A job of 512 nodes: 212 were still importing after 60 s, when more than half had long reported."""
     reports = importing(count, answered)
     found = judge(reports, nodes_of(count), lasted, quiet)
     assert not found.bad and not found.reason
