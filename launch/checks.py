@@ -67,7 +67,7 @@ def configuration_problems(config: Config, jobs: list[Job], path: str, *, here: 
         raise refusal(found, path)
 
 
-def _refuse_all(what: str, found: list[str]) -> None:
+def refuse_all(what: str, found: list[str]) -> None:
     """Refuse one problem alone, several as a list below the heading `what`."""
     if found:
         raise UserError(all_problems(found, what, len(found)))
@@ -94,7 +94,7 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
     if run.config.launch.check_fit:
         elsewhere = showing and away
         found += [*memory_problems(run.config, running, options), *([] if elsewhere else disk_problems(run, disk))]
-    _refuse_all("This cannot be started", found)
+    refuse_all("This cannot be started", found)
     refuse_unsound(run, jobs, options, showing=showing)
 
 
@@ -301,7 +301,7 @@ def refuse_unusable_stores(config: Config, jobs: list[Job], environment: Environ
             preflight(Store(url))
         except UserError as error:
             found.append(f"{key}: {error}")
-    _refuse_all("Uploads to an object store would fail", found)
+    refuse_all("Uploads to an object store would fail", found)
 
 
 def refuse_wrong_packages(extras: Collection[str]) -> None:
@@ -343,7 +343,7 @@ def _refuse_absent_files(config: Config, stages: list[str]) -> None:
         if stage == "shard":
             found += [f"{stage}: {problem}" for problem in absent_columns(
                 config.shard, [(name, str(path)) for name, path in files])]
-    _refuse_all("Inputs of the stages are missing", found)
+    refuse_all("Inputs of the stages are missing", found)
 
 
 def _refuse_other_weights(run: Run, path: str) -> None:

@@ -257,7 +257,18 @@ def _run_options(parser: Parser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """With --json, notes for people go to stderr."""
+    """With --json and --as, notes for people go to stderr."""
+    if options.form:
+        from drover.launch.plan import Options
+        from drover.launch.pods import manifest
+        from drover.pipeline.contract.state import now
+        with redirect_stdout(sys.stderr):
+            config = _config(options)
+            request = Options("hosts", options.config, tuple(_overrides(options)), options.force, options.accept_drift,
+                              chain=now() if options.force else "")
+            text = manifest(config, options.stage, request, options.form)
+        print(text, end="")
+        return 0
     options.json = sys.stdout if options.json else None
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         return _launch(options)
@@ -265,6 +276,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plan_options(parser: Parser) -> None:
     _run_options(parser)
+    parser.add_argument("--as", dest="form", choices=("jobset", "skypilot"),
+                        help="print the chain as a Kubernetes JobSet or a pipeline of SkyPilot's managed jobs, as YAML")
     add_json(parser)
     parser.set_defaults(dry_run=True)
 

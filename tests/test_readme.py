@@ -24,7 +24,8 @@ from tests.pages import BLOCK, checkout, typed
 README = (REPOSITORY / "README.md").read_text()
 PAGES = [README, *(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))
                    if path.stem not in ("extending", "weights", "evaluation", "generation", "tutorial-crawl",
-                                         "tutorial-tinystories", "tutorial-export", "data", "tokens"))]  # own tests
+                                         "tutorial-tinystories", "tutorial-export", "data", "tokens",
+                                         "kubernetes"))]  # own tests
 
 
 def commands() -> list[str]:

@@ -119,7 +119,8 @@ class Container(Section):
     runtime: Literal["apptainer", "podman", "pyxis"] = "apptainer"
     """Program that starts the container. pyxis is an option of srun."""
     mounts: list[str] = []
-    """Folders to mount, as FOLDER or FOLDER:INSIDE. The run folder and the working directory are always mounted."""
+    """Folders to mount, as FOLDER or FOLDER:INSIDE. The run folder and the working directory are always mounted. In
+    Kubernetes and SkyPilot: volumes, as CLAIM:/FOLDER."""
     options: list[str] = []
     """More options of `apptainer exec`, of `podman run` or, with pyxis, of srun."""
 

@@ -1,0 +1,175 @@
+"""The chain for a cloud, as text: a Kubernetes JobSet, or a pipeline of SkyPilot's managed jobs. Nothing is sent.
+
+Each stage is a job that begins when the one before has ended well. torchrun starts its ranks. A failed stage starts
+again, up to `launch.max_restarts` times, and continues: stages that are done end at once.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from drover.launch.checks import configuration_problems, memory_problems, refuse_all
+from drover.launch.credentials import credential_problems
+from drover.launch.plan import Job, Options, plan
+from drover.pipeline.config.loading import dump_config
+from drover.pipeline.config.tree import Config
+from drover.pipeline.contract.run import Run
+from drover.pipeline.contract.signed import SECRET
+from drover.pipeline.contract.stages import parse_stages
+
+SETTINGS = PurePosixPath("/etc/drover/config.yaml")
+"""The configuration inside a pod."""
+KUBERNETES_SECRET = "drover"
+"""Name of the Kubernetes Secret that has the variables of `launch.secrets`."""
+LONGEST_NAME = 40
+"""Of a JobSet: names of its pods add the stage and numbers, and have at most 63 characters."""
+REFUSED = 2
+"""Exit status of a stage that refuses its settings: to start it again would not help."""
+PORT = 29500
+
+
+def manifest(config: Config, stages: str, options: Options, form: str) -> str:
+    """The documents for `form`, a key of FORMS, as YAML.
+
+    options: `cluster` is "hosts".
+
+    Raises:
+        UserError: the configuration has problems, or cannot run there; all are named.
+    """
+    if form == "jobset":
+        options = replace(options, frozen=str(SETTINGS))
+    else:  # the task's folder is a copy of this one, but the run is to be in a volume
+        options = replace(options, overrides=(*options.overrides, f"runs_dir={_work(config) / config.runs_dir}"))
+    jobs = plan(config, Run(config), parse_stages(stages), options)
+    configuration_problems(config, jobs, options.config_path, here=False)
+    refuse_all("This cannot be printed", [*credential_problems(config, {}), *memory_problems(config, jobs, options),
+                                          *_problems(config, form)])
+    return yaml.dump_all(FORMS[form](config, jobs), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _problems(config: Config, form: str) -> Iterator[str]:
+    launch, volumes = config.launch, _volumes(config)
+    if form == "jobset" and launch.container.image is None:
+        yield "Pods need an image. Set launch.container.image to one that contains Drover (the Dockerfile builds it)."
+    if form == "skypilot" and launch.gpus_per_node and launch.gpu_type is None:
+        yield "SkyPilot selects machines by the type of GPU. Set launch.gpu_type, for example to H100."
+    if any(not claim or not inside.startswith("/") for inside, claim in volumes.items()):
+        yield "launch.container.mounts is CLAIM:/FOLDER there: the name of a volume, and where the stages see it."
+    elif not any(_work(config) / config.folder >= PurePosixPath(inside) for inside in volumes):
+        yield (f"{config.folder} is in no volume, so it would be lost with its pod. Name a volume that all stages can "
+               f"write, such as launch.container.mounts=[my-claim:/work]; a relative runs_dir lies in the first one.")
+    if launch.wrap or launch.srun_args:
+        yield "launch.wrap and launch.srun_args are for Slurm and hosts. Leave them out."
+
+
+def _volumes(config: Config) -> dict[str, str]:
+    """The names of the volumes, by the folders where the stages see them."""
+    return {inside: claim for claim, _, inside in (mount.rpartition(":") for mount in config.launch.container.mounts)}
+
+
+def _work(config: Config) -> PurePosixPath:
+    """The stages' working directory: the first volume."""
+    return PurePosixPath(next(iter(_volumes(config)), "/"))
+
+
+def _script(config: Config, job: Job, rank: str, address: str) -> str:
+    """What one node runs. rank, address: shell words for its number, and for the name of the first node."""
+    python, starter = config.launch.python or "python", ""
+    if job.ranks > 1:
+        where = "--standalone" if job.nodes == 1 else (
+            f"--nnodes={job.nodes} --node-rank={rank} --master-addr={address} --master-port={PORT}")
+        starter = f"-m torch.distributed.run {where} --nproc-per-node={job.tasks_per_node} "
+    command = f"exec {shlex.quote(python)} {starter}{shlex.join(job.command[1:])}"
+    return "\n".join(["set -e", *config.launch.setup, command])
+
+
+def _label(name: str) -> str:
+    """The name as Kubernetes allows it."""
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].rstrip("-") or "drover"
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """Variables of the job, but not PYTHONPATH: the image has the code."""
+    return {name: value for name, value in job.environment.items() if name != "PYTHONPATH"}
+
+
+def _jobset(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
+    """A ConfigMap with the whole configuration, and the JobSet."""
+    launch = config.launch
+    name = _label(config.name)
+
+    def pod(job: Job) -> dict[str, Any]:
+        gpus = {"nvidia.com/gpu": job.gpus_per_node} if job.gpus_per_node else {}
+        memory = job.asked.mem if job.asked.mem != "0" else None
+        asked = {"cpu": job.tasks_per_node * job.cpus_per_task,
+                 **({"memory": f"{memory}i" if memory[-1].isalpha() else f"{memory}Mi"} if memory else {}), **gpus}
+        volumes = {"config": (str(SETTINGS.parent), {"configMap": {"name": name}}),
+                   **({"shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}})} if job.ranks else {}),
+                   **{f"volume-{number}": (inside, {"persistentVolumeClaim": {"claimName": claim}})
+                      for number, (inside, claim) in enumerate(_volumes(config).items())}}
+        return {"restartPolicy": "Never", "terminationGracePeriodSeconds": launch.signal_s,
+                "containers": [{
+                    "name": "stage", "image": launch.container.image, "workingDir": str(_work(config)),
+                    "command": ["bash", "-c", _script(config, job, "$JOB_COMPLETION_INDEX",
+                                                       f"{name}-{_label(job.stage)}-0-0.{name}")],
+                    "env": [*({"name": key, "value": value} for key, value in _environment(job).items()),
+                            *({"name": key, "valueFrom": {"secretKeyRef": {"name": KUBERNETES_SECRET, "key": key}}}
+                              for key in launch.secrets),
+                            {"name": SECRET, "valueFrom": {"secretKeyRef": {
+                                "name": KUBERNETES_SECRET, "key": SECRET, "optional": True}}}],
+                    "resources": {"requests": asked, "limits": gpus},
+                    "volumeMounts": [{"name": volume, "mountPath": inside} for volume, (inside, _) in volumes.items()],
+                }],
+                "volumes": [{"name": volume, **source} for volume, (_, source) in volumes.items()]}
+
+    def replicated(job: Job, before: Job | None) -> dict[str, Any]:
+        spec = {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 0,
+                "podFailurePolicy": {"rules": [
+                    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [REFUSED]}}]},
+                "template": {"spec": pod(job)}}
+        return {"name": _label(job.stage), "template": {"spec": spec},
+                **({"dependsOn": [{"name": _label(before.stage), "status": "Complete"}]} if before else {})}
+
+    yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name},
+           "data": {SETTINGS.name: dump_config(config)}}
+    yield {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": {
+        "failurePolicy": {"maxRestarts": launch.max_restarts, "restartStrategy": "BlockingRecreate", "rules": [
+            {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]},
+        "replicatedJobs": [replicated(job, before) for job, before in zip(jobs, [None, *jobs], strict=False)]}}
+
+
+def _skypilot(config: Config, jobs: list[Job]) -> Iterator[dict[str, Any]]:
+    """The name of the pipeline, then a task for each stage."""
+    launch = config.launch
+    yield {"name": config.name}
+    for job in jobs:
+        memory = re.fullmatch(r"(\d+)G", job.asked.mem or "")
+        resources = {"accelerators": f"{launch.gpu_type}:{job.gpus_per_node}" if job.gpus_per_node else None,
+                     "cpus": f"{job.tasks_per_node * job.cpus_per_task}+", "memory": memory and f"{memory[1]}+",
+                     "image_id": launch.container.image and f"docker:{launch.container.image}",
+                     "job_recovery": {"max_restarts_on_errors": launch.max_restarts}}
+        task = {"name": job.stage, "workdir": ".", "num_nodes": job.nodes,
+                "resources": {name: value for name, value in resources.items() if value},
+                "volumes": _volumes(config), "envs": _environment(job), "secrets": dict.fromkeys(launch.secrets),
+                "run": _script(config, job, "$SKYPILOT_NODE_RANK", '"$(head -n1 <<< "$SKYPILOT_NODE_IPS")"') + "\n"}
+        yield {name: value for name, value in task.items() if value}
+
+
+FORMS: dict[str, Callable[[Config, list[Job]], Iterator[dict[str, Any]]]] = {"jobset": _jobset, "skypilot": _skypilot}
+"""What can be printed, by the value of --as."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a text of several lines as such."""
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)

@@ -1,0 +1,131 @@
+"""`drover plan --as`: what Kubernetes and SkyPilot would get. The schemas were applied by hand (docs/kubernetes.md)."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from drover.launch.submit import show_plan
+from drover.pipeline.config.loading import load_config
+from drover.pipeline.contract.run import Run
+from tests.conftest import REPOSITORY
+from tests.pages import commands
+from tests.waiting import HANG_S
+
+CLOUD = """
+name: My_Run
+shard: {sources: [{kind: files, name: t, paths: [/work/text/*.txt]}]}
+launch:
+  container: {image: registry/drover:1, mounts: [runs-claim:/work, "scratch:/scratch"]}
+  gpus_per_node: 8
+  gpu_type: H100
+  cpus: 4
+  mem: 128G
+  max_restarts: 7
+  setup: [export A=b]
+  environment: {NCCL_DEBUG: INFO}
+  secrets: [HF_TOKEN]
+train: {sequence_length: 64, batch_tokens: 4096}
+"""
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch, capsys):
+    """The documents that the command prints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CLOUD)
+
+    def documents(form, *arguments, config="run.yaml"):
+        if "--config" not in arguments:
+            arguments = ("--config", str(config), *arguments)
+        assert show_plan(["--as", form, *arguments]) == 0
+        return list(yaml.safe_load_all(capsys.readouterr().out))
+
+    return documents
+
+
+def test_a_jobset_has_a_job_for_each_stage(printed, tmp_path):
+    settings, jobset = printed("jobset", "--nodes", "2")
+    assert (settings["kind"], jobset["kind"], jobset["metadata"]["name"]) == ("ConfigMap", "JobSet", "my-run")
+    jobs = {job["name"]: job for job in jobset["spec"]["replicatedJobs"]}
+    assert [(name, *(need["name"] for need in job.get("dependsOn", []))) for name, job in jobs.items()] == [
+        ("shard",), ("tokenizer", "shard"), ("encode", "tokenizer"), ("train", "encode"), ("convert", "train"),
+        ("evaluate", "convert"), ("report", "evaluate")]
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
+    specs = {name: job["template"]["spec"] for name, job in jobs.items()}
+    assert {name: spec["completions"] for name, spec in specs.items() if spec["completions"] > 1} == {"train": 2}
+    container = specs["train"]["template"]["spec"]["containers"][0]
+    assert container["command"] == ["bash", "-c", (
+        "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$JOB_COMPLETION_INDEX "
+        "--master-addr=my-run-train-0-0.my-run --master-port=29500 --nproc-per-node=8 -m drover.pipeline.train "
+        "--config /etc/drover/config.yaml")]
+    assert container["resources"] == {"requests": {"cpu": 32, "memory": "128Gi", "nvidia.com/gpu": 8},
+                                      "limits": {"nvidia.com/gpu": 8}}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
+        "/etc/drover", "/dev/shm", "/work", "/scratch"}
+    assert [variable["name"] for variable in container["env"]] == [
+        "NCCL_DEBUG", "OMP_NUM_THREADS", "HF_TOKEN", "DROVER_STORE_SECRET"]
+    shard = specs["shard"]["template"]["spec"]["containers"][0]
+    assert (shard["resources"]["limits"], shard["workingDir"]) == ({}, "/work")
+    (tmp_path / "frozen.yaml").write_text(settings["data"]["config.yaml"])
+    assert load_config("frozen.yaml", check=False) == load_config("run.yaml", ["launch.train.nodes=2"], check=False)
+
+
+def test_a_pipeline_of_skypilot_has_a_task_for_each_stage(printed):
+    name, *tasks = printed("skypilot", "--nodes", "2", "--stage", "encode,train", "train.lr=1e-3")
+    assert (name, [task["name"] for task in tasks]) == ({"name": "My_Run"}, ["encode", "train"])
+    assert "accelerators" not in tasks[0]["resources"]
+    assert tasks[1] == {
+        "name": "train", "workdir": ".", "num_nodes": 2,
+        "resources": {"accelerators": "H100:8", "cpus": "32+", "memory": "128+",
+                      "image_id": "docker:registry/drover:1", "job_recovery": {"max_restarts_on_errors": 7}},
+        "volumes": {"/work": "runs-claim", "/scratch": "scratch"}, "secrets": {"HF_TOKEN": None},
+        "envs": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"},
+        "run": "set -e\nexport A=b\nexec python -m torch.distributed.run --nnodes=2 --node-rank=$SKYPILOT_NODE_RANK "
+               '--master-addr="$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port=29500 --nproc-per-node=8 '
+               "-m drover.pipeline.train --config run.yaml train.lr=1e-3 launch.train.nodes=2 runs_dir=/work/runs\n"}
+
+
+def test_what_cannot_run_there_is_refused_at_once(printed, capsys):
+    assert show_plan(["--as", "jobset", "--config", "run.yaml", "launch.container={}", "launch.wrap=[env]"]) == 2
+    said = capsys.readouterr().err
+    for words in ("Pods need an image", "runs/My_Run is in no volume", "launch.wrap and launch.srun_args are for"):
+        assert words in said
+    assert show_plan(["--as", "skypilot", "--config", "run.yaml", "launch.gpu_type=null", "runs_dir=/elsewhere",
+                      "launch.container.mounts=[/work]"]) == 2
+    said = capsys.readouterr().err
+    assert "Set launch.gpu_type" in said
+    assert "launch.container.mounts is CLAIM:/FOLDER there" in said
+
+
+def test_the_pages_commands_print_its_configuration(printed, tmp_path):
+    text = (REPOSITORY / "docs/kubernetes.md").read_text()
+    (tmp_path / "cloud.yaml").write_text(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
+    plans = [shlex.split(command) for command in commands("kubernetes") if command.startswith("drover plan")]
+    assert [(words[3], len(printed(words[3], *words[4:-2]))) for words in plans] == [("jobset", 2), ("skypilot", 8)]
+
+
+@pytest.mark.slow
+def test_two_pods_train(printed, fresh, tmp_path):
+    """Their scripts are run here: one has another address for the first pod, and the ConfigMap is a file."""
+    config = yaml.safe_load(fresh.read_text())
+    config["launch"] = {"processes": 1, "python": sys.executable, "container": {"image": "i",
+                                                                                "mounts": [f"claim:{tmp_path}"]}}
+    (tmp_path / "cloud.yaml").write_text(yaml.safe_dump(config))
+    settings, jobset = printed("jobset", "--nodes", "2", "--stage", "train", config=tmp_path / "cloud.yaml")
+    (tmp_path / "frozen.yaml").write_text(settings["data"]["config.yaml"])
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    script = (container["command"][2].replace("mini-train-0-0.mini", "127.0.0.1")
+              .replace("/etc/drover/config.yaml", str(tmp_path / "frozen.yaml")))
+    given = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
+    pods = [subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             env={**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}) for index in (0, 1)]
+    said = [pod.communicate(timeout=HANG_S)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], said
+    manifest = Run(load_config(tmp_path / "cloud.yaml", check=False)).manifest("train")
+    assert manifest is not None
+    assert manifest.counts["steps"] == 12
