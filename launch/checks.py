@@ -99,10 +99,10 @@ def refuse_jobs(run: Run, jobs: list[Job], options: Options, disk: Disk, environ
 
 
 def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterator[str]:
-    """Whether training's state alone exceeds the memory of a rank, if both are known."""
+    """Whether training's state alone exceeds the memory of a rank, if both are known. Also on the fewest nodes on which
+    training would continue."""
     train = next((job for job in jobs if job.key == "train"), None)
-    state = state_bytes_per_rank(config, train.ranks) if train is not None else None
-    if train is None or state is None:
+    if train is None:
         return
     site, here = config.launch.limits.gpu_memory_gb, options.machine
     if options.cluster != "local":
@@ -112,9 +112,14 @@ def memory_problems(config: Config, jobs: list[Job], options: Options) -> Iterat
         memory = here.memory if here.gpus else here.memory / train.ranks
         has = f"{'a GPU here has' if here.gpus else 'its share of the free memory here is'} {readable(memory)}"
         advice = "use a smaller model (`drover presets` lists shapes) or a machine with more memory"
-    if memory and state > memory:
-        yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {has}: {advice}. "
-               f"launch.check_fit=false starts it anyway.")
+    fewest = min(train.node_counts or (train.nodes,))
+    more = f"raise launch.train.min_nodes, since training could continue on {fewest}"
+    for ranks, way in ((train.ranks, advice), (fewest * train.tasks_per_node, more)):
+        state = state_bytes_per_rank(config, ranks)
+        if memory and state is not None and state > memory:
+            yield (f"weights, gradients and optimizer state alone take {readable(state)} a rank, but {has}: {way}. "
+                   f"launch.check_fit=false starts it anyway.")
+            return
 
 
 def disk_problems(run: Run, disk: Disk) -> Iterator[str]:

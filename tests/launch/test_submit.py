@@ -176,8 +176,19 @@ def test_apples_gpu_is_asked_of_a_mac_in_one_process_of_fsdp2_and_fp32(launcher,
 def test_a_rank_has_a_gpu_of_its_own_or_its_share_of_the_host(monkeypatch, gpus, memory, ranks, fits):
     monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 500_000)
     options = Options("local", "c.yaml", machine=Machine(2, gpus, memory))
-    found = [*checks.memory_problems(Config(), [SimpleNamespace(key="train", ranks=ranks)], options)]
-    assert (found == []) == fits
+    train = SimpleNamespace(key="train", ranks=ranks, nodes=1, node_counts=(1,), tasks_per_node=ranks)
+    assert ([*checks.memory_problems(Config(), [train], options)] == []) == fits
+
+
+@pytest.mark.parametrize("fewest, asked", [(2, ""), (1, "raise launch.train.min_nodes, since training could continue on 1")])
+def test_the_fewest_nodes_must_have_memory_for_training(monkeypatch, fewest, asked):
+    monkeypatch.setattr(checks, "state_bytes_per_rank", lambda config, ranks: 640e9 / ranks)
+    counts = tuple(range(4, fewest - 1, -1))
+    train = SimpleNamespace(key="train", ranks=32, nodes=4, node_counts=counts, tasks_per_node=8)
+    found = [*checks.memory_problems(Config(launch={"limits": {"gpu_memory_gb": 70}}), [train],
+                                     Options("slurm", "c.yaml"))]
+    assert asked in "".join(found)
+    assert bool(found) == bool(asked)
 
 
 def test_where_it_runs(launcher, monkeypatch):
