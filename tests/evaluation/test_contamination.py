@@ -26,14 +26,14 @@ def corpus(folder, shards, held=()):
         for text in (text if isinstance(text, str) else " ".join(text) for text in documents):
             key = document_key(digest(text.encode()))
             members.append((key, to_json(Document(text, "s", key, {}))))
-        split = "heldout" if number == len(shards) else "train"
+        split = "validation" if number == len(shards) else "train"
         write_members(folder / f"{number}.tar", members)
         records.append(output_record(folder, folder / f"{number}.tar", split=split, source="s", docs=len(documents)))
     return folder, Manifest("shard", {}, records, {}, "")
 
 
 def test_shares_are_of_what_single_training_documents_hold(tmp_path):
-    """Not over the edge of a document, nor in held-out text. Each of two ranks reads some of the shards."""
+    """Not over the edge of a document, nor in validation text. Each of two ranks reads some of the shards."""
     items = [text_of(f"item {number}", 20) for number in range(4)]
     items += [text_of("least", LEAST), text_of("short", LEAST - 1)]
     shards = [[text_of("filler", 60) + items[0], items[1][:10], items[1][10:]],
