@@ -5,6 +5,8 @@
 It is given by `train.hooks` (HOOKS). Each fault happens once in a run, restarts included: before it does, a file in
 `train/faults/` says so, durably. With `again=1` it happens whenever its step is done. A rank that waits goes on when a
 file `<name of the fault's file>.go` appears beside it, or when it is asked to end.
+
+As a plugin it is imported by the launcher and by every stage: what imports torch is imported where a fault needs it.
 """
 
 from __future__ import annotations
@@ -16,15 +18,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from drover.pipeline.core.files import write_text
-from drover.pipeline.parallel.grid import own
 from drover.pipeline.training.hooks import Hook, HookSettings
-from drover.pipeline.training.replicas import INTEGERS
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SWITCH = "DROVER_FAULTS"
 HOOKS = ["tests.faulty:Faulty"]
@@ -33,7 +33,7 @@ PLUGIN = {"plugins": [str(Path(__file__).resolve())], "train": {"hooks": ["fault
 EXIT_STATUS = 13
 GO = ".go"
 OPTIONS = {"rank": int, "step": int, "seconds": float, "factor": float, "bit": int, "again": int}
-MANTISSA = {torch.float64: 51, torch.float32: 22, torch.float16: 9, torch.bfloat16: 6}
+MANTISSA = {"torch.float64": 51, "torch.float32": 22, "torch.float16": 9, "torch.bfloat16": 6}
 """The highest bit of the mantissa: flipped, a weight changes by up to half, and nothing blows up at once."""
 
 
@@ -112,7 +112,8 @@ class Faults(Hook):
                 case "flip":
                     self.say(f"injected fault: {flip_bit(self.loop.engine.model, fault.bit)}")
                 case "memory":
-                    raise torch.OutOfMemoryError(f"{SWITCH} asks for it")
+                    from torch import OutOfMemoryError
+                    raise OutOfMemoryError(f"{SWITCH} asks for it")
                 case "exit":
                     sys.exit(EXIT_STATUS)
                 case "kill":
@@ -159,12 +160,16 @@ def hang() -> NoReturn:
         time.sleep(3600)
 
 
-@torch.no_grad()
 def flip_bit(model: nn.Module, bit: int | None = None) -> str:
     """Flip a bit of the middle element of this rank's largest piece of a weight, in place; says which."""
-    name, local = max(((name, own(weight)) for name, weight in model.named_parameters()),
+    import torch
+
+    from drover.pipeline.parallel.grid import own
+    from drover.pipeline.training.replicas import INTEGERS
+
+    name, local = max(((name, own(weight).detach()) for name, weight in model.named_parameters()),
                       key=lambda item: item[1].numel())
-    bit = MANTISSA[local.dtype] if bit is None else bit
+    bit = MANTISSA[str(local.dtype)] if bit is None else bit
     place = tuple(int(index) for index in torch.unravel_index(torch.tensor(local.numel() // 2), local.shape))
     before = float(local[place])
     local.view(INTEGERS[local.element_size()])[place] ^= 1 << bit

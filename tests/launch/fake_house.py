@@ -19,6 +19,7 @@ from pathlib import Path
 import fakes
 from drover.pipeline.config.section import identity
 from drover.pipeline.contract.entry import stage_main
+from drover.pipeline.contract.telling import Channel
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import output_record, sha256_json, write_text
 
@@ -33,11 +34,11 @@ def work(work):
     (pids / f"{NAME}-{RANK}.secret").write_text(os.environ.get("DROVER_STORE_SECRET", ""))
     print(f"{NAME} rank {RANK} of {os.environ.get('WORLD_SIZE', '-')} "
           f"threads {os.environ.get('OMP_NUM_THREADS', '-')} terminal {sys.stdout.isatty()}", flush=True)
-    if manner == "fail":
+    if manner == "fail" and RANK == "0":
         raise UserError("the third record of corpus.txt is broken. Repair it.")
-    if manner == "killed":
-        if RANK == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+    if manner == "killed" and RANK == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if manner in ("fail", "killed"):
         time.sleep(3600)
     if manner == "slow":
         stopped = []
@@ -63,6 +64,10 @@ def work(work):
 
 
 if __name__ == "__main__":
+    if os.environ.get("FAKE_" + NAME):  # its ranks do not meet: they would import torch for that
+        Channel.here = lambda: None
+        if RANK != "0":
+            sys.exit(work(None))
     sys.exit(stage_main(NAME, work))
 '''
 FAKES = '''
@@ -71,9 +76,12 @@ import sys
 from dataclasses import replace
 from drover.pipeline.contract.stages import STAGES
 
-STAGES.update({name: replace(stage, own_module=f"fake_{name}", functions={}) for name, stage in STAGES.items()})
+STAGES.update({name: replace(stage, own_module=f"fake_{name}", functions={}, unit_modules=())
+               for name, stage in STAGES.items()})
 if __name__ == "__main__":
+    from drover.launch import hosts, processes
     from drover.launch.submit import main
+    hosts.BROKEN_S = processes.BROKEN_S = 2 * hosts.READ_S  # a played rank that sleeps on is killed sooner
     sys.exit(main())
 '''
 

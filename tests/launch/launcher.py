@@ -93,7 +93,8 @@ class Launcher:
     def with_slurm(self, patch: pytest.MonkeyPatch) -> Launcher:
         """Put a Slurm on PATH whose queue is empty."""
         self.programs.do("sbatch", SBATCH)
-        self.programs.say("srun", status=1)
+        for program in ("srun", "scontrol", "sinfo", "sacctmgr"):  # this machine's own would look for a controller
+            self.programs.say(program, status=1)
         self.programs.queue()
         patch.setenv("PATH", f"{self.programs.folder}:/usr/bin:/bin")
         return self

@@ -113,10 +113,6 @@ def hosts(tmp_path):
     hosts.close()
 
 
-def command(*arguments):
-    return [sys.executable, "launch/submit.py", "--cluster", "hosts", "--hosts", ",".join(ADDRESSES), *arguments]
-
-
 @pytest.mark.slow
 def test_three_hosts_lose_one_and_take_it_back(hosts, tmp_path, encoded):
     """A machine is lost while rank 0 waits at a step. Training goes on without it, and with it once it is back."""
@@ -127,9 +123,10 @@ def test_three_hosts_lose_one_and_take_it_back(hosts, tmp_path, encoded):
     run, secret, told = tmp_path / "runs/mini", "never-on-a-command-line", tmp_path / "told"
     with open(told, "w") as said:
         launcher = subprocess.Popen(
-            command("--stage", "train", "--config", str(config), hosts.ssh, "launch.train.min_nodes=2",
-                    "launch.processes=1", "launch.cpus=1", "launch.secrets=[TRIAL_WORD]",
-                    "launch.environment.DROVER_FAULTS=wait:rank=0,step=10; wait:rank=0,step=18"),
+            [sys.executable, "launch/submit.py", "--cluster", "hosts", "--hosts", ",".join(ADDRESSES), "--stage",
+             "train", "--config", str(config), hosts.ssh, "launch.train.min_nodes=2", "launch.processes=1",
+             "launch.cpus=1", "launch.secrets=[TRIAL_WORD]",
+             "launch.environment.DROVER_FAULTS=wait:rank=0,step=10; wait:rank=0,step=18"],
             cwd=REPOSITORY, env={**environment(), "TRIAL_WORD": secret}, stdout=said, stderr=said)
     try:
         wait_for((run / "train/faults/wait-rank0-step10").exists, told.read_text, of=launcher)
@@ -154,7 +151,7 @@ def test_three_hosts_lose_one_and_take_it_back(hosts, tmp_path, encoded):
     assert proven(config) and difference(curve(config), whole) < 1e-9
 
 
-def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, tmp_path, encoded):
+def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, ready):
     """A machine that is down, one that does not know our key, and one whose key we do not know."""
     hosts.kill("127.0.0.1")
     hosts.kill("127.0.0.2")
@@ -162,10 +159,8 @@ def test_whoever_does_not_let_us_in_is_named_and_nothing_is_asked(hosts, tmp_pat
     hosts.up("127.0.0.2", AuthorizedKeysFile=hosts.folder / "strangers")
     known = (hosts.folder / "known").read_text().splitlines(keepends=True)
     (hosts.folder / "known").write_text("".join(known[:2]))
-    config = reusing(encoded, tmp_path)
-    refused = subprocess.run(
-        command("--stage", "train", "--config", str(config), hosts.ssh, "launch.processes=1", "train.micro_batch=2",
-                "train.batch_tokens=3072"), cwd=REPOSITORY, env=environment(), text=True, capture_output=True)
+    refused = ready.submit("--stage", "train", "--cluster", "hosts", "--hosts", ",".join(ADDRESSES), hosts.ssh,
+                           "launch.processes=1", "train.batch_tokens=3072", PATH=os.environ["PATH"])
     problem, = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert refused.returncode == 2
     assert problem.startswith("error: 3 of 3 hosts cannot be used. 127.0.0.1: ssh: connect to host 127.0.0.1 port")

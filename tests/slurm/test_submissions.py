@@ -13,7 +13,7 @@ import pytest
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.training.stop_agreement import LOOK_EVERY_S
-from tests.launch.recorded_slurm import Programs
+from tests.launch.recorded_slurm import NO_CONTROLLER, Programs
 from tests.slurm.faults import EVERY, in_order
 
 pytestmark = pytest.mark.slow
@@ -50,12 +50,12 @@ def test_stopped_by_its_user_it_stays_away_until_asked(run):
 
 
 def test_two_submissions_never_train_at_once(run, tmp_path):
-    """Where squeue hangs and there is no sacct, a second submission is accepted: it waits for the first."""
+    """Where squeue fails and there is no sacct, a second submission is accepted: it waits for the first."""
     run.submit(nodes=1)
     run.next_wait()
     first = run.job()
     programs = Programs(tmp_path)
-    programs.do("squeue", "exec sleep 600")
+    programs.say("squeue", error=NO_CONTROLLER, status=1)
     programs.say("sacct", error="sacct: command not found", status=127)
     run.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     assert "squeue does not answer" in run.submit(nodes=1)
@@ -86,7 +86,6 @@ def test_a_submission_that_is_killed_after_sbatch_hides_no_job(run, tmp_path):
 
 
 def test_after_all_that_the_curve_is_the_undisturbed_one_on_whatever_nodes(run):
-    run.submit(stages="train,convert", nodes=4)
+    run.submit(nodes=4)
     run.finish()
     assert [*{start["job"]: start["ranks"] for start in run.starts}.values()] == [2, 2, 1, 4]
-    assert read_manifest(run.run / "convert") is not None
