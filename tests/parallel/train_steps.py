@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch._dynamo  # here, not at first use: one process imports for all ranks
 import torch.distributed as dist
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.pipelining import PipelineStage
 
@@ -239,7 +240,9 @@ def exchanges(ranks, backend=None, train=None, **settings):
     if backend is None:
         lines = operators(run)
     else:
-        _, codes = run_and_get_code(run)
+        # Its order is wanted and no value: nothing compiles the kernels, which takes minutes.
+        with mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *given: nothing):
+            _, codes = run_and_get_code(run)
         lines = [line for code in codes for line in code.splitlines()
                  if ".default(" in line or line.lstrip().startswith("extern_kernels.mm(")]
     found, begun = {"gathers": [], "sums": []}, None
