@@ -23,10 +23,7 @@ from tests.waiting import HANG_S
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                "TORCHINDUCTOR_COMPILE_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-PRELOADED = ["tests.parallel.train_steps", "drover.pipeline.parallel.fsdp", "drover.pipeline.training.engines.fsdp",
-             "torch._inductor.compile_fx", "torch._dynamo.backends.distributed", "torch.export._trace",
-             "torch.distributed.tensor.experimental"]
-"""All that a case without DeepSpeed imports, also late."""
+PRELOADED = ["tests.parallel.preloaded"]
 
 MOST_CASES = 16
 """Of a group. Each leaves its process groups behind, whose threads wake up for ever; a new start takes a second."""

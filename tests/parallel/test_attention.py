@@ -70,9 +70,18 @@ def test_torch_takes_the_kernels_of_the_package_that_is_looked_for(tmp_path, nam
     assert found.stdout.split() == [name, name.upper(), "True"]
 
 
+TRACES = """
+from functools import partial
+import torch
+torch.compile = partial(torch.compile, backend="aot_eager")
+"""
+"""A plugin: blocks are traced, but nothing makes code of their graphs, which takes a minute."""
+
+
 @needs_compiler
-def test_a_run_records_what_computes_its_attention_and_prints_a_fallback_once(fresh):
+def test_a_run_records_what_computes_its_attention_and_prints_a_fallback_once(fresh, tmp_path):
+    (tmp_path / "traces.py").write_text(TRACES)
     result = run_stage("train", fresh, "train.steps=2", "train.warmup_steps=1", "train.sample_every=9",
-                       "train.compile=true")
+                       "train.compile=true", f"plugins=[{tmp_path}/traces.py]")
     assert (result.stdout + result.stderr).count("so sdpa computes attention inside documents") == 1
     assert [event["attention"] for event in events(fresh, "start")] == ["sdpa"]

@@ -25,7 +25,7 @@ def steps(layout, train=(("optimizer", "muon"),), **settings):
     """Under a layout of CROSSED."""
     ranks, parallel = CROSSED[layout]
     return run_case(ranks, "", {"body": "tests.parallel.optimizer_steps:optimizer_steps", "parallel": parallel,
-                                "train": dict(train), "steps": 6, **settings})
+                                "train": dict(train), "steps": 4, **settings})
 
 
 def saved(folder, found):
@@ -55,11 +55,11 @@ def test_on_equal_gradients_muons_bits_are_the_same_under_every_layout(layout):
 def test_a_rejected_update_changes_no_bit_on_any_rank(layout, optimizer):
     """Gradients that are no numbers, on all ranks, as the guards leave them out."""
     train = (("optimizer", optimizer),)
-    found = steps(layout, rejected=(0, 3), train=train)
+    found = steps(layout, rejected=(0, 2), train=train)
     assert found["held"] == [True, True]
-    assert [applied for _, _, applied in found["results"]] == [False, True, True, False, True, True]
+    assert [applied for _, _, applied in found["results"]] == [False, True, False, True]
     assert all(np.isfinite(value).all() for value in found["state"].values())
-    assert away(found, alone(rejected=(0, 3), train=train)) < 1e-12
+    assert away(found, alone(rejected=(0, 2), train=train)) < 1e-12
 
 
 @pytest.mark.parametrize("optimizer", ["muon", *slow("adamw", f"{OUTSIDE}:RADAM")])
@@ -70,9 +70,9 @@ def test_weights_and_states_are_the_same_in_every_layout_and_continue_under_anot
     expected = alone(**settings)
     assert any(norm > 0.5 for _, norm, _ in expected["results"]), "or nothing is clipped"
     assert "model.output.weight" not in expected["state"] and len(expected["state"]) > 40, "weights alone are 29"
-    folder = saved(tmp_path, steps("HSDP 2 x 2", steps=3, **settings))
+    folder = saved(tmp_path, steps("HSDP 2 x 2", steps=2, **settings))
     for layout in (ALONE, "tensor parallel 2", TWO_AXES):
-        assert away(steps(layout, first=3, load=folder, **settings), expected) < 1e-12
+        assert away(steps(layout, first=2, load=folder, **settings), expected) < 1e-12
 
 
 def test_learning_rates_of_some_hold_on_several_ranks_too():
