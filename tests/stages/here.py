@@ -11,7 +11,7 @@ FUNCTIONS = {"tokenizer": "make_tokenizer"}
 
 
 def prepare_here(config):
-    """Everything that training needs: the stages up to encode, with one worker, in a sixth of their time as commands."""
+    """Everything that training needs: the stages up to encode, with one worker, in a sixth of the time of commands."""
     for stage in ("shard", "tokenizer", "encode"):
         assert run_here(stage, config, "launch.processes=1") == 0
 
