@@ -79,11 +79,9 @@ def run_python(*arguments: object, check: bool = True, **variables: str) -> subp
                           text=True, capture_output=True, check=check)
 
 
-def stage_command(stage: str, config: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    """The command of one stage; with several ranks under torch's elastic agent."""
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                                 f"--nproc-per-node={ranks}"]
-    return [*start, "-m", f"drover.pipeline.{stage}", "--config", str(config), *overrides]
+def stage_command(stage: str, config: Path, *overrides: str) -> list[str]:
+    """The command of one stage, as one process."""
+    return [sys.executable, "-m", f"drover.pipeline.{stage}", "--config", str(config), *overrides]
 
 
 def start_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, limits: dict[int, int] | None = None,
@@ -96,16 +94,16 @@ def start_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, limit
                                {**environment(), **variables}, ranks=ranks, limits=limits, limited=limited)
 
 
-def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect: int = 0, cold: bool = False,
+def run_stage(stage: str, config: Path, *overrides: str, ranks: int = 1, expect: int = 0,
               limits: dict[int, int] | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run one stage to its end and check its exit status.
 
-    cold: in interpreters of its own, several ranks under torch's elastic agent. Stages without torch always are: they
-    start quickly, and a hash seed of each one's own shows what depends on it. limits: of a warm one only.
+    Stages without ranks run in an interpreter of their own: a hash seed of each one's own shows what depends on it.
+    limits: of stages with ranks only.
     """
-    if cold or stage not in ("train", "convert"):
-        assert not limits
-        result = subprocess.run(stage_command(stage, config, *overrides, ranks=ranks), cwd=REPOSITORY, text=True,
+    if stage not in ("train", "convert", "evaluate"):
+        assert not limits and ranks == 1
+        result = subprocess.run(stage_command(stage, config, *overrides), cwd=REPOSITORY, text=True,
                                 capture_output=True, env={**environment(), **variables}, timeout=HANG_S, check=False)
     else:
         process = start_stage(stage, config, *overrides, ranks=ranks, limits=limits, **variables)
@@ -151,9 +149,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def encoded(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """Config of a run whose shard, tokenizer and encode stages are done; its folder is `runs/mini` beside it."""
+    from tests.stages.here import prepare_here  # with torch, which not every session needs
     config = write_config(tmp_path_factory.mktemp("encoded"), corpus)
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
+    prepare_here(config)
     return config
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.conftest import run_stage, write_config
-from tests.stages.here import run_here
+from tests.conftest import write_config
+from tests.stages.here import prepare_here, run_here
 from tests.stages.small_run import copy_of, make_trained_run
 from tests.stages.training import copy_run, reusing, run_train, run_with_faults
 
@@ -20,8 +20,7 @@ def two_sources(tmp_path_factory, corpus):
     """Config of a run with token shards of short documents and some longer than a sequence, from two sources."""
     config = write_config(tmp_path_factory.mktemp("two"), corpus, shard={"sources": halves(corpus, separator="\n\n")},
                           train={"mixture": {"code": 1, "more": 2}, "checkpoint": {"every_steps": 2}})
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
+    prepare_here(config)
     return config
 
 

@@ -13,7 +13,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import output_record
 from drover.pipeline.records.checkpoints import MARKER
 from tests.data.source_files import lines
-from tests.stages.here import run_here
+from tests.stages.here import prepare_here
 from tests.tiny_models import as_checkpoint
 
 TASK = """
@@ -60,8 +60,7 @@ def make_trained_run(folder):
     write_task(folder, "words", *(item(number, number % 3) for number in range(7)))
     config = folder / "small.yaml"
     config.write_text(yaml.safe_dump(settings(folder)))
-    for stage in ("shard", "tokenizer", "encode"):
-        assert run_here(stage, config) == 0
+    prepare_here(config)
     fake_training(Run(load_config(config)))
     return config
 

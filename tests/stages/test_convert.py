@@ -17,8 +17,7 @@ from drover.pipeline.storage.__main__ import main
 from drover.pipeline.storage.mirror import COPY, OWNER
 from drover.pipeline.storage.store import Store, preflight
 from drover.pipeline.tokenization.kinds import load_tokenizer
-from tests.conftest import run_stage
-from tests.stages.here import run_here
+from tests.stages.here import prepare_here, run_here
 from tests.stages.small_run import fake_training
 from tests.stages.test_damaged_inputs import flipped
 from tests.stages.training import changed, copy_run, reusing, run_train, run_with_faults, train_folder
@@ -90,19 +89,18 @@ def test_weights_that_do_not_fit_are_not_committed(spread, monkeypatch, capsys):
 AVERAGE = ["convert.average=[5, 8, 12]", "train.checkpoint.keep=1"]
 
 
-def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(fresh):
+def test_the_mean_of_named_checkpoints_is_exported_to_the_bit(run, fresh):
     """What is not there or damaged is refused by name."""
     run_with_faults(fresh, "kill:rank=0,step=10", *AVERAGE, expect=-9)
     run_train(fresh, *AVERAGE)
     saved = sorted((train_folder(fresh) / "checkpoints").iterdir())
     assert [path.name for path in saved] == ["step-00000005", "step-00000008", "step-00000012"]
-    said = run_stage("convert", fresh, "convert.average=[4, 12]", expect=2).stderr
+    said = run("convert", fresh, "convert.average=[4, 12]", expect=2).err
     assert "convert.average names step 4, but " in said
     assert "(there are those of 5, 8, 12)" in said
     with flipped(saved[0] / "rank-00000.safetensors") as part:
-        assert f"{part} is not what training saved" in run_stage("convert", fresh, *AVERAGE, expect=2).stderr
-    said = run_stage("convert", fresh, *AVERAGE).stdout
-    assert "the mean of step-00000005, step-00000008, step-00000012: " in said
+        assert f"{part} is not what training saved" in run("convert", fresh, *AVERAGE, expect=2).err
+    assert "the mean of step-00000005, step-00000008, step-00000012: " in run("convert", fresh, *AVERAGE).out
     out = train_folder(fresh).parent / "convert"
     assert read_manifest(out).counts["averaged"] == [path.name for path in saved]
     with HuggingFaceWeights(out / "hf") as exported:
@@ -151,8 +149,7 @@ def test_llama_cpp_finds_the_scores_of_sentencepiece_merges(converted, texts):  
 def test_llama_cpp_finds_no_file_that_it_would_misread(encoded, tmp_path, settings):
     """It would take a unigram model's scores for those of merges, and ranks in base64 for a sentencepiece model."""
     config = changed(encoded, tmp_path, {"tokenizer": settings})
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
+    prepare_here(config)
     fake_training(Run(load_config(config)))
     assert run_here("convert", config) == 0
     stages = config.parent / "runs/mini"
@@ -170,7 +167,7 @@ def test_a_tokenizer_made_before_the_rule_was_written_is_exported_with_it(encode
     manifest = read_manifest(stage)
     records = [output_record(stage, stage / record["path"]) for record in manifest.outputs]
     replace(manifest, outputs=records).write(stage)
-    run_stage("encode", config, "--force")
+    assert run_here("encode", config, "launch.processes=1", "--force") == 0
     fake_training(Run(load_config(config)))
     assert run_here("convert", config) == 0
     assert read_json(config.parent / "runs/mini/convert/hf/tokenizer_config.json") == {

@@ -14,8 +14,8 @@ from drover.pipeline.data.stored.opening import used
 from drover.pipeline.records.metrics import read_metrics
 from drover.pipeline.storage.store import Store
 from drover.pipeline.training.uploads import CopiedCheckpoints
-from tests.conftest import run_stage
 from tests.object_store import SECRET
+from tests.stages.here import run_here
 from tests.stages.test_damaged_inputs import flipped
 from tests.stages.training import (
     copy_run,
@@ -45,7 +45,8 @@ OPTIONS["packed-phases"] = [*OPTIONS["phases"][0], "train.packing=best_fit"], OP
 def short_documents(tmp_path_factory, two_sources):
     """Config of a run of its own with token shards from two sources, which may be damaged, and a copy of them."""
     config = copy_run(two_sources, tmp_path_factory.mktemp("crossed"), train={"mixture": {"code": 3, "more": 1}})
-    run_stage("encode", config, "--force", f"encode.copy_to=file://{config.parent}/store")
+    assert run_here("encode", config, "launch.processes=1", "--force",
+                    f"encode.copy_to=file://{config.parent}/store") == 0
     return config
 
 

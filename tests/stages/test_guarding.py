@@ -13,31 +13,31 @@ from tests.conftest import run_python
 from tests.faulty import HOOKS
 from tests.stages.training import curve, difference, events, lines, proven, run_train, run_with_faults, train_folder
 
-ROLLBACK = ["train.steps=50", "train.validation_every=100", "train.sample_every=100", "train.guards.spike=rollback",
+ROLLBACK = ["train.steps=24", "train.validation_every=100", "train.sample_every=100", "train.guards.spike=rollback",
             "train.guards.spike_min_history=8"]
 
 
 def test_bad_steps_are_skipped_and_left_out_over_a_kill(fresh, encoded):
     """A NaN is skipped; two spikes are gone back from; in between a rank is killed. The curve that is left is that of
     a run that never saw what the rollbacks left out."""
-    nan = "nan:rank=1,step=7,again=1"
-    faults = f"{nan};spike:rank=0,step=23,factor=50;kill:rank=1,step=31;spike:rank=1,step=38,factor=80"
+    nan = "nan:rank=1,step=3,again=1"
+    faults = f"{nan};spike:rank=0,step=11,factor=50;kill:rank=1,step=15;spike:rank=1,step=18,factor=80"
     run_with_faults(fresh, faults, *ROLLBACK, ranks=2, expect=1)
     said = run_with_faults(fresh, faults, *ROLLBACK, ranks=2).stdout
     assert proven(fresh)
     counts = read_manifest(train_folder(fresh)).counts
-    assert (counts["skipped"], counts["rollbacks"], counts["restarts"], counts["samples"]) == (1, 2, 1, 52 * 16)
+    assert (counts["skipped"], counts["rollbacks"], counts["restarts"], counts["samples"]) == (1, 2, 1, 26 * 16)
     assert [phase["left_out"] for phase in counts["phases"]] == [{"all sources": 2 * 16 * 64}]
     tokens = read_manifest(encoded.parent / "runs/mini/encode").counts["splits"]["train"]["code"]["tokens"]
-    assert counts["epochs"]["all sources"] == pytest.approx(50 * 16 * 64 / tokens)
+    assert counts["epochs"]["all sources"] == pytest.approx(24 * 16 * 64 / tokens)
     skip, = events(fresh, "skip")
-    assert skip["step"] == 7 and skip["samples"] == [[96, 112]] and skip["documents"][0]["key"]
+    assert skip["step"] == 3 and skip["samples"] == [[32, 48]] and skip["documents"][0]["key"]
     assert "is a spike against a median of" in said and "Documents: code/" in said
     clean = train_folder(fresh, "clean")
     clean.mkdir(parents=True)
     shutil.copy(train_folder(fresh) / "rollbacks.json", clean)
     run_with_faults(fresh, nan, "name=clean", *ROLLBACK, ranks=2)
-    assert curve(fresh) == curve(fresh, "clean") and curve(fresh)[6]["loss"] == "nan"
+    assert curve(fresh) == curve(fresh, "clean") and curve(fresh)[2]["loss"] == "nan"
 
 
 def test_training_whose_every_update_was_skipped_is_not_done(fresh):

@@ -10,7 +10,8 @@ from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
-from tests.conftest import REPOSITORY, environment, run_stage, write_config
+from tests.conftest import REPOSITORY, environment, write_config
+from tests.stages.here import prepare_here
 from tests.stages.limited import LARGE_TENSORS
 from tests.stages.small_run import fake_training
 from tests.waiting import HANG_S
@@ -34,8 +35,7 @@ def run(tmp_path_factory):
         model={"dim": 320, "layers": LAYERS, "heads": 4, "kv_heads": 4, "ffn_dim": 864, "context_length": 128},
         convert={"max_shard_mb": 8}, train={"sequence_length": 64},
         evaluate={"prompts": ["def ", "return x"], "prompt_tokens": 3, "batch": 1, "validation_tokens": 500})
-    for stage in ("shard", "tokenizer", "encode"):
-        run_stage(stage, config)
+    prepare_here(config)
     fake_training(Run(load_config(config)), kinds=("model",))
     assert read_manifest(config.parent / "runs/mini/train").counts["parameters"] * 4 > 350e6
     return config

@@ -4,14 +4,26 @@ import gzip
 import json
 import shlex
 
+import pytest
+
 from drover.pipeline.training.sinks.base import curves
 from drover.tools.rehearse import main as rehearse
 from drover.tools.verify.__main__ import main as verify
-from tests.stages.training import curve, events, lines, run_train, run_with_faults, train_folder
+from tests.stages.training import curve, events, lines, reusing, run_train, run_with_faults, train_folder
+
+STEPS = "train.steps=6"
 
 
-def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh):
-    profile = ["train.profile.start=3", "train.profile.steps=2", "train.steps=6"]
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, encoded):
+    """Metrics and curve of the run in which nothing is measured besides."""
+    config = reusing(encoded, tmp_path_factory.mktemp("plain"), train={"micro_batch": 8})
+    run_train(config, STEPS, ranks=2)
+    return lines(config), curve(config)
+
+
+def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_nothing(fresh, plain):
+    profile = ["train.profile.start=3", "train.profile.steps=2", STEPS]
     said = run_train(fresh, *profile, "train.profile.ranks=[0, 1]", ranks=2).stdout
     folder = train_folder(fresh) / "profile"
     assert len(list(folder.iterdir())) == 4
@@ -23,8 +35,7 @@ def test_profiled_steps_leave_traces_of_the_ranks_that_are_named_and_change_noth
         assert "aten::mm" in (folder / f"steps-3-4.rank{rank}.operations.txt").read_text()
         assert 0.5 < sum(events(fresh, "profile")[rank]["shares"].values()) < 1.01
         assert f"profiled 2 steps up to step 4 on rank {rank}; most time: " in said
-    run_train(fresh, "name=plain", "train.steps=6", ranks=2)
-    assert curve(fresh) == curve(fresh, "plain")
+    assert curve(fresh) == plain[1]
     assert verify(["--run", str(fresh.parent / "runs/mini")]) == 0
 
 
@@ -40,18 +51,17 @@ def test_want_of_memory_is_explained_and_ends_the_job_only_in_the_first_step_of_
     assert "did not suffice in step 3" in later.stderr and "OutOfMemoryError" in later.stderr
 
 
-def test_norms_are_measured_where_asked_for_and_change_nothing(fresh):
+def test_norms_are_measured_where_asked_for_and_change_nothing(fresh, plain):
     """In the same run a profile begins later than training ends, which is logged."""
-    said = run_train(fresh, "train.steps=5", "train.norms_every=2", "train.log_every=100", "train.profile.start=6",
+    said = run_train(fresh, STEPS, "train.norms_every=2", "train.log_every=100", "train.profile.start=7",
                      ranks=2).stdout
-    assert ("train.profile: training ended after 5 steps of this start, before the 8 that were to be done; no "
+    assert ("train.profile: training ended after 6 steps of this start, before the 9 that were to be done; no "
             "profile is written") in said and not (train_folder(fresh) / "profile").exists()
-    run_train(fresh, "name=plain", "train.steps=5", ranks=2)
-    found, plain = {record["step"]: record for record in lines(fresh)}, lines(fresh, "plain")
-    assert all(record["loss"] == plain[step - 1]["loss"] for step, record in found.items())
-    assert [step for step in found if "weight_norms" in found[step]] == [1, 2, 4, 5]
+    found = {record["step"]: record for record in lines(fresh)}
+    assert all(record["loss"] == plain[0][step - 1]["loss"] for step, record in found.items())
+    assert [step for step in found if "weight_norms" in found[step]] == [1, 2, 4, 6]
     measured = events(fresh, "norms")
-    assert [event["step"] for event in measured] == [1, 2, 4, 5]
+    assert [event["step"] for event in measured] == [1, 2, 4, 6]
     for event in measured:
         record = found[event["step"]]
         assert curves(record)["norms/weight/layers.1"] == record["weight_norms"]["layers.1"]

