@@ -111,7 +111,7 @@ def stand_in(address: str, arguments: list[str]) -> int:
     stop."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
-    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "ranks": 1,
+    request = {"arguments": arguments, "environment": dict(os.environ), "directory": str(Path.cwd()), "ranks": 1,
                "limits": {}, "limited": []}
     socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])
     pid = int(connection.recv(64))
