@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import REPOSITORY, environment
+from tests.conftest import REPOSITORY, environment, warm_server
 from tests.waiting import HANG_S
 
 BLOCK = re.compile(r"(?:<!-- (?:needs|takes) (a cluster|torchao|an object store|the network|fastapi|minutes) -->\n)?"
                    r"```bash\n(.*?)```", re.DOTALL)
+WARM = "drover.pipeline.train|drover.pipeline.convert|drover.pipeline.evaluate"
 
 
 def commands(*pages: str) -> list[str]:
@@ -26,11 +27,26 @@ def checkout(home: Path) -> Path:
     for name in ("launch", "pipeline", "model", "tools", "benchmarks"):
         (home / name).symlink_to(REPOSITORY / name)
     (home / "configs").mkdir()
-    programs = home / ".bin"  # the command, also where the environment was installed before there was one
-    programs.mkdir()
-    (programs / "drover").write_text(f'#!/bin/sh\nexec {sys.executable} -m drover "$@"\n')
-    (programs / "drover").chmod(0o755)
+    # The command, also where the environment was installed before there was one.
+    _program(home / ".bin/drover", f'exec {sys.executable} -m drover "$@"')
     return home
+
+
+def warm_stages(home: Path) -> Path:
+    """Let the command of such a folder start the stages that need torch as forks of a process that has imported it
+    (tests/warm.py); the folder."""
+    python = home / ".warm/python"  # not on PATH: only what the launcher starts is started with it
+    _program(python, f'case "$2" in {WARM}) exec {sys.executable} -m tests.warm {warm_server().address} "$@";; esac\n'
+                     f'exec {sys.executable} "$@"')
+    _program(home / ".bin/drover", f'exec {sys.executable} -c "import sys; sys.executable = \'{python}\'; '
+                                   f'from drover.__main__ import main; sys.exit(main())" "$@"')
+    return home
+
+
+def _program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def typed(command: str, home: Path) -> subprocess.CompletedProcess[str]:

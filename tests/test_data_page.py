@@ -16,7 +16,7 @@ from drover.pipeline.storage.store import Store
 from tests.conftest import REPOSITORY, write_config
 from tests.dirty_corpus import write_dirty
 from tests.object_store import set_environment
-from tests.pages import checkout, commands, typed
+from tests.pages import checkout, commands, typed, warm_stages
 
 pytestmark = pytest.mark.slow
 PAGES = "tutorial-crawl", "data", "tokens"
@@ -28,7 +28,7 @@ COMMANDS = [command for command in commands(*PAGES) if not command.startswith("e
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory, corpus):
     """A folder that looks like the checkout, with the files that the page speaks of, and what is wrong in them."""
-    home = checkout(tmp_path_factory.mktemp("home"))
+    home = warm_stages(checkout(tmp_path_factory.mktemp("home")))
     write_config(home, corpus, name="demo", runs_dir="runs").rename(home / "configs/demo.yaml")
     for name, text in re.findall(r"```yaml\n# (configs/\w+.yaml)\n(.*?)```", PAGE, re.DOTALL):
         (home / name).write_text(text)

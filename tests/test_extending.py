@@ -12,7 +12,7 @@ from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.files import read_json
 from drover.pipeline.records.metrics import read_metrics
 from tests.conftest import REPOSITORY, write_config
-from tests.pages import checkout, typed
+from tests.pages import checkout, typed, warm_stages
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ FILES = {name: text for _, name, text in re.findall(r"```(python|yaml)\n# (\S+)\
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory, corpus):
     """The run that the page makes: its folder, and what was printed."""
-    home = checkout(tmp_path_factory.mktemp("extended"))
+    home = warm_stages(checkout(tmp_path_factory.mktemp("extended")))
     files = sorted(corpus.glob("*.txt"))
     texts = home / "texts"
     texts.mkdir()

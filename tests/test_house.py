@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,19 @@ from tests.refusal import table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FLOORS = {"model": {"model"}, "pipeline": {"model", "pipeline"}, "launch": {"model", "pipeline", "launch"}}
+KINDS = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.FunctionDef, ast.ClassDef, ast.Name, ast.Constant)
 FILES = [path for floor in (*FLOORS, "tools", "benchmarks") for path in sorted((REPOSITORY / floor).rglob("*.py"))]
+
+
+@cache
+def nodes_of(path):
+    """Of the syntax tree of a file, but for the many that no test asks about."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, KINDS)]
 
 
 def imported(path):
     """The names that a file imports, as the house has them: pipeline.files for drover.pipeline.core.files."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("drover.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -55,7 +63,7 @@ UNPICKLES = re.compile(r"pickle\.(load|Unpickler)|from pickle|\.\w*(gather|scatt
 def test_nothing_unpickles_what_others_have_written():
     """Nor has torch do it. A stage's worker looks whether an error of its own can be sent to its parent."""
     found = {(str(path.relative_to(REPOSITORY)), match[0])
-             for path in FILES for node in ast.walk(ast.parse(path.read_text()))
+             for path in FILES for node in nodes_of(path)
              if isinstance(node, ast.Attribute | ast.Call | ast.ImportFrom)
              and (match := UNPICKLES.search(ast.unparse(node)))}
     assert found == {("pipeline/contract/workers.py", "pickle.load")}
@@ -75,6 +83,7 @@ def room_of(file):
     return "/".join(file.parts[:2]).removesuffix(f"/{file.name}") if file.parts[0] == "pipeline" else file.parts[0]
 
 
+@cache
 def arrows():
     """(importing room, imported room) over the whole house."""
     found = set()
@@ -119,7 +128,7 @@ def test_nothing_is_there_for_tests_only():
     """Every function and class is named somewhere else in the house than where it is defined."""
     named, defined = Counter(CALLED_FROM_OUTSIDE), {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 if not node.decorator_list or node.name.startswith("test"):  # a decorator may hand it to somebody
                     defined.setdefault(node.name, path.relative_to(REPOSITORY))

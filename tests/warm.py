@@ -8,7 +8,7 @@ gives them what torchrun gives, ends all when one fails, and passes a request to
 
 What such a process does not show, and is therefore started cold somewhere in the suite: torch's own agent and the
 launcher, variables that libraries read while they are imported (OMP_NUM_THREADS among them), and a hash seed of
-each process's own.
+each process's own. A launcher's stages become such processes where `stand_in` is what it starts (tests/pages.py).
 
 The server has one thread and never computes: a fork takes along no lock that somebody holds and no pool of threads.
 """
@@ -104,6 +104,20 @@ class WarmProcess:
         answer = self._connection.recv(64)
         assert answer, "the server of warm processes has ended"
         return answer
+
+
+def stand_in(address: str, arguments: list[str]) -> int:
+    """Be `python -m <module>` for whoever started this process, by a warm one: its streams, its end, its requests to
+    stop."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(address)
+    request = {"arguments": arguments, "environment": dict(os.environ), "directory": str(Path.cwd()), "ranks": 1,
+               "limits": {}, "limited": []}
+    socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])
+    pid = int(connection.recv(64))
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
+    status = int(connection.recv(64))
+    return status if status >= 0 else 128 - status
 
 
 class WarmServer:
@@ -288,4 +302,6 @@ def _signal(processes: set[int], number: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2] == "-m":
+        sys.exit(stand_in(sys.argv[1], sys.argv[3:]))
     serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
