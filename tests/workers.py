@@ -24,8 +24,8 @@ import pytest
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
-CLUSTERS = {"test_chain.py": "a", "test_one_job.py": "b"}
-"""Files of tests/slurm by the lab that they share. All others share a third lab. They mostly wait."""
+CLUSTERS = {"test_chain.py": "a", "test_one_job.py": "b", "test_submissions.py": "c"}
+"""Files of tests/slurm by the lab that they share. All others share a fourth lab. They mostly wait."""
 SPREAD = "tests/stages/"
 """Tests of these files are long. Where a file has no fixture of its own, each test is a group."""
 FIXTURE = re.compile(r"""scope=["'](module|class)["']""")
@@ -40,7 +40,7 @@ def group_name(nodeid: str, root: Path) -> str:
     """Name of the group of tests that a test belongs to."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/slurm/"):
-        return f"tests/slurm {CLUSTERS.get(Path(file).name, 'c')}"
+        return f"tests/slurm {CLUSTERS.get(Path(file).name, 'd')}"
     alone = file.startswith(SPREAD) and not FIXTURE.search((root / file).read_text(encoding="utf-8"))
     return nodeid if alone else file
 
