@@ -101,15 +101,15 @@ def ways(config: Config, found: Rehearsal, largest: str) -> Iterator[Settings]:
     train, parallel = config.train, config.parallel
     single: list[Settings] = []
     micro_batch = BatchPlan.of(train, parallel, found.ranks).micro_batch
-    if largest in ("activations", "received") and micro_batch > 1:
+    if largest in ("activations", "pipeline buffers") and micro_batch > 1:
         single.append({"train.micro_batch": micro_batch // 2})
-    if largest not in ("activations", "logits", "received"):
+    if largest not in ("activations", "logits", "pipeline buffers"):
         single += [{f"parallel.{name}": less} for name, less in
                    (("dp_replicate", 1), ("reduce", "each"), ("reshard", "always")) if getattr(parallel, name) != less]
     kinds = ("none", "selective", "full")
     checkpointing: list[Settings] = [{"train.activation_checkpointing": kind} for kind in
                                      kinds[kinds.index(train.activation_checkpointing) + 1:]]
-    if largest in ("activations", "received"):
+    if largest in ("activations", "pipeline buffers"):
         single += checkpointing
     long = train.sequence_length >= LONG
     split: list[Settings] = [{f"parallel.{name}": size} for size in (2, 4, 8, 16) for name in

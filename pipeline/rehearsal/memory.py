@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-KINDS = ("weights", "gradients", "moments", "gathered", "activations", "received", "logits")
-"""weights: this rank's part of the master weights. gradients: including whole ones before their reduction. moments: the
-optimizer's state. gathered: all-gathered weights, in the computing precision. received: a pipeline's buffers for hidden
-states and their gradients. logits: of the output head's chunk, with their gradients. activations: the rest.
+KINDS = ("weights", "gradients", "optimizer state", "all-gathered", "activations", "pipeline buffers", "logits")
+"""weights: this rank's part of the master weights. gradients: including whole ones before their reduction.
+all-gathered: weights of other ranks, in the computing precision. pipeline buffers: for hidden states and their
+gradients. logits: of the output head's chunk, with their gradients. activations: the rest.
 """
 
 

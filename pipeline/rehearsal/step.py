@@ -141,7 +141,7 @@ def _name_state(engine: Engine, watch: Watch) -> None:
         for name, parameter in engine.model.named_parameters():
             watch.memory.name(own(parameter.detach()), "weights")
             for state in engine.optimizer.state(name).values():
-                watch.memory.name(state, "moments")
+                watch.memory.name(state, "optimizer state")
 
 
 def _name_gradients(engine: Engine, watch: Watch) -> None:

@@ -29,7 +29,7 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonze
 REDUCED = {"chunk_cat"}
 GATHERED = {"all_gather_copy_in", "split_with_sizes_copy"}
 """FSDP2's own operators: inputs of a reduction; inputs and outputs of an all-gather."""
-BY_FSDP2 = {"unshard": "gathered", "wait_for_unshard": "gathered", "post_backward": "gradients"}
+BY_FSDP2 = {"unshard": "all-gathered", "wait_for_unshard": "all-gathered", "post_backward": "gradients"}
 """Kinds of the tensors that FSDP2's functions create. A group of one rank calls none of the operators above."""
 ONCE = {"_warmup_p2p"}
 """Functions of torch's pipelines that run only before the first step."""
@@ -96,7 +96,7 @@ class Watch(TorchDispatchMode):
         for tensor in tensors(result):
             self._look_at(tensor)
         if operator.namespace == "fsdp" and name in REDUCED | GATHERED:
-            kind = "gradients" if name in REDUCED else "gathered"
+            kind = "gradients" if name in REDUCED else "all-gathered"
             for tensor in tensors([arguments, [*(options or {}).values()]]):
                 self.memory.name(tensor, kind)
         return result
@@ -122,7 +122,7 @@ class Watch(TorchDispatchMode):
             if "_fully_shard/" in file:
                 kind = kind or BY_FSDP2.get(function, "")
             if "distributed/pipelining/" in file and function in ROOM:
-                kind = "received"
+                kind = "pipeline buffers"
             attends = attends or function in ("prepare", "attend")
         self.memory.hold(tensor, kind)
         if attends and self.tokens >= DENSE_FROM and tensor.dim() > 1 and min(tensor.shape[-2:]) >= self.tokens:

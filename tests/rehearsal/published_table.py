@@ -23,8 +23,6 @@ PUBLISHED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("configs/llama3_8b_128k.yaml", 8, ()), ("configs/llama3_70b.yaml", 1024, ()),
     ("configs/llama3_405b.yaml", 16384, ()), ("configs/llama3_405b.yaml", 16384, LONG))
 """The rows: a file, so many ranks, settings."""
-HEADS = {"moments": "optimizer state", "gathered": "all-gathered", "received": "pipeline buffers"}
-"""The field's terms, for kinds of memory that the command has shorter names for."""
 
 
 def gigabytes(size: int) -> str:
@@ -49,8 +47,7 @@ def row(config: Config, ranks: int) -> Sequence[str]:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The table in Markdown, with its heading."""
-    kinds = (HEADS.get(kind, kind) for kind in KINDS)
-    return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *kinds,
+    return markdown([("configuration, ranks", "tokens", "fullest rank", "peak, GB", *KINDS,
                       "collectives of a step by group, GB", "calls", "bubble", "recomputed", "exposed"), *rows])
 
 
