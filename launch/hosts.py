@@ -25,7 +25,7 @@ from signal import SIGTERM
 
 from drover.launch.host import Host, StepEnd, meeting, process_end
 from drover.launch.local import WORDS, LocalHost, run_jobs
-from drover.launch.on_host import MARK, Work, answers, line_of
+from drover.launch.on_host import MARK, Work, answers, code_hash, line_of
 from drover.launch.plan import Job, Options
 from drover.launch.processes import BROKEN_S, SHUTDOWN_S, Each, Environment, Group, answer_of, started
 from drover.launch.slurm.job.decisions import TERMINATED
@@ -73,8 +73,8 @@ class Found:
 
 
 def look_at(hosts: Sequence[str], launch: LaunchConfig, run_folder: Path) -> Found:
-    """Look which hosts can be reached, start Python, and share the run folder with this machine."""
-    token = run_folder / "launch" / f"{token_hex(4)}.host"
+    """Look which hosts can be reached, start Python, and share the run folder and Drover's code with this machine."""
+    code, token = code_hash(), run_folder / "launch" / f"{token_hex(4)}.host"
 
     def ask(number: int) -> tuple[tuple[str, list[int]] | None, str]:
         host, mark = hosts[number], token.with_suffix(f".{number}")
@@ -91,6 +91,8 @@ def look_at(hosts: Sequence[str], launch: LaunchConfig, run_folder: Path) -> Fou
         if not answer["seen"] or not mark.exists():
             return None, f"does not see {token.parent.parent} as this machine does; the folder must be shared"
         mark.unlink()
+        if answer["code"] != code:
+            return None, f"has other code of Drover in {IMPORTED_FROM} than this machine"
         # A name that means the host itself there, as on the host that this runs on, is of no use to the others.
         own = answer["address"].startswith(("127.", "::1")) or not answer["address"]
         return (host.rpartition("@")[2] if own else answer["address"], answer["ports"]), ""

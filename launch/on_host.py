@@ -24,6 +24,8 @@ from typing import Any
 
 from drover.launch.processes import Environment, Group, free_port, pass_on, started
 from drover.launch.slurm.start_logs import Labelled
+from drover.pipeline.contract.stages import REPOSITORY, STAGES
+from drover.pipeline.core.files import sha256_file, sha256_json
 
 MARK = "drover-host "
 """How a line of an answer begins."""
@@ -50,15 +52,22 @@ def try_folder(token: Path, number: int) -> dict[str, Any]:
     """Look for the launcher's file `token`, and leave one next to it that names this host by its number.
 
     Returns:
-        Whether the file was seen, free ports for two starts, and the address at which the launcher reached this host.
+        Whether the file was seen, free ports for two starts, the address at which the launcher reached this host, and
+        the hash of the code here.
     """
     until = time.monotonic() + SEEN_S
     while not token.exists() and time.monotonic() < until:
         time.sleep(0.2)
     if seen := token.exists():
         token.with_suffix(f".{number}").touch()
-    return {"seen": seen, "ports": [free_port(), free_port()],
+    return {"seen": seen, "ports": [free_port(), free_port()], "code": code_hash(),
             "address": "".join(os.environ.get("SSH_CONNECTION", "").split()[2:3])}
+
+
+def code_hash() -> str:
+    """Hash of the source files that make the outputs of Drover's own stages, as this machine has them."""
+    files = {path for stage in STAGES.values() if not stage.own_module for path in stage.source_files()}
+    return sha256_json({path.as_posix(): sha256_file(REPOSITORY / path) for path in files})
 
 
 def do(work: Work, given: int) -> int:

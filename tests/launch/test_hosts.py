@@ -17,11 +17,12 @@ import pytest
 
 from drover.launch import hosts as hosts_module
 from drover.launch import on_host
-from drover.launch.hosts import Found, hosts_place
+from drover.launch.hosts import Found, hosts_place, look_at
 from drover.launch.on_host import Work, answers, line_of
 from drover.launch.plan import Options, plan
 from drover.launch.slurm.control import cancel
 from drover.launch.slurm.nodes import add_strike
+from drover.pipeline.config.launching import LaunchConfig
 from drover.pipeline.config.loading import load_config
 from drover.pipeline.contract.run import Run
 from drover.pipeline.contract.state import CANCEL, read_attempts
@@ -234,6 +235,12 @@ def test_a_host_that_is_lost_is_waited_for(ready, ssh):
              log.read_text, of=launcher)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(HANG_S) == 130 and not ready.alive()
+
+
+def test_a_host_with_other_code_is_not_used(tmp_path, ssh, monkeypatch):
+    assert look_at(["here"], LaunchConfig(ssh=[str(ssh)]), tmp_path).there
+    monkeypatch.setattr(hosts_module, "code_hash", lambda: "other")
+    assert "here: has other code of Drover" in str(look_at(["here"], LaunchConfig(ssh=[str(ssh)]), tmp_path))
 
 
 @pytest.mark.parametrize("how", ["cancel", "ctrl-c"])
