@@ -8,7 +8,8 @@ gives them what torchrun gives, ends all when one fails, and passes a request to
 
 What such a process does not show, and is therefore started cold somewhere in the suite: torch's own agent and the
 launcher, variables that libraries read while they are imported (OMP_NUM_THREADS among them), and a hash seed of
-each process's own. A launcher's stages become such processes where `stand_in` is what it starts (tests/pages.py).
+each process's own. A launcher's stages become such processes where `stand_in` is what it starts (tests/pages.py); they
+do not show what they inherit from the launcher, nor that they end when it does or is killed.
 
 The server has one thread and never computes: a fork takes along no lock that somebody holds and no pool of threads.
 """
@@ -109,13 +110,19 @@ class WarmProcess:
 def stand_in(address: str, arguments: list[str]) -> int:
     """Be `python -m <module>` for whoever started this process, by a warm one: its streams, its end, its requests to
     stop."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is somebody to pass it on to
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": str(Path.cwd()), "ranks": 1,
                "limits": {}, "limited": []}
     socket.send_fds(connection, [json.dumps(request).encode()], [1, 2])
     pid = int(connection.recv(64))
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it may just have ended
+            os.kill(pid, number)
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     status = int(connection.recv(64))
     return status if status >= 0 else 128 - status
 

@@ -24,7 +24,7 @@ from drover.pipeline.contract.run import Run, code_hashes
 from drover.pipeline.contract.stages import REPOSITORY, STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.core.files import output_record, sha256_json, write_json, write_text
-from tests.launch.recorded_slurm import Programs
+from tests.launch.recorded_slurm import NO_CONTROLLER, NO_DATABASE, Programs
 
 SETTINGS = ("name: trial\ntokenizer: {vocab_size: 1024}\nlaunch: {processes: 2}\n"
             "train: {steps: 30, warmup_steps: 3, batch_tokens: 8192, micro_batch: 4}\n")
@@ -93,8 +93,10 @@ class Launcher:
     def with_slurm(self, patch: pytest.MonkeyPatch) -> Launcher:
         """Put a Slurm on PATH whose queue is empty."""
         self.programs.do("sbatch", SBATCH)
-        for program in ("srun", "scontrol", "sinfo", "sacctmgr"):  # this machine's own would look for a controller
-            self.programs.say(program, status=1)
+        self.programs.say("srun", status=1)
+        for program in ("scontrol", "sinfo", "sacctmgr"):  # this machine's own would look for a controller
+            self.programs.say(program, error=NO_CONTROLLER, status=1)
+        self.programs.say("sacct", error=NO_DATABASE, status=1)
         self.programs.queue()
         patch.setenv("PATH", f"{self.programs.folder}:/usr/bin:/bin")
         return self

@@ -9,18 +9,19 @@ import torch._dynamo
 from drover.model.attention.sdpa import Sdpa
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.parallel.compiling import compile_blocks, compiled_share, uncompiled
-from tests.conftest import slow
+from tests.conftest import needs_compiler, slow
 from tests.model.varlen_on_cpu import NAME
 from tests.parallel.groups import run_case
 from tests.parallel.matrix import CHECKPOINTING
 from tests.parallel.test_activation_checkpointing import DOCUMENTS, TOKENS, built
 from tests.refusal import refused
+from tests.stages.training import curve, difference, lines, run_train
 
-LAYERS = 6
-"""Twice as many are more than the 8 graphs that `compiled_calls` allows: were those of training and of validation not
-shared, the run would stop."""
+LAYERS = 9
+"""Were only the graphs of validation shared, or only those of training, there would be 10: more than the 8 that
+`compiled_calls` allows for one kind of blocks. Were none shared, there would be 18: more than the 16 of any case."""
 KINDS = {"sliding_window": 7, "full_attention_interval": 3, "no_rope_layer_interval": 2}
-"""Of 6 layers, those with a window or not, rotated or not: four kinds."""
+"""Of 9 layers, those with a window or not, rotated or not: four kinds."""
 
 
 OPTIONS = {
@@ -53,6 +54,21 @@ def test_every_call_of_a_block_runs_compiled(case):
     for calls, eager in found["calls"]:
         assert calls >= LAYERS * ranks // pipelined * (settings.get("accumulation", 1) + 1) and eager == 0
     assert len(found["calls"]) == 3
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_stage_trains_through_inductors_code_as_without(fresh):
+    """And measures validation text as without. The compiler is set as users have it."""
+    settings = ["train.steps=2", "train.warmup_steps=1", "train.precision=fp64", "train.validation_every=1",
+                "train.sample_every=9"]
+    run_train(fresh, "name=eager", *settings)
+    run_train(fresh, *settings, "train.compile=true")
+    assert [record["compiled_share"] for record in lines(fresh)] == [1.0, 1.0]
+    found, expected = curve(fresh), curve(fresh, "eager")
+    assert difference(found, {record["step"]: record for record in expected}) < 1e-9
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["validation_bpb"] == pytest.approx(theirs["validation_bpb"], rel=1e-9)
 
 
 @pytest.fixture
