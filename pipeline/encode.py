@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.tasks import Unit
-from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.errors import UserError, installed_version, listed
 from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
@@ -53,12 +53,12 @@ def encode(work: Work) -> None:
     records = [record for split in ("train", "heldout") for record in shard_records(manifest, split)]
     work.say(f"{sum(record['text_bytes'] for record in records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
-    fast = admitted(work, tokenizer, made.counts, shards, shard_records(manifest, "heldout"))
+    fast = admitted(work, tokenizer, made, shards, shard_records(manifest, "heldout"))
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
     units = [Unit(shard_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
     # The encoder is not part of a unit's identity: all encoders make the same shards.
-    done = work.do_units("encode", units, partial(encode_shard, fast=fast is not None), "shards")
+    done = work.do_units("encode", units, partial(encode_shard, fast=fast), "shards")
     outputs = [record["outputs"][0] for record in done]
     counts = counted(outputs)
     reconcile(counted(records), counts)
@@ -77,7 +77,7 @@ def encode(work: Work) -> None:
     work.commit(outputs, counts, verified=True)
 
 
-def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _encoders(work: Work, fast: bool, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The manifest's record of the encoder, and of how many shards each encoder has made. Prints a warning about shards
     in which the reference replaced the fast encoder."""
     fallbacks = [record for record in done if record["fallback"]]
@@ -90,8 +90,8 @@ def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> d
                  f"other ids for verified documents. These shards are right. In the other shards only the verified "
                  f"documents are known to be right. To be sure, set encode.encoder to reference and run with --force. "
                  f"Please report it")
-    return {"encoder": NAME if fast else "reference", "version": fast, "fast_shards": by_fast,
-            "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
+    return {"encoder": NAME if fast else "reference", "version": installed_version(NAME) if fast else None,
+            "fast_shards": by_fast, "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:

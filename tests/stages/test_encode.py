@@ -7,6 +7,7 @@ from tokenizers import models
 
 import drover.pipeline.encode as encode_stage
 from drover.pipeline.config.data import EncodeConfig
+from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
@@ -14,7 +15,7 @@ from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
-from drover.pipeline.tokenization import fast, gate
+from drover.pipeline.tokenization import fast
 from drover.pipeline.tokenization.base import joined, reads_back
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
@@ -165,7 +166,7 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
 def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_reference(run, copy, monkeypatch):
     right = arrows(copy)
     pytest.importorskip("fastokens")
-    monkeypatch.setattr(gate, "_versions", lambda: {"fastokens": "9.9"})  # which the tokenizer stage has not compared
+    monkeypatch.setattr(stage_work, "software_versions", lambda: {"fastokens": "9.9"})  # the tokenizer stage had others
     for name, value, told in (("_opened", lambda path, kind: None, "cannot be used: AttributeError"),
                               ("installed_version", lambda package: None, "not installed (`pip install")):
         monkeypatch.setattr(fast, name, value)
