@@ -86,10 +86,9 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
 
     Training text is not hashed: only beginnings of shards are read, and each document is compared with its own hash.
     """
-    from drover.pipeline.data.stored.opening import heldout_file
+    from drover.pipeline.data.stored.opening import heldout_files
     files = [*work.committed("convert", "tokenizer"), *work.outside(),
-             *work.committed("shard", chosen=lambda record: record.get("split") == "heldout"),
-             *work.committed("encode", chosen=heldout_file(work.config, work.input("encode")[0]))]
+             *work.committed("shard", chosen=lambda record: record.get("split") == "heldout"), *heldout_files(work)]
     return files[ranks.rank::ranks.world]
 
 
@@ -124,11 +123,12 @@ def measure_heldout(work: Work, ranks: Ranks, opened: OpenedModel) -> dict[str, 
     """The loss on each source's validation text, and how much text was measured; see `results.heldout_results`. Every
     rank reads the documents of its own batches."""
     from drover.pipeline.data.chosen_documents import ChosenDocuments
+    from drover.pipeline.data.stored.opening import shards_of
     from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
-    from drover.pipeline.evaluation.heldout import chosen_documents, heldout_shards
+    from drover.pipeline.evaluation.heldout import chosen_documents
 
     chosen = ranks.by_leader(lambda: chosen_documents(work))
-    shards = heldout_shards(work, chosen)
+    shards = shards_of(work, "heldout")
     texts = {source: HeldoutText(ChosenDocuments(shards[source], documents), int(documents.text_bytes.sum()),
                                  documents.lengths.tolist())
              for source, documents in chosen.items()}

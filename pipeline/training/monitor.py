@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from drover.model.generate import generate
 from drover.pipeline.data.chosen_documents import ChosenDocuments, choose
 from drover.pipeline.data.sampling.batch import Batch
-from drover.pipeline.data.shard_table import open_shards
+from drover.pipeline.data.shard_table import files_in, open_shards
 from drover.pipeline.evaluation.bits_per_byte import HeldoutBatches, HeldoutText, measure
 from drover.pipeline.parallel.compiling import compiles, uncompiled
 from drover.pipeline.parallel.context_parallel import whole_losses
@@ -98,12 +98,12 @@ class Validation(Hook):
 
 def heldout_texts(loop: Loop) -> dict[str, HeldoutText]:
     """The validation text by source. Called on rank 0, which broadcasts it."""
-    folder, found = loop.work.input("encode")[0], {}
-    for source in loop.config.shard.sources:
-        shards = open_shards(folder, loop.batches.table, "heldout", source.name, loop.batches.opener)
+    sources, found = [source.name for source in loop.config.shard.sources], {}
+    opener = loop.batches.opener or files_in(loop.work.input("encode")[0])
+    for source, shards in open_shards(loop.batches.table, "heldout", sources, opener).items():
         chosen = choose(shards, loop.config.train.heldout_tokens)
         if len(chosen):
-            found[source.name] = HeldoutText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
+            found[source] = HeldoutText(list(ChosenDocuments(shards, chosen)), int(chosen.text_bytes.sum()))
     return found
 
 

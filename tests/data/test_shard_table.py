@@ -15,9 +15,9 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import shard_table, token_shards
 from drover.pipeline.data.provenance import documents_of
-from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, open_shards, size_problems
+from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, files_in, most_open, size_problems
 from tests.refusal import refused
-from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
+from tests.token_shards import SOURCES, assert_same_batches, shards_in, training_data, write_shards
 
 MIXTURE = {"web": 3.0, "code": 1.0}
 
@@ -44,7 +44,7 @@ def make_shards(folder, count):
 
 def data_of(folder, table, most=1000, whole=1 << 26, mixture=MIXTURE):
     with patch.object(shard_table, "most_open", lambda: most):
-        opened = OpenShards(folder, table)
+        opened = OpenShards(table, files_in(folder))
     opened._whole = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
 
@@ -59,7 +59,7 @@ def test_a_table_says_of_each_shard_what_its_record_does(tmp_path):
     assert [table.record(row) for row in range(len(table))] == [{key: record[key] for key in kept}
                                                                 for record in records]
     for split, source in product(("train", "heldout"), (*SOURCES, None)):
-        assert [shard.record["path"] for shard in open_shards(tmp_path, table, split, source)] == sorted(
+        assert [shard.record["path"] for shard in shards_in(tmp_path, table, split, source)] == sorted(
             record["path"] for record in records if record["split"] == split and source in (None, record["source"]))
     empty = ShardTable.of([])
     assert len(empty) == len(empty.rows("train")) == 0 and list(empty.content("train")) == []

@@ -11,7 +11,6 @@ from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
-from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
@@ -25,6 +24,7 @@ from drover.tools.verify.__main__ import verify
 from drover.tools.verify.checks import token_problems
 from tests.conftest import run_stage
 from tests.stages.training import copy_run
+from tests.token_shards import shards_in
 
 
 def run_folder(config):
@@ -44,7 +44,7 @@ def test_every_document_comes_back_from_its_tokens_and_counts_are_those_of_the_t
     text, tokens = read_manifest(run / "shard"), read_manifest(run / "encode")
     for split in ("train", "heldout"):
         records = sorted(shard_records(text, split), key=lambda record: record["path"])
-        for source, token_shard in zip(records, open_shards(run / "encode", tokens.outputs, split), strict=True):
+        for source, token_shard in zip(records, shards_in(run / "encode", tokens.outputs, split), strict=True):
             [record] = [record for record in tokens.outputs if record["path"] == token_shard.record["path"]]
             assert (record["input"], record["input_sha256"]) == (source["path"], source["sha256"])
             said = pyarrow.ipc.open_file(run / "encode" / record["path"]).schema.metadata

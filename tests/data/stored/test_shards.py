@@ -8,14 +8,14 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.loader import TrainingData
-from drover.pipeline.data.shard_table import ShardTable, open_by_source, open_shards
+from drover.pipeline.data.shard_table import ShardTable, files_in, open_shards
 from drover.pipeline.data.stored import read_ahead
 from drover.pipeline.data.stored import shards as stored_shards
 from drover.pipeline.data.stored.copying import survey
 from drover.pipeline.data.stored.read_ahead import ReadAhead
 from tests.data.stored.made import copy, make_shards, stored
 from tests.refusal import refused
-from tests.token_shards import plan_of
+from tests.token_shards import plan_of, shards_in
 from tests.waiting import wait_for
 
 
@@ -37,10 +37,10 @@ def made(tmp_path):
         return stored(copy(folder, records, to), records, tmp_path / "cache", **options)
 
     def data(opener=None):
-        return TrainingData(open_by_source(folder, table, "train", ["text"], opener),
+        return TrainingData(open_shards(table, "train", ["text"], opener or files_in(folder)),
                             plan_of(sequence_length=64), 7, table.content("train"), 65536)
     return SimpleNamespace(folder=folder, records=records, table=table, url=url, tokens=tokens, data=data,
-                           files=open_shards(folder, records, "train", "text"))
+                           files=shards_in(folder, records, "train", "text"))
 
 
 def everything(shard):
