@@ -70,7 +70,7 @@ class TrainingData:
 
     def packing_facts(self) -> dict[str, Any]:
         """Figures of each plan of a packing; empty without one."""
-        return {packing.folder.name: packing.figures() for packing in self.packings}
+        return {packing.planning.folder.name: packing.figures() for packing in self.packings}
 
     def batch(self, first: int, count: int) -> Batch:
         """Samples [first, first + count) in order."""
