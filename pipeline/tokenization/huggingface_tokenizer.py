@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import parsed_json, read_record, sha256_file
-from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, encoded_flat
+from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, byte_piece, encoded_flat
 from drover.pipeline.tokenization.byte_level import byte_of_character
 
 TAKE_AGAIN = "Take it from the tokenizer's source again."
@@ -56,11 +56,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special_array = np.array(sorted(self.special_tokens.values()), np.int64)
         self.added = {index: token.content for index, token in added.items()}
         parts: dict[str, Any] = json.loads(self.tokenizer.to_str())
-        self._byte_of = byte_of_character() if "ByteLevel" in _types(parts["decoder"]) else {}
+        decoder = json.dumps(parts["decoder"])  # parts of it may hold further ones
+        self._byte_of = byte_of_character() if '"type": "ByteLevel"' in decoder else {}
         unknown = parts["model"].get("unk_token")
         self.unk_id = ids.get(unknown) if isinstance(unknown, str) else parts["model"].get("unk_id")
         if parts["model"].get("byte_fallback"):
-            self.byte_fallback_ids = frozenset(token for token, name in self._names.items() if _is_byte(name))
+            self.byte_fallback_ids = frozenset(ids[name] for name in map(byte_piece, range(256)) if name in ids)
         self.sha256 = sha256_file(path)
 
     def encode(self, text: str) -> list[int]:
@@ -124,16 +125,3 @@ def config_beside(path: Path) -> Path:
 def _said(value: Any, names: set[str]) -> str | None:
     name = value.get("content") if isinstance(value, dict) else value
     return name if isinstance(name, str) and name in names else None
-
-
-def _types(node: Any) -> set[str]:
-    """Every `type` in a nested description of a decoder."""
-    if isinstance(node, list):
-        return set().union(*map(_types, node)) if node else set()
-    if not isinstance(node, dict):
-        return set()
-    return {node["type"]} if "decoders" not in node else _types(node["decoders"])
-
-
-def _is_byte(name: str) -> bool:
-    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
