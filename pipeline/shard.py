@@ -54,7 +54,7 @@ def shard(work: Work) -> None:
     from drover.pipeline.data.reading import STAGING, stage_unit
 
     config, folder = work.config.shard, work.folder
-    sources = [source.name for source in config.sources]
+    sources = config.source_names
     files = work.listing()
     if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))

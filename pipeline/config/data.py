@@ -155,6 +155,11 @@ class ShardConfig(Section):
     the files break off, since their rest is lost uncounted. Up to this share, rejects are counted and listed in
     rejected.jsonl."""
 
+    @property
+    def source_names(self) -> list[str]:
+        """Of the sources, in their order."""
+        return [source.name for source in self.sources]
+
 
 class TokenizerConfig(Section):
     """Stage 2: train a tokenizer, or take a ready one."""

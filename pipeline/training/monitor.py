@@ -98,7 +98,7 @@ class Validation(Hook):
 
 def heldout_texts(loop: Loop) -> dict[str, HeldoutText]:
     """The validation text by source. Called on rank 0, which broadcasts it."""
-    sources, found = [source.name for source in loop.config.shard.sources], {}
+    sources, found = loop.config.shard.source_names, {}
     opener = loop.batches.opener or files_in(loop.work.input("encode")[0])
     for source, shards in open_shards(loop.batches.table, "heldout", sources, opener).items():
         chosen = choose(shards, loop.config.train.heldout_tokens)

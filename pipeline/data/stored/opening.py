@@ -44,7 +44,7 @@ def shards_of(work: Work, split: str) -> dict[str, Shards]:
     """The token shards of a split by source, to read some of their documents: files if they are there, else from the
     store that the configuration names."""
     folder, manifest = work.input("encode")
-    sources = [source.name for source in work.config.shard.sources]
+    sources = work.config.shard.source_names
     table, opener = ShardTable.of(manifest.outputs), files_in(folder)
     files, url = opener, work.config.train.tokens_from
     if url is not None:

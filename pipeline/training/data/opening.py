@@ -39,7 +39,7 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
     """
     folder, manifest = work.input("encode")
     table = read_shard_table(work) if table is None else table
-    train, sources = work.config.train, [source.name for source in work.config.shard.sources]
+    train, sources = work.config.train, work.config.shard.source_names
     packing = None if train.packing == "concatenate" else (
         work.folder / "packing", planner or (lambda planning: read(planning, partial(print, file=sys.stderr))))
     return TrainingData(open_shards(table, "train", sources, opener or files_in(folder)), PhasePlan.of(train),
