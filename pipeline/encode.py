@@ -41,6 +41,8 @@ shard's text."""
 COUNTED = {"docs", "text_bytes", "tokens"}
 BATCH_BYTES = 2_000_000
 """Bytes of text that are encoded at once."""
+Proved = dict[int, tuple[str, NDArray[np.uint32]]]
+"""The documents of a shard to verify, by number: text, and ids without BOS and EOS."""
 
 
 def encode(work: Work) -> None:
@@ -139,14 +141,13 @@ class Encoded:
     """A shard's documents as ids.
 
     tokens: with BOS and EOS. offsets: where each document begins, and where the last one ends.
-    proved: the documents to verify, by number: text, and ids without BOS and EOS.
     """
 
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
     text_bytes: list[int]
     keys: list[str]
-    proved: dict[int, tuple[str, NDArray[np.uint32]]]
+    proved: Proved
 
 
 def other_ids(found: Encoded, reference: Tokenizer) -> str:
@@ -220,7 +221,7 @@ def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEnco
     chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
     edges = np.array([reference.bos_id, reference.eos_id], dtype)
     tokens, lengths = list[NDArray[Any]](), [np.zeros(1, np.int64)]
-    text_bytes, keys, proved = list[int](), list[str](), dict[int, tuple[str, NDArray[np.uint32]]]()
+    text_bytes, keys, proved = list[int](), list[str](), Proved()
     for batch in read_texts(shards, source, BATCH_BYTES):
         ids, offsets = encoder.encode_flat(batch.texts)
         for number in chosen:

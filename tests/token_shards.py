@@ -118,7 +118,7 @@ def assert_readings(data: Any, below: int) -> None:
     seen, packed, located = dict[Any, list[Any]](), bool(data.packings), data.order.locate(np.arange(below))
     for sample, group in groupby(pieces(data, np.arange(below)), key=lambda piece: piece.sample):
         own, again = list(group), located.space[sample] >= len(lengths_of(data.order.plan))
-        assert_batch(data.batch(sample, 1), own, packed, packed and again)
+        assert_batch(data.batch_of(np.array([sample])), own, packed, packed and again)
         for piece in own:
             seen.setdefault((piece.shard.path, piece.document), []).append(
                 (sample, int(located.epoch[sample]), piece.start, piece.stop))

@@ -139,17 +139,9 @@ class OpenShards:
     """
 
     def __init__(self, table: ShardTable, opener: Opener) -> None:
-        self.table, self.opener = table, opener
-        most = most_open()
+        self.table, most = table, most_open()
         self._whole = OFFSETS_BYTES // max(1, min(most, len(table)))
-        self.shard = lru_cache(most)(self._opened)
-
-    def __len__(self) -> int:
-        """How many are kept now."""
-        return self.shard.cache_info().currsize
-
-    def _opened(self, row: int) -> TokenShard:
-        return self.opener(row, self.table.record(row), self._whole)
+        self.shard = lru_cache(most)(lambda row: opener(row, table.record(row), self._whole))
 
 
 class Shards(Sequence[TokenShard]):

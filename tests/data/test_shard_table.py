@@ -91,9 +91,9 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     gc.collect()  # what other tests have left open
     kept, before, most = data.shards[0].opened, open_files(), 0
     for first in range(0, 1500, 50):
-        data.batch(first, 50)
+        data.batch_of(np.arange(first, first + 50))
         most = max(most, open_files() - before)
-    assert len(opened) > 200 and len(kept) == 20 and most <= 21
+    assert len(opened) > 200 and kept.shard.cache_info().currsize == 20 and most <= 21
     assert kept.shard(int(data.shards[0].rows[0]))._kept is None  # no offsets are held
     del data, kept
     gc.collect()
@@ -107,8 +107,8 @@ def test_nothing_is_looked_at_before_it_is_read(tmp_path, monkeypatch, opened):
     data = data_of(tmp_path, table)
     assert not opened and size_problems(tmp_path, table, [4]) == []
     assert [path for path in looked if path.endswith(".arrow")] == [str(tmp_path / table.paths[4])]
-    data.batch(0, 1)
-    data.batch(0, 1)
+    data.batch_of(np.arange(1))
+    data.batch_of(np.arange(1))
     assert 1 <= len(opened) <= 3 and set(opened.values()) == {1}, "it stays open"
 
 

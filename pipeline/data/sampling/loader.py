@@ -72,10 +72,6 @@ class TrainingData:
         """Figures of each plan of a packing; empty without one."""
         return {packing.planning.folder.name: packing.figures() for packing in self.packings}
 
-    def batch(self, first: int, count: int) -> Batch:
-        """Samples [first, first + count) in order."""
-        return self.batch_of(np.arange(first, first + count, dtype=np.int64))
-
     def batch_of(self, samples: np.ndarray) -> Batch:
         """The samples with these numbers (int64, one dimension), in the order given.
 
@@ -158,10 +154,6 @@ class TrainingData:
         have to be packed."""
         self.order.leave_out(excluded)
         self._forget()
-
-    def plan_at(self, samples: int) -> str:
-        """See Order."""
-        return self.order.plan_at(samples)
 
 
 class Prefetcher:

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from drover.pipeline.core.errors import UserError
@@ -93,7 +94,7 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
 def test_an_id_outside_the_vocabulary_is_found_in_its_document(tmp_path, kind):
     data = training_data(tmp_path, write_numbered(tmp_path, [[30, 4], [7, 40]]), packed=kind)
     data.vocabulary = 48
-    data.batch(0, every(data))
+    data.batch_of(np.arange(every(data)))
     data.vocabulary, key = 47, f"{1:016x}{1:016x}"
     refused(UserError, rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), but the "
                        "vocabulary has 47 ids", data.batch, 0, every(data))

@@ -103,7 +103,7 @@ def test_what_comes_is_read_before_it_is_needed(made, whole, steps):
     before = figures.values()
     for step in range(steps):
         ahead.reached(step)
-        data.batch(8 * step, 8)
+        data.batch_of(np.arange(8 * step, 8 * step + 8))
     ahead.close()
     assert figures.values() == {**before, "hits": figures.hits, "wait_s": figures.wait_s}, "nothing was fetched"
     assert (before["fetched"], before["ranges"] > 0) == ((6, False) if whole else (0, True))
@@ -166,7 +166,7 @@ def test_memory_for_parts_is_bounded(made, monkeypatch):
     shard = tokens(0, made.records[0], 0)
     for start in range(0, 900, 50):
         shard.tokens(start, start + 50)
-        assert len(tokens._memory) <= 1000
+        assert tokens._memory._bytes <= 1000
     asked = tokens.figures.ranges
     for start, more in ((850, 0), (0, 1)):
         shard.tokens(start, start + 50)
