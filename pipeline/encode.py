@@ -24,7 +24,7 @@ from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shar
 from drover.pipeline.tokenization.base import Tokenizer, reads_back
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
 from drover.pipeline.tokenization.gate import admitted
-from drover.pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
+from drover.pipeline.tokenization.kinds import load_tokenizer, place, placed, vocabulary_record
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
 if TYPE_CHECKING:
@@ -98,11 +98,14 @@ def _encoders(work: Work, fast: bool, done: Sequence[dict[str, Any]]) -> dict[st
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
     """The integer type of stored tokens; UserError if the configured one cannot hold every id."""
-    smallest = token_dtype(vocab_size)
-    if settings.dtype == "uint16" and smallest != "uint16":
+    from drover.pipeline.config.data import UINT16_IDS
+
+    if settings.dtype == "auto":
+        return "uint16" if vocab_size <= UINT16_IDS else "uint32"
+    if settings.dtype == "uint16" and vocab_size > UINT16_IDS:
         raise UserError(f"encode.dtype uint16 holds ids up to 65535, but the vocabulary has {vocab_size}. "
                         f"Set encode.dtype to uint32 or auto.")
-    return smallest if settings.dtype == "auto" else settings.dtype
+    return settings.dtype
 
 
 def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
                            **rare_counts(found.tokens, reference), input=source["path"],
                            input_sha256=source["sha256"])
-    prove(path, record, source, reference, {number: text for number, (text, _) in found.proved.items()})
+    prove(path, record, source, reference, found.proved)
     return {"outputs": [record], "encoder": "reference" if problem or not fast else "fast", "fallback": problem}
 
 
@@ -158,14 +161,13 @@ def other_ids(found: Encoded, reference: Tokenizer) -> str:
     return ""
 
 
-def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer,
-          texts: dict[int, str]) -> None:
+def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer, proved: Proved) -> None:
     """Read a written shard as training will, and with Arrow; UserError if it is not the right encoding of the text.
 
     Args:
         record: its output record.
         source: the text shard's record.
-        texts: some of the documents' texts, by their number in the shard.
+        proved: documents whose tokens are decoded and compared with their text.
     """
     shard, batch = TokenShard(path, record), read_batch(path)
     tokens, offsets, problems = shard.tokens(0, shard.token_count), shard.read_offsets(), []
@@ -184,7 +186,7 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
         problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some are inside of documents")
     problems += [] if problems else [
         f"document {number} ({shard.document_key(number)}) does not decode to its text"
-        for number, text in texts.items()
+        for number, (text, _) in proved.items()
         if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1]))]
     if problems:
         raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"

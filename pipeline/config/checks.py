@@ -17,6 +17,7 @@ from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.pipeline.config.batch import BatchPlan, batch_problems
+from drover.pipeline.config.data import UINT16_IDS
 from drover.pipeline.config.mixture import mixture_problems
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
@@ -26,7 +27,6 @@ from drover.pipeline.config.shipped import name_of
 from drover.pipeline.config.training import FIRST
 from drover.pipeline.config.tree import Config
 
-UINT16_IDS = 65536
 SPECIAL_IDS = 256
 MOST_NAME = 100
 """Longest name of a source in bytes; file names contain it."""

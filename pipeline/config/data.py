@@ -195,6 +195,10 @@ class TokenizerConfig(Section):
     hashes."""
 
 
+UINT16_IDS = 65536
+"""So many ids a token of two bytes can be."""
+
+
 class EncodeConfig(Section):
     """Stage 3: tokenize the text shards into token shards."""
 

@@ -113,7 +113,7 @@ class ShardTable:
     def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
         """The shards of one split (and source), in the order of their paths."""
         chosen = np.array([kind[0] == split and source in (None, kind[1]) for kind in self.kinds], bool)
-        found = np.flatnonzero(chosen[self.kind]).tolist() if self.paths else []
+        found = np.flatnonzero(chosen[self.kind]).tolist()
         return np.array(sorted(found, key=self.paths.__getitem__), np.int64)
 
     def content(self, split: str) -> Iterator[list[str]]:

@@ -45,10 +45,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # their names in a document stay text
-        self._names = {token: name for name, token in self.tokenizer.get_vocab().items()}
+        ids = self.tokenizer.get_vocab()
+        self._names = {token: name for name, token in ids.items()}
         self.used = max(self._names) + 1
-        bos, eos = bounds or find_bounds(path, set(self._names.values()))
-        ids = {name: token for token, name in self._names.items()}
+        bos, eos = bounds or find_bounds(path, set(ids))
         self.bos_id, self.eos_id = ids[bos], ids[eos]
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: index for index, token in added.items() if token.special}
@@ -105,7 +105,7 @@ def _refuse_wrong_prefixes(content: dict[str, Any]) -> None:
 def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
     """Names of BOS and EOS: from the `tokenizer_config.json` next to the file, else the first known names that it
     has."""
-    said = read_record(config_beside(path), dict[str, Any], TAKE_AGAIN) or {}
+    said = read_record(path.with_name("tokenizer_config.json"), dict[str, Any], TAKE_AGAIN) or {}
     bos = _said(said.get("bos_token"), names) or next((name for name in BOS_NAMES if name in names), None)
     eos = _said(said.get("eos_token"), names) or next((name for name in EOS_NAMES if name in names), None)
     if bos is None or eos is None:
@@ -115,11 +115,6 @@ def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
                         f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}, and add that token to the file '
                         f"(tokenizer.add_special_tokens) if it has none.")
     return bos, eos
-
-
-def config_beside(path: Path) -> Path:
-    """The path of the tokenizer_config.json that belongs to a `tokenizer.json`."""
-    return path.with_name("tokenizer_config.json")
 
 
 def _said(value: Any, names: set[str]) -> str | None:

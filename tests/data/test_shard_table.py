@@ -119,7 +119,8 @@ def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path)
                        (path.unlink, "cannot be read: No such file")):
         harm()
         assert size_problems(tmp_path, table, range(10)) == [refused(
-            UserError, rf"{path.name}.* {told}.* --stage encode again", data_of(tmp_path, table).batch, 0, 200)]
+            UserError, rf"{path.name}.* {told}.* --stage encode again", data_of(tmp_path, table).batch_of,
+            np.arange(200))]
 
 
 def test_few_open_files_are_enough(monkeypatch):

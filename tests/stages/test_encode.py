@@ -87,12 +87,12 @@ def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value,
     run = run_folder(copy)
     vocabulary, record = load_tokenizer(run / "tokenizer"), read_manifest(run / "encode").outputs[0]
     source = shard_records(read_manifest(run / "shard"), "train")[0]
-    path, texts = run / "encode" / record["path"], {0: next(read_shard(run / "shard", source)).text}
-    prove(path, record, source, vocabulary, texts)
+    path, proved = run / "encode" / record["path"], {0: (next(read_shard(run / "shard", source)).text, np.empty(0))}
+    prove(path, record, source, vocabulary, proved)
     tokens = np.memmap(path, "uint16", "r+", record["data_offset"], record["tokens"])
     tokens[position] = vocabulary.bos_id if value == "bos" else value
     with pytest.raises(UserError, match=problem):
-        prove(path, record, source, vocabulary, texts)
+        prove(path, record, source, vocabulary, proved)
 
 
 def test_counts_that_do_not_agree_stop_the_stage():

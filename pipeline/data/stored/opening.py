@@ -37,7 +37,7 @@ def used(config: Config, table: ShardTable) -> NDArray[np.int64]:
     left_out = set.intersection(*({name for name, share in (mixture or {}).items() if share == 0}
                                   for mixture in mixtures))
     kinds = np.array([split == "heldout" or source not in left_out for split, source, _ in table.kinds], bool)
-    return table.numbers[kinds[table.kind], NUMBERS.index("bytes")] if len(table) else np.zeros(0, np.int64)
+    return table.numbers[kinds[table.kind], NUMBERS.index("bytes")]
 
 
 def shards_of(work: Work, split: str) -> dict[str, Shards]:

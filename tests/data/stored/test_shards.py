@@ -131,7 +131,7 @@ def test_an_error_while_reading_ahead_is_met_by_who_needs_it(made):
     tokens.store.delete([record["path"] for record in made.records])
     ahead = ahead_of(tokens, data, 3)
     ahead._worker.wait()
-    refused(UserError, r"\.arrow is not there", data.batch, 0, 8)
+    refused(UserError, r"\.arrow is not there", data.batch_of, np.arange(8))
     ahead.close()
 
 
