@@ -29,7 +29,7 @@ HELDOUT_BYTES = 4_000_000
 """Bytes of validation text that are compared."""
 ODD = (
     "", " ", "a", "\n", "\r\n", "\t", "\t ", " \n", "=", "#", "-", "1", "\u6f22", "\u0301", "\U0001f600",
-    "  two  spaces  ", "tabs\tand\r\nline ends\r\rhere\n\n\n    indented", "trailing \n \n", "nul \0 inside\0",
+    "  two  spaces  ", "tabs\tand\r\nline ends\r\rhere\n\n\n    indented, trailing \n \n", "nul \0 inside\0",
     "the\u2028line\u2029ends\x0bof\x0cothers\x85", "\xa0\u3000\u2003\u200b", "\ufeffbom",
     "\u2581 the mark\u2581itself \u2581 \u2581\u2581", "#################---------------------------------",
     " !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_`abcdefghijklmnopqrstuvwxyz{|}~", "QUJD+/9",
@@ -88,15 +88,17 @@ def verdict(tokenizer: Path, shards: Path, heldout: Sequence[Record]) -> Record:
 
 
 def odd_strings(reference: Tokenizer) -> Iterator[str]:
-    """Strings that encoders get wrong: odd characters, long runs; and random strings of the characters of ODD, the
-    names of special tokens, and one block of Unicode, whose code points are spread evenly over the powers of two.
+    """Strings that encoders get wrong: odd characters, long runs; and random strings of the characters of ODD, blanks,
+    the names of special tokens, and one block of Unicode, whose code points are spread evenly over the powers of two.
     Always the same ones."""
     yield from ODD
     for piece, length in product(ODD, (17, 65, 257, 30_000)):  # Llama 3's tokenizer cuts the longest
         run = (piece * length)[:length]
         yield f"{run}x\n{run}"
-    draw, common = random.Random(0), [*"".join(ODD), *reference.special_tokens, *reference.added.values()]
+    # About a quarter of the pieces are blanks, and a third are of the block.
+    common = [*"".join(ODD), *(40 * " \n\t\r\u2581'0"), *reference.special_tokens, *reference.added.values()]
+    draw = random.Random(0)
     for _ in range(6000):
         block = int(2 ** draw.uniform(0, 20))
-        pieces = [*common, *map(chr, range(block, block + len(common)))]
+        pieces = [*common, *map(chr, range(block, block + 500))]
         yield "".join(draw.choices(pieces, k=draw.randint(1, 24))).encode("utf-8", "ignore").decode()

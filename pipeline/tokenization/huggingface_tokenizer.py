@@ -106,15 +106,14 @@ def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
     """Names of BOS and EOS: from the `tokenizer_config.json` next to the file, else the first known names that it
     has."""
     said = read_record(path.with_name("tokenizer_config.json"), dict[str, Any], TAKE_AGAIN) or {}
-    bos = _said(said.get("bos_token"), names) or next((name for name in BOS_NAMES if name in names), None)
-    eos = _said(said.get("eos_token"), names) or next((name for name in EOS_NAMES if name in names), None)
-    if bos is None or eos is None:
-        lacking = " and ".join(word for word, found in (("BOS", bos), ("EOS", eos)) if found is None)
-        raise UserError(f"{path} has no token that is known as {lacking}, which Drover puts around every document. "
-                        f"Name the tokens in a tokenizer_config.json next to it, for example "
+    found = {word: _said(said.get(f"{word.lower()}_token"), names) or next((one for one in known if one in names), "")
+             for word, known in (("BOS", BOS_NAMES), ("EOS", EOS_NAMES))}
+    if lacking := [word for word, name in found.items() if not name]:
+        raise UserError(f"{path} has no token that is known as {' and '.join(lacking)}, which Drover puts around every "
+                        f"document. Name the tokens in a tokenizer_config.json next to it, for example "
                         f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}, and add that token to the file '
                         f"(tokenizer.add_special_tokens) if it has none.")
-    return bos, eos
+    return found["BOS"], found["EOS"]
 
 
 def _said(value: Any, names: set[str]) -> str | None:

@@ -67,10 +67,8 @@ def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, count
                 name = f"{seed}/{key}/{index}".encode()
                 if int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >= limit:
                     continue
-            nul = chunk.count("\0")
-            if nul:
-                counts.nul_characters += nul
-                chunk = chunk.replace("\0", "")
+            counts.nul_characters += chunk.count("\0")
+            chunk = chunk.replace("\0", "")
             counts.chunks += 1
             counts.text_bytes += len(chunk.encode())
             yield chunk

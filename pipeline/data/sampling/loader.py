@@ -138,11 +138,11 @@ class TrainingData:
 
     def _foreign(self, sequences: Sequences, number: int, place: int) -> str:
         """The error for a token of a sequence whose id is outside the vocabulary."""
-        spans = deque(sequences.spans(number, label=1))
-        while place >= (size := spans[0].stop - spans[0].start):
-            place -= size
-            spans.popleft()
-        shard, at = spans[0].shard, spans[0].start + place
+        for span in sequences.spans(number, label=1):
+            shard, at = span.shard, span.start + place
+            if at < span.stop:
+                break
+            place = at - span.stop
         document = shard.document_at(at)
         return (f"{shard.name} holds the id {shard.tokens(at, at + 1)[0]} at its token {at} (document {document}, key "
                 f"{shard.document_key(document)}), but the vocabulary has {self.vocabulary} ids: its content was "
