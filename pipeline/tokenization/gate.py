@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 COUNT = "fast_encoder"
 """The key of the result in the counts of the tokenizer stage."""
-HELDOUT_BYTES = 4_000_000
+VALIDATION_BYTES = 4_000_000
 """Bytes of validation text that are compared."""
 ODD = (
     "", " ", "a", "\n", "\r\n", "\t", "\t ", " \n", "=", "#", "-", "1", "\u6f22", "\u0301", "\U0001f600",
@@ -43,12 +43,12 @@ ODD = (
     "\u05e2\u05d1\u05e8\u05d9\u05ea \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22")
 
 
-def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, heldout: Sequence[Record]) -> bool:
+def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, validation: Sequence[Record]) -> bool:
     """Whether the fast encoder is used, or the reference. The choice is printed.
 
     Args:
         tokenizer: folder of the tokenizer stage, `made` its manifest.
-        heldout: records of validation text shards in `shards`, for a test if that stage did none with these packages.
+        validation: records of validation text shards in `shards`, for a test if that stage did none with these packages.
 
     Raises:
         UserError: encode.encoder asks for the fast one, and it is missing or gives other ids.
@@ -57,7 +57,7 @@ def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, heldout:
     wanted, kind, problem = work.config.encode.encoder, made.counts["kind"], ""
     if wanted != "reference":
         known = made.counts if made.software == software_versions() else {}
-        found = known.get(COUNT) or verdict(tokenizer, shards, heldout)
+        found = known.get(COUNT) or verdict(tokenizer, shards, validation)
         problem = found["problem"]
         if not problem:
             work.say(f"{NAME} {installed_version(NAME)} encodes: equal ids to {kind} on {found['texts']:,} validation "
@@ -69,11 +69,11 @@ def admitted(work: Work, tokenizer: Path, made: Manifest, shards: Path, heldout:
     return False
 
 
-def verdict(tokenizer: Path, shards: Path, heldout: Sequence[Record]) -> Record:
+def verdict(tokenizer: Path, shards: Path, validation: Sequence[Record]) -> Record:
     """Compare the fast encoder with the finished tokenizer in a folder. Returns its `version`, the number of `texts`
     with equal ids, and the `problem` if a text has other ids or there is no such encoder."""
     reference, texts, problem = load_tokenizer(tokenizer), 0, ""
-    documents = (document.text for record, limit in beginnings(heldout, HELDOUT_BYTES)
+    documents = (document.text for record, limit in beginnings(validation, VALIDATION_BYTES)
                  for document in documents_of(shards, record, limit))
     try:
         encoder = FastEncoder(reference, tokenizer)

@@ -36,7 +36,7 @@ def used(config: Config, table: ShardTable) -> NDArray[np.int64]:
     # What every phase leaves out; one without a mixture uses all.
     left_out = set.intersection(*({name for name, share in (mixture or {}).items() if share == 0}
                                   for mixture in mixtures))
-    kinds = np.array([split == "heldout" or source not in left_out for split, source, _ in table.kinds], bool)
+    kinds = np.array([split == "validation" or source not in left_out for split, source, _ in table.kinds], bool)
     return table.numbers[kinds[table.kind], NUMBERS.index("bytes")]
 
 
@@ -53,9 +53,9 @@ def shards_of(work: Work, split: str) -> dict[str, Shards]:
         files if (folder / record["path"]).is_file() else opener)(row, record, whole))
 
 
-def heldout_files(work: Work) -> list[Expected]:
+def validation_files(work: Work) -> list[Expected]:
     """The held-out shards that are files, so that their content can be compared. A shard that is fetched whole from a
     store is compared when it is fetched."""
     folder, only_files = work.input("encode")[0], work.config.train.tokens_from is None
-    return work.committed("encode", chosen=lambda record: record.get("split") == "heldout" and (
+    return work.committed("encode", chosen=lambda record: record.get("split") == "validation" and (
         only_files or (folder / record["path"]).is_file()))

@@ -178,7 +178,7 @@ def test_the_first_units_of_a_source_keep_examples_if_there_are_filters(tmp_path
     for name in "abc":
         (tmp_path / name).write_bytes(bytes(1000))
     files = listed_files([(f"s/{name}", tmp_path / name) for name in "abc"])
-    for filters, kept in (([{"kind": "length", "least_words": 1}], [7, 7, None]), ([], [None] * 3)):
+    for filters, kept in (([{"kind": "length", "min_words": 1}], [7, 7, None]), ([], [None] * 3)):
         config = ShardConfig.model_validate({"sources": [files_source(tmp_path / "*", format="txt")],
                                              "filters": filters, "shard_mb": 0.001, "dropped_examples": 7})
         assert [payload.get("examples") for payload in reading_units(config, files)] == kept
