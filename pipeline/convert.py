@@ -45,7 +45,7 @@ def _convert(work: Work) -> None:
     import torch
 
     from drover.pipeline.config.shapes import export_problem
-    from drover.pipeline.data.stored.opening import validation_file
+    from drover.pipeline.data.stored.opening import validation_files
     from drover.pipeline.formats.base import reader
     from drover.pipeline.formats.huggingface import Source, huggingface_files, write_folder
     from drover.pipeline.formats.weights import MeanWeights
@@ -62,8 +62,7 @@ def _convert(work: Work) -> None:
     read_marker(checkpoint)
     work.check([*work.committed("tokenizer"), *work.committed(
         "train", chosen=lambda record: record["path"] == FILE or record["path"].startswith(
-            f"{trained.counts['checkpoint']}/")),
-        *work.committed("encode", chosen=validation_file(work.config, work.input("encode")[0]))])
+            f"{trained.counts['checkpoint']}/")), *validation_files(work)])
     others = [train_folder / CHECKPOINTS / checkpoint_name(step) for step in work.config.convert.average]
     work.check([expected for other in others if other != checkpoint for expected in _files_of(other)])
     config = work.config.model.model_copy(update={"vocab_size": trained.counts["vocab_size"]})
@@ -151,17 +150,13 @@ def _validation(work: Work) -> tuple[Any, list[str]]:
     validation split, training text."""
     import torch
 
-    from drover.pipeline.data.shard_table import ShardTable, open_shards
-    from drover.pipeline.data.stored.opening import opener_of
+    from drover.pipeline.data.stored.opening import shards_of
 
-    folder, manifest = work.input("encode")
     length = min(CHECKED_TOKENS, work.config.model.context_length)
     found, texts, tokenizer = [], [], _tokenizer(work)
-    split = "validation" if any(record.get("split") == "validation" for record in manifest.outputs) else "train"
-    table = ShardTable.of(manifest.outputs)
-    opener = opener_of(work.config, folder, table, work.say)
-    for shard in (shard for source in work.config.shard.sources
-                  for shard in open_shards(folder, table, split, source.name, opener)):
+    has_validation = any(record.get("split") == "validation" for record in work.input("encode")[1].outputs)
+    shards = shards_of(work, "validation" if has_validation else "train")
+    for shard in (shard for own in shards.values() for shard in own):
         for index in range(min(shard.documents, 50)):
             tokens = shard.document_tokens(index).tolist()
             found += tokens

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.contract.tasks import Unit
-from drover.pipeline.core.errors import UserError, listed
+from drover.pipeline.core.errors import UserError, installed_version, listed
 from drover.pipeline.core.files import output_record, read_json
 from drover.pipeline.data.text_shards import read_texts, shard_name, shard_records
 from drover.pipeline.data.token_shards import TokenShard, read_batch, write_shard
 from drover.pipeline.tokenization.base import Tokenizer, reads_back
 from drover.pipeline.tokenization.fast import NAME, EncoderError, FastEncoder, one_thread
 from drover.pipeline.tokenization.gate import admitted
-from drover.pipeline.tokenization.kinds import load_tokenizer, place, placed, token_dtype, vocabulary_record
+from drover.pipeline.tokenization.kinds import load_tokenizer, place, placed, vocabulary_record
 from drover.pipeline.tokenization.rare_ids import rare_counts, rare_ids, warnings
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ shard's text."""
 COUNTED = {"docs", "text_bytes", "tokens"}
 BATCH_BYTES = 2_000_000
 """Bytes of text that are encoded at once."""
+Proved = dict[int, tuple[str, NDArray[np.uint32]]]
+"""The documents of a shard to verify, by number: text, and ids without BOS and EOS."""
 
 
 def encode(work: Work) -> None:
@@ -53,12 +55,12 @@ def encode(work: Work) -> None:
     records = [record for split in ("train", "validation") for record in shard_records(manifest, split)]
     work.say(f"{sum(record['text_bytes'] for record in records) / 1e6:.1f} MB in {len(records)} shards, "
              f"{vocabulary['kind']} vocabulary of {vocabulary['size']:,}, {dtype}")
-    fast = admitted(work, tokenizer, made.counts, shards, shard_records(manifest, "validation"))
+    fast = admitted(work, tokenizer, made, shards, shard_records(manifest, "validation"))
     places = {"shards": place(shards, work.folder), "tokenizer": place(tokenizer, work.folder)}
     units = [Unit(shard_name(record).replace("/", "-"), {
         **places, "record": record, "sha256": vocabulary["sha256"], "dtype": dtype}) for record in records]
     # The encoder is not part of a unit's identity: all encoders make the same shards.
-    done = work.do_units("encode", units, partial(encode_shard, fast=fast is not None), "shards")
+    done = work.do_units("encode", units, partial(encode_shard, fast=fast), "shards")
     outputs = [record["outputs"][0] for record in done]
     counts = counted(outputs)
     reconcile(counted(records), counts)
@@ -77,7 +79,7 @@ def encode(work: Work) -> None:
     work.commit(outputs, counts, verified=True)
 
 
-def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _encoders(work: Work, fast: bool, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The manifest's record of the encoder, and of how many shards each encoder has made. Prints a warning about shards
     in which the reference replaced the fast encoder."""
     fallbacks = [record for record in done if record["fallback"]]
@@ -90,17 +92,20 @@ def _encoders(work: Work, fast: str | None, done: Sequence[dict[str, Any]]) -> d
                  f"other ids for verified documents. These shards are right. In the other shards only the verified "
                  f"documents are known to be right. To be sure, set encode.encoder to reference and run with --force. "
                  f"Please report it")
-    return {"encoder": NAME if fast else "reference", "version": fast, "fast_shards": by_fast,
-            "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
+    return {"encoder": NAME if fast else "reference", "version": installed_version(NAME) if fast else None,
+            "fast_shards": by_fast, "reference_shards": len(done) - by_fast, "fallback_shards": len(fallbacks)}
 
 
 def chosen_dtype(settings: EncodeConfig, vocab_size: int) -> str:
     """The integer type of stored tokens; UserError if the configured one cannot hold every id."""
-    smallest = token_dtype(vocab_size)
-    if settings.dtype == "uint16" and smallest != "uint16":
+    from drover.pipeline.config.data import UINT16_IDS
+
+    if settings.dtype == "auto":
+        return "uint16" if vocab_size <= UINT16_IDS else "uint32"
+    if settings.dtype == "uint16" and vocab_size > UINT16_IDS:
         raise UserError(f"encode.dtype uint16 holds ids up to 65535, but the vocabulary has {vocab_size}. "
                         f"Set encode.dtype to uint32 or auto.")
-    return smallest if settings.dtype == "auto" else settings.dtype
+    return settings.dtype
 
 
 def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def encode_shard(folder: Path, payload: dict[str, Any], fast: bool = False) -> d
     record = output_record(folder, path, split=source["split"], source=source["source"], **content,
                            **rare_counts(found.tokens, reference), input=source["path"],
                            input_sha256=source["sha256"])
-    prove(path, record, source, reference, {number: text for number, (text, _) in found.proved.items()})
+    prove(path, record, source, reference, found.proved)
     return {"outputs": [record], "encoder": "reference" if problem or not fast else "fast", "fallback": problem}
 
 
@@ -139,14 +144,13 @@ class Encoded:
     """A shard's documents as ids.
 
     tokens: with BOS and EOS. offsets: where each document begins, and where the last one ends.
-    proved: the documents to verify, by number: text, and ids without BOS and EOS.
     """
 
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
     text_bytes: list[int]
     keys: list[str]
-    proved: dict[int, tuple[str, NDArray[np.uint32]]]
+    proved: Proved
 
 
 def other_ids(found: Encoded, reference: Tokenizer) -> str:
@@ -157,14 +161,13 @@ def other_ids(found: Encoded, reference: Tokenizer) -> str:
     return ""
 
 
-def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer,
-          texts: dict[int, str]) -> None:
+def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer: Tokenizer, proved: Proved) -> None:
     """Read a written shard as training will, and with Arrow; UserError if it is not the right encoding of the text.
 
     Args:
         record: its output record.
         source: the text shard's record.
-        texts: some of the documents' texts, by their number in the shard.
+        proved: documents whose tokens are decoded and compared with their text.
     """
     shard, batch = TokenShard(path, record), read_batch(path)
     tokens, offsets, problems = shard.tokens(0, shard.token_count), shard.read_offsets(), []
@@ -183,7 +186,7 @@ def prove(path: Path, record: dict[str, Any], source: dict[str, Any], tokenizer:
         problems.append(f"{edges} BOS and EOS for {shard.documents} documents: some are inside of documents")
     problems += [] if problems else [
         f"document {number} ({shard.document_key(number)}) does not decode to its text"
-        for number, text in texts.items()
+        for number, (text, _) in proved.items()
         if not reads_back(text, tokenizer.decode(shard.document_tokens(number)[1:-1]))]
     if problems:
         raise UserError(f"{path} is not a right encoding of {source['path']}, so it is not committed:\n"
@@ -220,7 +223,7 @@ def _encoded(shards: Path, source: dict[str, Any], encoder: Tokenizer | FastEnco
     chosen = np.linspace(0, max(0, source["docs"] - 1), PROVED_TEXTS).astype(int).tolist()
     edges = np.array([reference.bos_id, reference.eos_id], dtype)
     tokens, lengths = list[NDArray[Any]](), [np.zeros(1, np.int64)]
-    text_bytes, keys, proved = list[int](), list[str](), dict[int, tuple[str, NDArray[np.uint32]]]()
+    text_bytes, keys, proved = list[int](), list[str](), Proved()
     for batch in read_texts(shards, source, BATCH_BYTES):
         ids, offsets = encoder.encode_flat(batch.texts)
         for number in chosen:

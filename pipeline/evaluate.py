@@ -87,10 +87,9 @@ def _read_here(work: Work, ranks: Ranks) -> list[Expected]:
 
     Training text is not hashed: only beginnings of shards are read, and each document is compared with its own hash.
     """
-    from drover.pipeline.data.stored.opening import validation_file
+    from drover.pipeline.data.stored.opening import validation_files
     files = [*work.committed("convert", "tokenizer"), *work.outside(),
-             *work.committed("shard", chosen=lambda record: record.get("split") == "validation"),
-             *work.committed("encode", chosen=validation_file(work.config, work.input("encode")[0]))]
+             *work.committed("shard", chosen=lambda record: record.get("split") == "validation"), *validation_files(work)]
     return files[ranks.rank::ranks.world]
 
 
@@ -125,11 +124,12 @@ def measure_validation(work: Work, ranks: Ranks, opened: OpenedModel) -> dict[st
     """The loss on each source's validation text, and how much text was measured; see `results.validation_results`.
     Every rank reads the documents of its own batches."""
     from drover.pipeline.data.chosen_documents import ChosenDocuments
+    from drover.pipeline.data.stored.opening import shards_of
     from drover.pipeline.evaluation.bits_per_byte import ValidationBatches, ValidationText, measure
-    from drover.pipeline.evaluation.validation import chosen_documents, validation_shards
+    from drover.pipeline.evaluation.validation import chosen_documents
 
     chosen = ranks.by_leader(lambda: chosen_documents(work))
-    shards = validation_shards(work, chosen)
+    shards = shards_of(work, "validation")
     texts = {source: ValidationText(ChosenDocuments(shards[source], documents), int(documents.text_bytes.sum()),
                                  documents.lengths.tolist())
              for source, documents in chosen.items()}

@@ -27,7 +27,7 @@ from drover.pipeline.config.kinds import outside_sources
 from drover.pipeline.contract.tasks import Unit
 from drover.pipeline.core.errors import UnusableInputError, UserError, all_problems, listed
 from drover.pipeline.core.files import atomic_file, output_record, sha256_file
-from drover.pipeline.data.data_card import keeps_examples, source_card
+from drover.pipeline.data.data_card import source_card
 from drover.pipeline.data.documents import Rejection
 from drover.pipeline.data.filters.base import libraries
 from drover.pipeline.data.filters.chain import few_reasons, no_counts, total
@@ -54,7 +54,7 @@ def shard(work: Work) -> None:
     from drover.pipeline.data.reading import STAGING, stage_unit
 
     config, folder = work.config.shard, work.folder
-    sources = [source.name for source in config.sources]
+    sources = config.source_names
     files = work.listing()
     if problems := absent_columns(config, [(record["name"], record["path"]) for record in files]):
         raise UserError(listed(problems))
@@ -62,8 +62,7 @@ def shard(work: Work) -> None:
 
     near = signature_settings(config.near_duplicates)
     filters = {**_filters(work), **({"near_duplicates": near} if near else {})}
-    units = [Unit(name, {**payload, **filters, **_examples(name, config)})
-             for name, payload in reading_units(config, files)]
+    units = [Unit(payload["name"], {**payload, **filters}) for payload in reading_units(config, files)]
     if work.part is None:
         work.check(work.outside())  # files of filters, which each worker reads
     read = work.do_units("read", units, stage_unit)
@@ -110,11 +109,6 @@ def _filters(work: Work) -> dict[str, Any]:
     return {"filters": items, "keep_dropped": config.keep_dropped, **({"filter_files": files} if files else {}),
             "libraries": libraries(config.filters),
             "code": {module: digest for module, (_, digest) in code.items()}} if items else {}
-
-
-def _examples(unit: str, config: ShardConfig) -> dict[str, Any]:
-    """How many dropped documents a unit keeps as examples; empty without filters."""
-    return {"examples": config.dropped_examples} if config.filters and keeps_examples(unit) else {}
 
 
 def _count(decided: Decided, read: list[dict[str, Any]], source_of_unit: list[int],

@@ -57,7 +57,8 @@ def make_tokenizer(work: Work) -> None:
     tokenizer = load_tokenizer(work.folder)
 
     checked = beginnings_by_source(validation, work.config.tokenizer.check_mb * 1e6)
-    units = [_check_unit(place(shards, work.folder), record, tokenizer, limit)
+    units = [Unit(shard_name(record).replace("/", "-"), {"shards": place(shards, work.folder), "record": record,
+                                                         "sha256": tokenizer.sha256, "limit": limit})
              for record, limit in (*checked, *beginnings(train, LOOK_BYTES))]
     checks = work.do_units("check", units, check_shard, "shards")
     whole = summed(check["tally"] for check in checks)
@@ -103,11 +104,6 @@ def _made(work: Work, shards: Path, train: list[dict[str, Any]]) -> dict[str, An
     if made["sample"]["nul_characters"]:
         work.say(f"{made['sample']['nul_characters']} NUL characters were left out of the training text")
     return made
-
-
-def _check_unit(shards: str, record: dict[str, Any], tokenizer: Tokenizer, limit: int | None) -> Unit:
-    return Unit(shard_name(record).replace("/", "-"), {
-        "shards": shards, "record": record, "sha256": tokenizer.sha256, "limit": limit})
 
 
 def make(folder: Path, payload: dict[str, Any]) -> dict[str, Any]:

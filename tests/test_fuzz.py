@@ -34,7 +34,7 @@ from drover.pipeline.contract.tasks import Part, marked_parts
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import append_line, write_json, write_sealed
 from drover.pipeline.data.filters.evaluation_sets import EvaluationSet, items_of
-from drover.pipeline.data.shard_table import ShardTable, open_shards
+from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.text_shards import read_shard, read_texts, shard_records
 from drover.pipeline.data.token_shards import read_batch
 from drover.pipeline.evaluation.tasks import find_tasks
@@ -56,6 +56,7 @@ from tests.mutations import Reader, planted, put, tried
 from tests.records.recorded_time import Recorded
 from tests.stages.small_run import make_trained_run
 from tests.tiny_models import SHAPE, TOKENIZER_OF_BYTES, for_tokenizer, opinionated, write_huggingface, write_run
+from tests.token_shards import shards_in
 from tests.tokenization.conftest import byte_level, texts  # noqa: F401 - fixtures
 from tests.tokenization.conftest import files as vocabularies  # noqa: F401 - a fixture
 
@@ -151,7 +152,7 @@ def _read_token_shards(folder: Path) -> None:
         return
     table = ShardTable.of(manifest.outputs)
     for split in ("train", "validation"):
-        for shard in open_shards(encode, table, split):
+        for shard in shards_in(encode, table, split):
             if shard.size_problem():
                 continue
             shard.read_offsets()

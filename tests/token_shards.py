@@ -12,7 +12,7 @@ import numpy as np
 from drover.pipeline.config.phases import PhasePlan
 from drover.pipeline.config.training import TrainConfig
 from drover.pipeline.core.files import output_record
-from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable
+from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable, files_in
 from drover.pipeline.data.token_shards import write_shard
 
 SOURCES = ("web", "code")
@@ -43,6 +43,12 @@ def write_shards(folder: Path, shards: Sequence[tuple[str, Sequence[Any]]],
     return records
 
 
+def shards_in(folder: Path, records: Sequence[Any] | ShardTable, split: str, source: str | None = None) -> Shards:
+    """The shards of a split (and source) that are files in a folder, in the order of their paths."""
+    table = records if isinstance(records, ShardTable) else ShardTable.of(records)
+    return Shards(OpenShards(table, files_in(folder)), table.rows(split, source))
+
+
 def write_numbered(folder: Path, lengths: Sequence[Sequence[int]]) -> ShardTable:
     """Training shards of the sources in turn, with documents of these lengths, whose ids number a shard's tokens from
     1. They are in an order that is not that of their paths."""
@@ -64,7 +70,7 @@ def training_data(folder: Path, table: ShardTable, length: int = 16, mixture: di
     Packings are planned by one process alone unless `planner` does it."""
     from drover.pipeline.data.sampling.loader import TrainingData
     from drover.pipeline.data.sampling.packing import Alone, make
-    opened = OpenShards(folder, table) if opened is None else opened
+    opened = OpenShards(table, files_in(folder)) if opened is None else opened
     shards = {source: Shards(opened, table.rows("train", source)) for source in SOURCES}
     planner = planner or (lambda planning: make(planning, Alone(), [].append if said is None else said.append))
     return TrainingData(shards, plan or plan_of(sequence_length=length, batch_tokens=length, mixture=mixture), 3,
@@ -112,7 +118,7 @@ def assert_readings(data: Any, below: int) -> None:
     seen, packed, located = dict[Any, list[Any]](), bool(data.packings), data.order.locate(np.arange(below))
     for sample, group in groupby(pieces(data, np.arange(below)), key=lambda piece: piece.sample):
         own, again = list(group), located.space[sample] >= len(lengths_of(data.order.plan))
-        assert_batch(data.batch(sample, 1), own, packed, packed and again)
+        assert_batch(data.batch_of(np.array([sample])), own, packed, packed and again)
         for piece in own:
             seen.setdefault((piece.shard.path, piece.document), []).append(
                 (sample, int(located.epoch[sample]), piece.start, piece.stop))

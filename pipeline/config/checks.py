@@ -17,6 +17,7 @@ from typing import Any
 
 from drover.model.attention import BACKENDS
 from drover.pipeline.config.batch import BatchPlan, batch_problems
+from drover.pipeline.config.data import UINT16_IDS
 from drover.pipeline.config.mixture import mixture_problems
 from drover.pipeline.config.optimizers import optimizer_problems
 from drover.pipeline.config.parallel import ParallelConfig
@@ -26,7 +27,6 @@ from drover.pipeline.config.shipped import name_of
 from drover.pipeline.config.training import FIRST
 from drover.pipeline.config.tree import Config
 
-UINT16_IDS = 65536
 SPECIAL_IDS = 256
 MOST_NAME = 100
 """Longest name of a source in bytes; file names contain it."""
@@ -228,7 +228,7 @@ def _rules_of_phase(config: Config) -> Rules:
 
 def _listed(config: Config) -> Iterator[str]:
     """Problems of single items of lists and mappings."""
-    train, sources = config.train, Counter(source.name for source in config.shard.sources)
+    train, sources = config.train, Counter(config.shard.source_names)
     yield from (f"model: {problem}" for problem in config.model.problems())
     yield from optimizer_problems(train, config.parallel.engine)
     yield from (f"train.lr_factors has {factor} for '{pattern}'; a factor is 0 or more."
@@ -251,7 +251,7 @@ def _listed(config: Config) -> Iterator[str]:
 
 
 def _mixture(config: Config) -> Iterator[str]:
-    mixture, sources = config.train.mixture, [source.name for source in config.shard.sources]
+    mixture, sources = config.train.mixture, config.shard.source_names
     if mixture is None:
         return
     if min(mixture.values(), default=0) < 0 or not sum(mixture.values()) > 0:

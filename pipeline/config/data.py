@@ -155,6 +155,11 @@ class ShardConfig(Section):
     the files break off, since their rest is lost uncounted. Up to this share, rejects are counted and listed in
     rejected.jsonl."""
 
+    @property
+    def source_names(self) -> list[str]:
+        """Of the sources, in their order."""
+        return [source.name for source in self.sources]
+
 
 class TokenizerConfig(Section):
     """Stage 2: train a tokenizer, or take a ready one."""
@@ -188,6 +193,10 @@ class TokenizerConfig(Section):
     """Validation text in MB per source on which the tokenizer is checked. Decoding must give the text back, and the
     exported tokenizer must give equal ids. If there is more text, the beginnings of shards are checked, chosen by their
     hashes."""
+
+
+UINT16_IDS = 65536
+"""So many ids a token of two bytes can be."""
 
 
 class EncodeConfig(Section):

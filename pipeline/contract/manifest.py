@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -122,8 +122,8 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the paths and contents of the stage's outputs."""
-        return sha256_json(sorted([record["path"], record["sha256"]] for record in self.outputs))
+        """The `digest` of the stage's outputs."""
+        return digest(self.outputs)
 
     def write(self, folder: Path) -> None:
         """Commit the stage: write the manifest atomically, after all outputs."""
@@ -144,6 +144,11 @@ class Manifest:
     def missing_outputs(self, folder: Path) -> list[str]:
         """Messages about outputs that are missing or have another size."""
         return [problem for problem in problems_of(folder, self.outputs) if problem]
+
+
+def digest(outputs: Sequence[Mapping[str, Any]]) -> str:
+    """Hash of the paths and contents of outputs, by their records."""
+    return sha256_json(sorted([record["path"], record["sha256"]] for record in outputs))
 
 
 def check_record(record: Mapping[str, Any], kind: Any, stage: str) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from drover.pipeline.data.token_shards import TokenShard
 
-_CANDIDATE = np.dtype([("key", "u8", 2), ("shard", "i8"), ("place", "i8"), ("length", "i8")])
-"""A document that may be measured: its key as two numbers, where it is, its tokens."""
+_CANDIDATE = np.dtype([("key", "S16"), ("shard", "i8"), ("place", "i8"), ("length", "i8")])
+"""A document that may be measured: its key, where it is, its tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def choose(shards: Sequence[TokenShard], tokens: int | None) -> Chosen:
         here["length"] = np.diff(shard.read_offsets())
         of_documents, of_tokens = of_documents + shard.documents, of_tokens + shard.token_count
         if tokens is not None:
-            here["key"] = shard.keys(0, shard.documents).view(">u8").reshape(-1, 2)
+            here["key"] = shard.keys(0, shard.documents).view("S16")
         taken = np.concatenate([taken, here])
         if tokens is not None:
-            taken = taken[np.lexsort((taken["key"][:, 1], taken["key"][:, 0]))]  # stable: equal keys stay in order
+            taken = taken[np.argsort(taken["key"], kind="stable")]
             taken = taken[np.cumsum(taken["length"]) - taken["length"] < tokens]
     taken = taken[np.lexsort((taken["place"], taken["shard"]))]
     text_bytes = [shards[one["shard"]].document_bytes(int(one["place"])) for one in taken]

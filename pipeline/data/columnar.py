@@ -141,8 +141,8 @@ def _random_access(file: Input) -> Iterator[Any]:
 
 
 def _rows(batch: Any, first: int, source: FilesSource) -> Records:
-    """The rows of a record batch, numbered from `first` + 1. What cannot be read is halved again and again, so that a
-    broken value costs its own row."""
+    """The rows of a record batch, numbered from `first` + 1. Where some cannot be read, each is read by itself, so that
+    a broken value costs its own row."""
     import pyarrow as pa
     for start in range(0, batch.num_rows, ROWS):
         part = batch.slice(start, ROWS)
@@ -154,9 +154,8 @@ def _rows(batch: Any, first: int, source: FilesSource) -> Records:
             if part.num_rows == 1:
                 yield Unreadable(first + start + 1, f"the row cannot be read: {error}")
             else:
-                half = part.num_rows // 2
-                yield from _rows(part.slice(0, half), first + start, source)
-                yield from _rows(part.slice(half), first + start + half, source)
+                for row in range(part.num_rows):
+                    yield from _rows(part.slice(row, 1), first + start + row, source)
             continue
         for place, row in enumerate(rows, first + start + 1):
             if isinstance(text := row[source.text_field], bytes):

@@ -14,8 +14,6 @@ from typing import Any
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.chain import Dropped, most_frequent, total
 
-EXAMPLE_UNITS = 1000
-"""So many units of a source, from the first on, keep examples: those of a million units would fill the memory."""
 EXAMPLE_CHARACTERS = 160
 """Of a dropped document as it is shown."""
 MOST_REASONS = 20
@@ -69,12 +67,6 @@ def _show(shown: dict[str, dict[str, list[Any]]], name: str, reason: str, exampl
     if most and (reason in reasons or len(reasons) < MOST_REASONS):
         own = shown.setdefault(name, {}).setdefault(reason, [])
         own += examples[:most - len(own)]
-
-
-def keeps_examples(unit: str) -> bool:
-    """Whether the unit of this name, which ends in its number within the source, keeps examples."""
-    number = unit.rpartition("-")[2]
-    return number.isdigit() and int(number) < EXAMPLE_UNITS
 
 
 def source_card(records: Iterable[Mapping[str, Any]], examples: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -106,6 +106,10 @@ class Document:
     meta: dict[str, Any]
     key: str = ""
     place: str = field(default="", compare=False)
+
+    def with_text(self, text: str) -> Document:
+        """The document with another text; itself if that is the same, which shows that nothing was changed."""
+        return self if text == self.text else replace(self, text=text)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import io
 import zlib
-from pathlib import Path, PurePath
 
-from drover.pipeline.data.streams import COMPRESSIONS, unpacked
-from drover.pipeline.storage.object_files import ObjectFile
+from drover.pipeline.data.streams import COMPRESSIONS, Input, unpacked
 
 HEAD = 4096
 """Bytes that are looked at."""
@@ -39,27 +36,23 @@ FEW_NULS, NUL_SHARE = 16, 0.1
 """Text that is valid UTF-8 may hold NULs (U+0000); from so many on, and this share of all bytes, it is no text."""
 
 
-def mistaken(path: Path | ObjectFile, kind: str) -> str | None:
+def mistaken(file: Input, kind: str) -> str | None:
     """What a file is instead of the format `kind` (and the compression) that it is to be read as, and what to do about
     it; None where nothing speaks against it. A file that cannot be opened is left to its reader."""
-    ending = PurePath(path.url if isinstance(path, ObjectFile) else path).suffix
+    ending = file.path.suffix
     try:
-        with _opened(path) as file:
-            head = file.read(HEAD) or b""
+        with file.raw(0, 0) as raw:
+            head = raw.read(HEAD) or b""
         compression = COMPRESSIONS.get(ending.lower())
         if compression is None:
             return _instead_of(kind, head)
         what, advice = _signature(head)
         if head and compression != ("zstd" if head[1:4] == SKIPPABLE else what):
             return f"its name ends in {ending}, but it is {advice or f'no {compression} data; rename it'}"
-        with unpacked(_opened(path), compression) as stream:
+        with unpacked(file.raw(0, 0), compression) as stream:
             return _instead_of(kind, stream.read(HEAD) or b"")
     except (OSError, EOFError, zlib.error):
         return None
-
-
-def _opened(path: Path | ObjectFile) -> io.RawIOBase | io.BufferedReader:
-    return path.open(until=0) if isinstance(path, ObjectFile) else open(path, "rb", buffering=0)
 
 
 def _instead_of(kind: str, head: bytes) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -49,12 +48,7 @@ class SeenDocument:
     shard: str
     document: int
     key: str
-    samples: tuple[int, ...]
-
-    def record(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"source": self.source, "shard": self.shard, "document": self.document, "key": self.key,
-                "samples": list(self.samples)}
+    samples: list[int]
 
 
 def pieces(data: TrainingData, samples: np.ndarray) -> Iterator[DocumentSpan]:
@@ -102,7 +96,7 @@ def documents_of(data: TrainingData, ranges: Iterable[Sequence[int]]) -> list[Se
     found: dict[tuple[Path, int], tuple[TokenShard, list[int]]] = {}
     for piece in pieces(data, sample_numbers(ranges)):  # a shard that was forgotten meanwhile is another object later
         found.setdefault((piece.shard.path, piece.document), (piece.shard, []))[1].append(piece.sample)
-    return [SeenDocument(shard.source, path.name, document, shard.document_key(document), tuple(samples))
+    return [SeenDocument(shard.source, path.name, document, shard.document_key(document), samples)
             for (path, document), (shard, samples) in found.items()]
 
 

@@ -66,7 +66,7 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
     """The records of one file of a `files` source, or of a part of one."""
     kind = file_format(file.path, source.format)
     assert kind is not None, f"{file.path} was let in without a known format"
-    if (instead := mistaken(file.reader or Path(file.path), kind)) is not None:
+    if (instead := mistaken(file, kind)) is not None:
         if file.piece.start == 0:  # said once for all parts
             yield Unreadable(None, instead, lost=True)
         return
@@ -74,18 +74,18 @@ def file_records(file: Input, source: FilesSource, limit: Limit) -> Records:
 
 
 def column_names(path: Path, kind: str) -> list[str] | None:
-    """The columns that a file says it has, without reading what is in them; None where that cannot be seen so: it is
-    damaged, packed or something else than its name says."""
-    if mistaken(path, kind) is not None:
-        return None
-    if kind == "csv":
-        with suppress(*damage()), _text(Input(Piece.of(path))) as stream:
-            return next(csv.reader(_csv_lines(stream, Limit(1.0)), strict=True), None)
-        return None
-    if kind not in ("parquet", "arrow") or path.suffix.lower() in COMPRESSIONS:
-        return None
-    with suppress(*damage()), map_file(path) as data:
-        return stored_columns(data, kind)
+    """The columns that a file of one of the COLUMNAR formats says it has, without reading what is in them; None where
+    that cannot be seen so: it is damaged, packed or something else than its name says."""
+    with suppress(*damage()):
+        file = Input(Piece.of(path))
+        if mistaken(file, kind) is not None:
+            return None
+        if kind == "csv":
+            with _text(file) as stream:
+                return next(csv.reader(_csv_lines(stream, Limit(1.0)), strict=True), None)
+        if path.suffix.lower() not in COMPRESSIONS:
+            with map_file(path) as data:
+                return stored_columns(data, kind)
     return None
 
 
@@ -99,23 +99,19 @@ def absent_columns(config: ShardConfig, files: Sequence[tuple[str, str]]) -> lis
     for source in config.sources:
         if not isinstance(source, FilesSource):
             continue
-        missing, present, looked, last = set(wanted_columns(source)), list[str](), 0, ""
-        for path in (path for name, path in files if name.startswith(f"{source.name}/")):
+        absent, present = wanted_columns(source), list[str]()
+        own = [path for name, path in files if name.startswith(f"{source.name}/")]
+        for path in own:
             kind = file_format(PurePath(path), source.format)
             names = column_names(Path(path), kind) if kind in COLUMNAR and not is_url(path) else None
-            if names is None:
+            absent = [name for name in absent if name not in names] if names is not None else []
+            present = names or []
+            if not absent:
                 break
-            missing.difference_update(names)
-            present, looked, last = names, looked + 1, PurePath(path).name
-            if not missing:
-                break
-        else:
-            if not looked:
-                continue
-            absent = [name for name in wanted_columns(source) if name in missing]
-            problems.append(f"source {source.name}: none of its {looked:,} files has a column named "
-                            f"{', '.join(absent)}; the columns of {last} are {', '.join(present) or 'none'}. Correct "
-                            f"text_field, id_field or meta_fields.")
+        if own and absent:
+            problems.append(f"source {source.name}: none of its {len(own):,} files has a column named "
+                            f"{', '.join(absent)}; the columns of {PurePath(own[-1]).name} are "
+                            f"{', '.join(present) or 'none'}. Correct text_field, id_field or meta_fields.")
     return problems
 
 

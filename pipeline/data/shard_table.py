@@ -113,7 +113,7 @@ class ShardTable:
     def rows(self, split: str, source: str | None = None) -> NDArray[np.int64]:
         """The shards of one split (and source), in the order of their paths."""
         chosen = np.array([kind[0] == split and source in (None, kind[1]) for kind in self.kinds], bool)
-        found = np.flatnonzero(chosen[self.kind]).tolist() if self.paths else []
+        found = np.flatnonzero(chosen[self.kind]).tolist()
         return np.array(sorted(found, key=self.paths.__getitem__), np.int64)
 
     def content(self, split: str) -> Iterator[list[str]]:
@@ -134,29 +134,14 @@ class OpenShards:
 
     A shard that is forgotten while another thread reads it closes its file when that thread is done with it.
 
-    Args:
-        folder: the encode stage's.
-        opener: what makes them, where they are not files in the folder.
-
     Attributes:
         shard: gives the shard in a row of the table.
     """
 
-    def __init__(self, folder: Path, table: ShardTable, opener: Opener | None = None) -> None:
-        self.folder, self.table, self.opener = folder, table, opener
-        most = most_open()
+    def __init__(self, table: ShardTable, opener: Opener) -> None:
+        self.table, most = table, most_open()
         self._whole = OFFSETS_BYTES // max(1, min(most, len(table)))
-        self.shard = lru_cache(most)(self._opened)
-
-    def __len__(self) -> int:
-        """How many are kept now."""
-        return self.shard.cache_info().currsize
-
-    def _opened(self, row: int) -> TokenShard:
-        record = self.table.record(row)
-        if self.opener is not None:
-            return self.opener(row, record, self._whole)
-        return TokenShard(self.folder / record["path"], record, self._whole)
+        self.shard = lru_cache(most)(lambda row: opener(row, table.record(row), self._whole))
 
 
 class Shards(Sequence[TokenShard]):
@@ -182,20 +167,16 @@ def joined(parts: Sequence[Shards]) -> Shards:
     return Shards(parts[0].opened, np.concatenate([part.rows for part in parts]))
 
 
-def open_by_source(folder: Path, table: ShardTable, split: str, sources: Iterable[str],
-                   opener: Opener | None = None) -> dict[str, Shards]:
-    """The shards of a split by source, which are open together: all sources share what may be open. opener: see
-    `OpenShards`."""
-    opened = OpenShards(folder, table, opener)
+def files_in(folder: Path) -> Opener:
+    """Opens shards that are files in the encode stage's folder."""
+    return lambda row, record, whole: TokenShard(folder / record["path"], record, whole)
+
+
+def open_shards(table: ShardTable, split: str, sources: Iterable[str], opener: Opener) -> dict[str, Shards]:
+    """The shards of a split by source, in the order of their paths, which are open together: all sources share what may
+    be open. No file is touched before it is read."""
+    opened = OpenShards(table, opener)
     return {source: Shards(opened, table.rows(split, source)) for source in sources}
-
-
-def open_shards(folder: Path, outputs: Sequence[dict[str, Any]] | ShardTable, split: str,
-                source: str | None = None, opener: Opener | None = None) -> Shards:
-    """The shards of one split (and source) among a manifest's outputs, in the order of their paths. No file is touched
-    before it is read. opener: see `OpenShards`."""
-    table = outputs if isinstance(outputs, ShardTable) else ShardTable.of(outputs)
-    return Shards(OpenShards(folder, table, opener), table.rows(split, source))
 
 
 def size_problems(folder: Path, table: ShardTable, rows: Iterable[int]) -> list[str]:

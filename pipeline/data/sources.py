@@ -31,6 +31,8 @@ WHOLE_UP_TO = 2
 """A file of up to so many times shard_mb is read in one piece."""
 LEAST_PART = BLOCK_BYTES
 """Parts of files are not made smaller, however small shards are."""
+EXAMPLE_UNITS = 1000
+"""So many units of a source, from the first on, keep examples: those of a million units would fill the memory."""
 
 
 def input_files(config: Config) -> list[tuple[str, InputFile]]:
@@ -58,31 +60,32 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
     return found
 
 
-def reading_units(config: ShardConfig, files: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """The corpus cut into pieces of work, in order, as (name, payload for `drover.pipeline.data.reading.stage_unit`).
+def reading_units(config: ShardConfig, files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The corpus cut into pieces of work, in order: payloads for `drover.pipeline.data.reading.stage_unit`.
 
     A unit is a run of whole files of one source with about `shard_mb` together, a part of about that size (and at least
     `LEAST_PART`) of a file that is more than twice as large, or a dataset of `kind: hf`. The cut depends on the files'
     names, sizes and formats alone, never on who reads them; no file is opened for it.
 
     A payload has `name`, `source`, `max_document_mb` and `pieces`, each the fields of a `Piece`; those of a dataset are
-    its own files, where they lie here.
+    its own files, where they lie here. With filters it has `examples`, too, for the first EXAMPLE_UNITS of a source.
 
     files: their records (`external_inputs.listed_files`), those of a source sorted by name.
     """
     of_source: dict[str, list[Piece]] = defaultdict(list)
     for file in files:
         of_source[file["name"].partition("/")[0]].append(Piece(**file, start=0, stop=file["bytes"]))
-    units: list[tuple[str, dict[str, Any]]] = []
+    units: list[dict[str, Any]] = []
     for source in config.sources:
         pieces = of_source[source.name]
         groups = [pieces] if isinstance(source, HubSource) else \
             _groups(pieces, source, config.shard_mb * 1e6)
         settings = source.model_dump(mode="json")
         for index, group in enumerate(groups):
-            name = f"{source.name}-{index:05d}"
-            units.append((name, {"name": name, "source": settings, "max_document_mb": config.max_document_mb,
-                                 "pieces": [vars(piece) for piece in group]}))
+            units.append({"name": f"{source.name}-{index:05d}", "source": settings,
+                          "max_document_mb": config.max_document_mb, "pieces": [vars(piece) for piece in group]})
+            if config.filters and index < EXAMPLE_UNITS:
+                units[-1]["examples"] = config.dropped_examples
     return units
 
 

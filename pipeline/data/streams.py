@@ -112,13 +112,13 @@ class Input:
         self.piece, self.reader = piece, piece.reader()
         self.path = Path(piece.path) if self.reader is None else PurePath(piece.path)
         piece.refuse_changed()
-        self._hash = _RangeHash(piece, self._opened)
+        self._hash = _RangeHash(piece, self.raw)
 
     def open(self, before: int = 0) -> Any:
         """A stream of the bytes from the start of the piece on, unpacked by the ending of the name. before: it begins
         so many bytes earlier, where there are so many."""
         start = max(0, self.piece.start - before)
-        raw = Watched(self._opened(start, self.piece.stop), start, self._hash.feed)
+        raw = Watched(self.raw(start, self.piece.stop), start, self._hash.feed)
         compression = COMPRESSIONS.get(self.path.suffix.lower())
         return io.BufferedReader(raw, BUFFER) if compression is None else unpacked(raw, compression)
 
@@ -146,7 +146,8 @@ class Input:
         self._hash.read_to(self.piece.bytes, copy.write)
         return io.BufferedReader(_Spool(self.reader, copy, start), 1)  # it fetches no more than each read needs
 
-    def _opened(self, position: int, until: int | None) -> Any:
+    def raw(self, position: int, until: int | None) -> Any:
+        """The file's own bytes from `position` on, unhashed; of an object those before `until` are prefetched."""
         if self.reader is not None:
             return self.reader.open(position, until)
         file = open(self.path, "rb", buffering=0)  # noqa: SIM115

@@ -169,17 +169,19 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
         UserError: the file is missing, is not what was committed (also after batches were given: nothing that was made
             of them may be kept then), or holds another number of documents.
     """
+    from webdataset.tariterators import tar_file_iterator  # it reads a truncated or foreign tar as a shorter one
+
     path, count, fault = folder / record["path"], 0, None
     batch, size = Texts([], [], []), 0
     digest = hashlib.sha256()
     with _open(path) as file, BufferedReader(Watched(file, 0, lambda at, data: digest.update(data)), _BUFFER) as hashed:
         try:
-            for name, member in _members(hashed):
-                text = orjson.loads(member)["text"]
+            for member in tar_file_iterator(hashed):
+                text = orjson.loads(member["data"])["text"]
                 encoded = len(text) if text.isascii() else len(text.encode())
                 batch.texts.append(text)
                 batch.lengths.append(encoded)
-                batch.keys.append(name[:-len(SUFFIX)])
+                batch.keys.append(member["fname"][:-len(SUFFIX)])
                 size, count = size + encoded, count + 1
                 if size >= batch_bytes:
                     yield batch
@@ -196,15 +198,6 @@ def read_texts(folder: Path, record: dict[str, Any], batch_bytes: int) -> Iterat
     _refuse_other_count(path, count, record["docs"])
     if batch.texts:
         yield batch
-
-
-def _members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each member, by webdataset. It reads a truncated or foreign tar without an error, as a
-    shorter one: compare the hash, too."""
-    from webdataset.tariterators import tar_file_iterator
-
-    for member in tar_file_iterator(file):
-        yield member["fname"], member["data"]
 
 
 def _refuse_other_count(path: Path, count: int, wanted: int) -> None:

@@ -190,8 +190,7 @@ class TokenShard:
         """
         if self._kept is not None:
             return int(np.searchsorted(self._kept[:-1], position))
-        low, high, below, above = 0, self.documents, 0, self.token_count  # the answer is in [low, high]
-        self._check_ends()
+        low, high, (below, above) = 0, self.documents, self._ends.tolist()  # the answer is in [low, high]
         for turn in range(2 * 64):
             if low >= high:
                 break
@@ -206,14 +205,11 @@ class TokenShard:
                 return at + int(np.searchsorted(block, position))
         return low
 
-    def _check_ends(self) -> None:
-        """See once that the first offset is 0 and the last the end of all tokens."""
-        if not self._ends_seen:
-            ends = np.concatenate([self._read_offsets(0, 1), self._read_offsets(self.documents, self.documents + 1)])
-            self._sound(ends, 0, self.token_count, ends=True)
-            self._ends_seen = True
-
-    _ends_seen = False
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """The first offset and the last; read once, and checked to be 0 and the end of all tokens."""
+        ends = np.concatenate([self._read_offsets(0, 1), self._read_offsets(self.documents, self.documents + 1)])
+        return self._sound(ends, 0, self.token_count, ends=True)
 
     @cached_property
     def _file(self) -> Descriptor:

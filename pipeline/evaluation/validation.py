@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from drover.pipeline.contract.manifest import Manifest
 from drover.pipeline.contract.stage_work import Work
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.chosen_documents import Chosen, choose
-from drover.pipeline.data.shard_table import Shards, ShardTable, open_by_source
-from drover.pipeline.data.stored.opening import opener_of
+from drover.pipeline.data.stored.opening import shards_of
 from drover.pipeline.data.text_shards import read_shard, shard_records
 
 Wanted = dict[int, tuple[str, int, str]]
@@ -26,17 +25,10 @@ def byte_counts(text: bytes) -> np.ndarray:
     return np.bincount(np.frombuffer(text, np.uint8), minlength=256).astype(np.int64)
 
 
-def validation_shards(work: Work, sources: Iterable[str]) -> dict[str, Shards]:
-    """The token shards of the sources' validation documents, opened together."""
-    folder, manifest = work.input("encode")
-    table = ShardTable.of(manifest.outputs)
-    return open_by_source(folder, table, "validation", sources, opener_of(work.config, folder, table, work.say))
-
-
 def chosen_documents(work: Work) -> dict[str, Chosen]:
     """By source, the validation documents to measure."""
-    shards = validation_shards(work, [source.name for source in work.config.shard.sources])
-    found = {source: choose(of_source, work.config.evaluate.validation_tokens) for source, of_source in shards.items()}
+    found = {source: choose(shards, work.config.evaluate.validation_tokens)
+             for source, shards in shards_of(work, "validation").items()}
     if not any(map(len, found.values())):
         raise UserError("There is no validation text to measure. Raise shard.validation_share "
                         f"(now {work.config.shard.validation_share}), or add documents.")
@@ -47,8 +39,10 @@ def wanted_texts(work: Work) -> dict[str, Wanted]:
     """By source, the texts of the measured documents to read; UserError if the token shards have more or fewer
     documents than the text shards."""
     chosen, (folder, manifest), found = chosen_documents(work), work.input("shard"), {}
-    for source, shards in validation_shards(work, chosen).items():
-        own, texts = chosen[source], sum(record["docs"] for record in shard_records(manifest, "validation", source))
+    for source, shards in shards_of(work, "validation").items():
+        if (own := chosen.get(source)) is None:
+            continue
+        texts = sum(record["docs"] for record in shard_records(manifest, "validation", source))
         if texts != own.of_documents:
             raise UserError(f"{work.input('encode')[0]} holds {'fewer' if texts > own.of_documents else 'more'} "
                             f"validation documents of {source} than {folder}. Run the stage encode again with --force.")

@@ -15,10 +15,10 @@ import numpy as np
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file
-from drover.pipeline.tokenization.base import SIZE_MULTIPLE, SPECIAL_TOKENS
+from drover.pipeline.tokenization.base import SPECIAL_TOKENS
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.tiktoken_tokenizer import LLAMA3_PATTERN
-from drover.pipeline.tokenization.training import raised_behind
+from drover.pipeline.tokenization.training import raised_behind, too_large
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -75,18 +75,10 @@ def train_bpe(chunks: Iterable[str], settings: TokenizerConfig, path: Path) -> N
     found = sorted((token, bytes(alphabet[character] for character in name))
                    for name, token in tokenizer.get_vocab().items())
     if len(found) < wanted:
-        raise UserError(_too_large(settings, len(found)))
+        if len(found) == len(alphabet):
+            raise UserError(f"There is nothing to merge in the text to train the vocabulary on: tokenizer.train_mb is "
+                            f"{settings.train_mb}. Raise it, look at the shard stage's sources, or take "
+                            f"tokenizer.kind=byte.")
+        raise too_large(settings, len(found) + len(SPECIAL_TOKENS))
     with atomic_file(path) as file:
         file.write(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in found))
-
-
-def _too_large(settings: TokenizerConfig, found: int) -> str:
-    if found <= 256:
-        return (f"There is nothing to merge in the text to train the vocabulary on: tokenizer.train_mb is "
-                f"{settings.train_mb}. Raise it, look at the shard stage's sources, or take tokenizer.kind=byte.")
-    whole = found + len(SPECIAL_TOKENS)
-    largest = whole // SIZE_MULTIPLE * SIZE_MULTIPLE
-    advice = f"Set it to {largest} or less" if largest >= 640 else "Take tokenizer.kind=byte"
-    return (f"tokenizer.vocab_size {settings.vocab_size} is too large for the training text, which supports "
-            f"{found - 256:,} merges, so {whole:,} ids. {advice}, or give more text (shard.sources, "
-            f"tokenizer.train_mb).")

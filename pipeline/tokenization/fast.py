@@ -37,11 +37,6 @@ def one_thread() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def defining_file(folder: Path, kind: str) -> Path:
-    """The file of a finished tokenizer stage that the encoder reads: the ranks, or the exported tokenizer.json."""
-    return folder / ("tokenizer.model" if kind == "tiktoken" else "hf/tokenizer.json")
-
-
 class FastEncoder:
     """Texts to ids, as `reference` gives them. Very long texts are cut where the reference cuts them."""
 
@@ -53,7 +48,7 @@ class FastEncoder:
             raise EncoderError(f"it is several times faster, but not installed ({install(NAME)} installs it)")
         one_thread()
         self.reference = reference
-        path = defining_file(folder, reference.kind)
+        path = folder / ("tokenizer.model" if reference.kind == "tiktoken" else "hf/tokenizer.json")
         self._native = _guarded(lambda: _opened(path, reference.kind))
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:

@@ -34,7 +34,7 @@ def fetched(name: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # noqa: BLE001 - the library and its HTTP client raise many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"tokenizer.path: there is no {name} here, and the download from the Hugging Face Hub failed "
                         f"({reason}). Without a network, download it elsewhere (hf download {name} "
                         f"{' '.join(files[:2])} --local-dir FOLDER) and give the folder. If the repository asks for "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import parsed_json, read_record, sha256_file
-from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, encoded_flat
+from drover.pipeline.tokenization.base import BOS, EOS, WORD_MARK, Flat, Tokenizer, byte_piece, encoded_flat
 from drover.pipeline.tokenization.byte_level import byte_of_character
 
 TAKE_AGAIN = "Take it from the tokenizer's source again."
@@ -45,10 +45,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # their names in a document stay text
-        self._names = {token: name for name, token in self.tokenizer.get_vocab().items()}
+        ids = self.tokenizer.get_vocab()
+        self._names = {token: name for name, token in ids.items()}
         self.used = max(self._names) + 1
-        bos, eos = bounds or find_bounds(path, set(self._names.values()))
-        ids = {name: token for token, name in self._names.items()}
+        bos, eos = bounds or find_bounds(path, set(ids))
         self.bos_id, self.eos_id = ids[bos], ids[eos]
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: index for index, token in added.items() if token.special}
@@ -56,11 +56,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special_array = np.array(sorted(self.special_tokens.values()), np.int64)
         self.added = {index: token.content for index, token in added.items()}
         parts: dict[str, Any] = json.loads(self.tokenizer.to_str())
-        self._byte_of = byte_of_character() if "ByteLevel" in _types(parts["decoder"]) else {}
+        decoder = json.dumps(parts["decoder"])  # parts of it may hold further ones
+        self._byte_of = byte_of_character() if '"type": "ByteLevel"' in decoder else {}
         unknown = parts["model"].get("unk_token")
         self.unk_id = ids.get(unknown) if isinstance(unknown, str) else parts["model"].get("unk_id")
         if parts["model"].get("byte_fallback"):
-            self.byte_fallback_ids = frozenset(token for token, name in self._names.items() if _is_byte(name))
+            self.byte_fallback_ids = frozenset(ids[name] for name in map(byte_piece, range(256)) if name in ids)
         self.sha256 = sha256_file(path)
 
     def encode(self, text: str) -> list[int]:
@@ -104,36 +105,17 @@ def _refuse_wrong_prefixes(content: dict[str, Any]) -> None:
 def find_bounds(path: Path, names: set[str]) -> tuple[str, str]:
     """Names of BOS and EOS: from the `tokenizer_config.json` next to the file, else the first known names that it
     has."""
-    said = read_record(config_beside(path), dict[str, Any], TAKE_AGAIN) or {}
-    bos = _said(said.get("bos_token"), names) or next((name for name in BOS_NAMES if name in names), None)
-    eos = _said(said.get("eos_token"), names) or next((name for name in EOS_NAMES if name in names), None)
-    if bos is None or eos is None:
-        lacking = " and ".join(word for word, found in (("BOS", bos), ("EOS", eos)) if found is None)
-        raise UserError(f"{path} has no token that is known as {lacking}, which Drover puts around every document. "
-                        f"Name the tokens in a tokenizer_config.json next to it, for example "
+    said = read_record(path.with_name("tokenizer_config.json"), dict[str, Any], TAKE_AGAIN) or {}
+    found = {word: _said(said.get(f"{word.lower()}_token"), names) or next((one for one in known if one in names), "")
+             for word, known in (("BOS", BOS_NAMES), ("EOS", EOS_NAMES))}
+    if lacking := [word for word, name in found.items() if not name]:
+        raise UserError(f"{path} has no token that is known as {' and '.join(lacking)}, which Drover puts around every "
+                        f"document. Name the tokens in a tokenizer_config.json next to it, for example "
                         f'{{"bos_token": "{BOS}", "eos_token": "{EOS}"}}, and add that token to the file '
                         f"(tokenizer.add_special_tokens) if it has none.")
-    return bos, eos
-
-
-def config_beside(path: Path) -> Path:
-    """The path of the tokenizer_config.json that belongs to a `tokenizer.json`."""
-    return path.with_name("tokenizer_config.json")
+    return found["BOS"], found["EOS"]
 
 
 def _said(value: Any, names: set[str]) -> str | None:
     name = value.get("content") if isinstance(value, dict) else value
     return name if isinstance(name, str) and name in names else None
-
-
-def _types(node: Any) -> set[str]:
-    """Every `type` in a nested description of a decoder."""
-    if isinstance(node, list):
-        return set().union(*map(_types, node)) if node else set()
-    if not isinstance(node, dict):
-        return set()
-    return {node["type"]} if "decoders" not in node else _types(node["decoders"])
-
-
-def _is_byte(name: str) -> bool:
-    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")

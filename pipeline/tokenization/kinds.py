@@ -25,7 +25,6 @@ FILES = {"sentencepiece": MODEL_FILE, "tiktoken": MODEL_FILE, "huggingface": "to
 has the kind tiktoken from then on."""
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Files that belong to a ready `tokenizer.json`: roles of special tokens, the BOS rule, the chat template."""
-UINT16_IDS = 65536
 
 
 def input_files(config: Config) -> list[tuple[str, Path]]:
@@ -54,11 +53,6 @@ def files_beside(path: Path) -> list[Path]:
     """The files of COMPANIONS next to a `tokenizer.json`; none if the first is missing, which transformers needs."""
     found = [file for name in COMPANIONS if (file := path.with_name(name)).is_file()]
     return found if found and found[0].name == COMPANIONS[0] else []
-
-
-def token_dtype(vocab_size: int) -> str:
-    """`uint16` if it can hold every id, else `uint32`. All code that stores tokens uses this."""
-    return "uint16" if vocab_size <= UINT16_IDS else "uint32"
 
 
 def open_tokenizer(kind: str, path: Path | None, bounds: tuple[str, str] | None = None) -> Tokenizer:

@@ -38,9 +38,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.unk_id = unknown if unknown >= 0 else None
         self.byte_fallback_ids = frozenset(token for token in range(self.used) if processor.is_byte(token))
         self.sha256 = sha256_file(path)
-        self._schema: Any = sentencepiece_model_pb2
-        self._model = self._schema.ModelProto.FromString(processor.serialized_model_proto())
-        self.merges_by_score = self._model.trainer_spec.model_type == self._schema.TrainerSpec.BPE
+        schema: Any = sentencepiece_model_pb2
+        self._model = schema.ModelProto.FromString(processor.serialized_model_proto())
+        self.merges_by_score = self._model.trainer_spec.model_type == schema.TrainerSpec.BPE
         self.prefix_space = self._model.normalizer_spec.add_dummy_prefix
         if not all(isinstance(piece.piece, str) for piece in self._model.pieces) or \
                 (self.unk_id is None and not self.merges_by_score):

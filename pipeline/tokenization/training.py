@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import atomic_file
-from drover.pipeline.tokenization.base import BOS, EOS, SPECIAL_TOKENS
+from drover.pipeline.tokenization.base import BOS, EOS, SIZE_MULTIPLE, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from drover.pipeline.config.data import TokenizerConfig
@@ -67,10 +67,8 @@ def sampled(documents: Iterable[tuple[str, str]], share: float, seed: int, count
                 name = f"{seed}/{key}/{index}".encode()
                 if int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >= limit:
                     continue
-            nul = chunk.count("\0")
-            if nul:
-                counts.nul_characters += nul
-                chunk = chunk.replace("\0", "")
+            counts.nul_characters += chunk.count("\0")
+            chunk = chunk.replace("\0", "")
             counts.chunks += 1
             counts.text_bytes += len(chunk.encode())
             yield chunk
@@ -154,14 +152,19 @@ def _standard_error_in(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
+def too_large(settings: TokenizerConfig, ids: int) -> UserError:
+    """The error for a vocabulary of which the text supports only so many ids."""
+    largest = ids // SIZE_MULTIPLE * SIZE_MULTIPLE
+    advice = f"Set it to {largest} or less" if largest >= 640 else "Take tokenizer.kind=byte"
+    return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too large for the training text, which supports "
+                     f"{ids} ids. {advice}, or give more text (shard.sources, tokenizer.train_mb).")
+
+
 def explained(error: RuntimeError, settings: TokenizerConfig, log: Path) -> Exception:
     """The trainer's error as a UserError; the error itself if the user cannot fix it."""
     message = str(error)
     if found := re.search(r"Vocabulary size too high .*value <= (\d+)", message):
-        largest = int(found[1]) // 128 * 128
-        advice = f"Set it to {largest} or less" if largest >= 640 else "Take tokenizer.kind=byte"
-        return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too large for the training text, which "
-                         f"supports {found[1]} ids. {advice}, or give more text (shard.sources, tokenizer.train_mb).")
+        return too_large(settings, int(found[1]))
     if found := re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message):
         return UserError(f"tokenizer.vocab_size {settings.vocab_size} is too small: {found[2]} ids are needed for the "
                          f"special ids, the bytes and every character of the text up to tokenizer.character_coverage "

@@ -49,7 +49,7 @@ class GuardRunner(Guards):
             meaning = {"skip": "the update was skipped", "rollback": "going back to the last checkpoint",
                        "spike": "logged only"}[verdict.event]
             self.say(f"{verdict.text}; {meaning}. Documents: {named(documents)}")
-            log(verdict.event, **verdict.details(), documents=[document.record() for document in documents])
+            log(verdict.event, **verdict.details(), documents=[vars(document) for document in documents])
         return verdict
 
     def describe(self, samples: Sequence[Range]) -> str:
@@ -60,7 +60,7 @@ class GuardRunner(Guards):
     def exclude(self, verdict: Verdict, back_to: int) -> None:
         """Exclude the samples of a step from training permanently. The record is on disk before anything is loaded."""
         if self.ranks.leads:
-            plan = self.data.plan_at(verdict.samples[-1][1])
+            plan = self.data.order.plan_at(verdict.samples[-1][1])
             add_rollback(self.folder, Rollback(verdict.step, back_to, verdict.samples, plan, verdict.text))
         self._read()
 

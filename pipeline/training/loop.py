@@ -154,7 +154,7 @@ class Loop:
             self.guards = GuardRunner(self.work, self.ranks, self.data, self.say)
         if self.plan_changes:
             self.plan_changes += no_longer_left_out(self.guards.rollbacks, self.data.order.links)
-        plan = self.data.plan_at(found[1].samples if found else 0)
+        plan = self.data.order.plan_at(found[1].samples if found else 0)
         self.progress = continued(*found, plan, bool(self.work.drift)) if found else TrainingProgress(plan_sha256=plan)
         if found:
             self.say(f"continuing after step {self.progress.step} ({self.progress.samples:,} samples used) from "
@@ -303,7 +303,7 @@ class Loop:
         end = self.guards.excluded.take(before.samples, self.batch.sequences).end
         after = dataclasses.replace(before, step=before.step + 1, samples=end, targets=before.targets + self.current[1],
                                     tokens=before.tokens + self.batch.tokens - padding,
-                                    updates=self.engine.updates, plan_sha256=self.data.plan_at(end))
+                                    updates=self.engine.updates, plan_sha256=self.data.order.plan_at(end))
         record = self.recorder.step(before, after, result, step_s, self.batches.waited_s, self.rate)
         record |= self.batches.fields(self.batch.tokens, padding)
         record |= self.guards.step_fields(verdict, before.samples, end)
@@ -390,7 +390,7 @@ class Loop:
             self.guards.exclude(verdict, progress.step)
             self.progress = dataclasses.replace(progress, restarts=self.progress.restarts,
                                                 precision=self.progress.precision,
-                                                plan_sha256=self.data.plan_at(progress.samples))
+                                                plan_sha256=self.data.order.plan_at(progress.samples))
             load(path, self.engine, self.ranks, self.progress.updates)
         self.recorder.event("rolled_back", step=progress.step, train_s=train_s(progress),
                             lost_s=round(time.perf_counter() - self.step_began, 3))

@@ -44,7 +44,7 @@ def told(items):
 def read(*sources, **settings):
     """(documents, rejections) of the sources, or of files of one, through files and units as the stage reads them."""
     config = config_of(*(source if hasattr(source, "kind") else files_source(source) for source in sources), **settings)
-    return told(item for _, payload in reading_units(config.shard, listed_files(input_files(config)))
+    return told(item for payload in reading_units(config.shard, listed_files(input_files(config)))
                 for item in unit_documents(payload))
 
 

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from drover.pipeline.data.data_card import (
     EXAMPLE_CHARACTERS,
-    EXAMPLE_UNITS,
     MOST_LANGUAGES,
     MOST_REASONS,
     DataCard,
-    keeps_examples,
     source_card,
 )
 from drover.pipeline.data.documents import Document
@@ -70,5 +68,3 @@ def test_cards_stay_small():
     assert len(found["examples"]["own"]) == MOST_REASONS and found["documents"] == 0
     lid = found["languages"]["lid"]
     assert len(lid) == MOST_LANGUAGES + 1 and lid["l099"] == 100 and sum(lid.values()) == 5050
-    assert keeps_examples(f"web-{EXAMPLE_UNITS - 1:05}") and not keeps_examples(f"a-b-{EXAMPLE_UNITS:05}")
-    assert not keeps_examples("cut")

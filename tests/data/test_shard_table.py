@@ -15,9 +15,9 @@ import pytest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data import shard_table, token_shards
 from drover.pipeline.data.provenance import documents_of
-from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, most_open, open_shards, size_problems
+from drover.pipeline.data.shard_table import NUMBERS, OpenShards, ShardTable, files_in, most_open, size_problems
 from tests.refusal import refused
-from tests.token_shards import SOURCES, assert_same_batches, training_data, write_shards
+from tests.token_shards import SOURCES, assert_same_batches, shards_in, training_data, write_shards
 
 MIXTURE = {"web": 3.0, "code": 1.0}
 
@@ -45,7 +45,7 @@ def make_shards(folder, count):
 
 def data_of(folder, table, most=1000, whole=1 << 26, mixture=MIXTURE):
     with patch.object(shard_table, "most_open", lambda: most):
-        opened = OpenShards(folder, table)
+        opened = OpenShards(table, files_in(folder))
     opened._whole = whole
     return training_data(folder, table, mixture=mixture, opened=opened)
 
@@ -60,7 +60,7 @@ def test_a_table_says_of_each_shard_what_its_record_does(tmp_path):
     assert [table.record(row) for row in range(len(table))] == [{key: record[key] for key in kept}
                                                                 for record in records]
     for split, source in product(("train", "validation"), (*SOURCES, None)):
-        assert [shard.record["path"] for shard in open_shards(tmp_path, table, split, source)] == sorted(
+        assert [shard.record["path"] for shard in shards_in(tmp_path, table, split, source)] == sorted(
             record["path"] for record in records if record["split"] == split and source in (None, record["source"]))
     empty = ShardTable.of([])
     assert len(empty) == len(empty.rows("train")) == 0 and list(empty.content("train")) == []
@@ -92,9 +92,9 @@ def test_files_and_entries_are_bounded_whatever_is_read(tmp_path, opened):
     gc.collect()  # what other tests have left open
     kept, before, most = data.shards[0].opened, open_files(), 0
     for first in range(0, 1500, 50):
-        data.batch(first, 50)
+        data.batch_of(np.arange(first, first + 50))
         most = max(most, open_files() - before)
-    assert len(opened) > 200 and len(kept) == 20 and most <= 21
+    assert len(opened) > 200 and kept.shard.cache_info().currsize == 20 and most <= 21
     assert kept.shard(int(data.shards[0].rows[0]))._kept is None  # no offsets are held
     del data, kept
     gc.collect()
@@ -108,8 +108,8 @@ def test_nothing_is_looked_at_before_it_is_read(tmp_path, monkeypatch, opened):
     data = data_of(tmp_path, table)
     assert not opened and size_problems(tmp_path, table, [4]) == []
     assert [path for path in looked if path.endswith(".arrow")] == [str(tmp_path / table.paths[4])]
-    data.batch(0, 1)
-    data.batch(0, 1)
+    data.batch_of(np.arange(1))
+    data.batch_of(np.arange(1))
     assert 1 <= len(opened) <= 3 and set(opened.values()) == {1}, "it stays open"
 
 
@@ -120,7 +120,8 @@ def test_a_shard_that_is_cut_is_told_at_the_first_read_and_by_its_size(tmp_path)
                        (path.unlink, "cannot be read: No such file")):
         harm()
         assert size_problems(tmp_path, table, range(10)) == [refused(
-            UserError, rf"{path.name}.* {told}.* --stage encode again", data_of(tmp_path, table).batch, 0, 200)]
+            UserError, rf"{path.name}.* {told}.* --stage encode again", data_of(tmp_path, table).batch_of,
+            np.arange(200))]
 
 
 def test_few_open_files_are_enough(monkeypatch):

@@ -7,14 +7,14 @@ from tokenizers import models
 
 import drover.pipeline.encode as encode_stage
 from drover.pipeline.config.data import EncodeConfig
+from drover.pipeline.contract import stage_work
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_json
-from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from drover.pipeline.data.token_shards import TokenShard
 from drover.pipeline.encode import chosen_dtype, counted, prove, reconcile
-from drover.pipeline.tokenization import fast, gate
+from drover.pipeline.tokenization import fast
 from drover.pipeline.tokenization.base import joined, reads_back
 from drover.pipeline.tokenization.byte_level import byte_level_tokenizer, byte_of_character
 from drover.pipeline.tokenization.fast import EncoderError, FastEncoder
@@ -24,6 +24,7 @@ from drover.tools.verify.__main__ import verify
 from drover.tools.verify.checks import token_problems
 from tests.conftest import run_stage
 from tests.stages.training import copy_run
+from tests.token_shards import shards_in
 
 
 def run_folder(config):
@@ -43,7 +44,7 @@ def test_every_document_comes_back_from_its_tokens_and_counts_are_those_of_the_t
     text, tokens = read_manifest(run / "shard"), read_manifest(run / "encode")
     for split in ("train", "validation"):
         records = sorted(shard_records(text, split), key=lambda record: record["path"])
-        for source, token_shard in zip(records, open_shards(run / "encode", tokens.outputs, split), strict=True):
+        for source, token_shard in zip(records, shards_in(run / "encode", tokens.outputs, split), strict=True):
             [record] = [record for record in tokens.outputs if record["path"] == token_shard.record["path"]]
             assert (record["input"], record["input_sha256"]) == (source["path"], source["sha256"])
             said = pyarrow.ipc.open_file(run / "encode" / record["path"]).schema.metadata
@@ -86,12 +87,12 @@ def test_wrong_tokens_are_found_before_they_are_committed(copy, position, value,
     run = run_folder(copy)
     vocabulary, record = load_tokenizer(run / "tokenizer"), read_manifest(run / "encode").outputs[0]
     source = shard_records(read_manifest(run / "shard"), "train")[0]
-    path, texts = run / "encode" / record["path"], {0: next(read_shard(run / "shard", source)).text}
-    prove(path, record, source, vocabulary, texts)
+    path, proved = run / "encode" / record["path"], {0: (next(read_shard(run / "shard", source)).text, np.empty(0))}
+    prove(path, record, source, vocabulary, proved)
     tokens = np.memmap(path, "uint16", "r+", record["data_offset"], record["tokens"])
     tokens[position] = vocabulary.bos_id if value == "bos" else value
     with pytest.raises(UserError, match=problem):
-        prove(path, record, source, vocabulary, texts)
+        prove(path, record, source, vocabulary, proved)
 
 
 def test_counts_that_do_not_agree_stop_the_stage():
@@ -165,7 +166,7 @@ def test_an_encoder_that_goes_wrong_after_the_gate_is_replaced_in_each_shard(run
 def test_a_library_that_gives_other_ids_or_is_not_installed_is_left_to_the_reference(run, copy, monkeypatch):
     right = arrows(copy)
     pytest.importorskip("fastokens")
-    monkeypatch.setattr(gate, "_versions", lambda: {"fastokens": "9.9"})  # which the tokenizer stage has not compared
+    monkeypatch.setattr(stage_work, "software_versions", lambda: {"fastokens": "9.9"})  # the tokenizer stage had others
     for name, value, told in (("_opened", lambda path, kind: None, "cannot be used: AttributeError"),
                               ("installed_version", lambda package: None, "not installed (`pip install")):
         monkeypatch.setattr(fast, name, value)

@@ -12,11 +12,11 @@ from drover.pipeline.contract.entry import INTERRUPTED
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.run import Run
 from drover.pipeline.core.files import read_json
-from drover.pipeline.data.shard_table import open_shards
 from drover.pipeline.data.text_shards import read_shard, shard_records
 from tests.conftest import slow, start_stage
 from tests.stages.here import run_here
 from tests.stages.small_run import item, told_of, write_task
+from tests.token_shards import shards_in
 from tests.waiting import HANG_S
 
 
@@ -51,7 +51,7 @@ def test_the_exported_model_is_what_is_measured(small_run, evaluated):
     run = Run(load_config(small_run))
     model = AutoModelForCausalLM.from_pretrained(run.own_folder("convert") / "hf").eval()
     nats = 0.0
-    for token_shard in open_shards(run.stage_folder("encode"), run.finished("encode").outputs, "validation", "prose"):
+    for token_shard in shards_in(run.stage_folder("encode"), run.finished("encode").outputs, "validation", "prose"):
         for number in range(token_shard.documents):
             ids = torch.from_numpy(token_shard.document_tokens(number).astype("int64"))
             for start in range(0, len(ids) - 1, 64):

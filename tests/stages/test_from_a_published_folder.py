@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from drover.pipeline.contract.manifest import read_manifest
 from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.core.files import read_json
-from drover.pipeline.data.shard_table import open_shards
 from tests.conftest import run_stage, write_config
 from tests.stages.training import curve
+from tests.token_shards import shards_in
 from tests.tokenization.conftest import byte_level, texts, with_special  # noqa: F401
 from tests.tokenization.test_ready_folders import TEMPLATE
 
@@ -92,7 +92,7 @@ def test_it_begins_at_the_loss_that_transformers_says(further, source, capsys):
         r"document (\d+) .* (\d+)\.\.(\d+)$", capsys.readouterr().out, re.MULTILINE)]
     longer = AutoConfig.from_pretrained(source)
     longer.rope_parameters = {**longer.rope_parameters, "rope_theta": 1e6}
-    [shard] = open_shards(folder / "encode", read_manifest(folder / "encode").outputs, "train", "code")
+    [shard] = shards_in(folder / "encode", read_manifest(folder / "encode").outputs, "train", "code")
     assert curve(config)[0]["loss"] == pytest.approx(own_loss(source, longer, shard, samples), rel=1e-6)
 
 

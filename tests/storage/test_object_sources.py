@@ -143,7 +143,7 @@ def units_of(bucket, files, name, **settings):
     """Put a file into a bucket, and plan to read it."""
     Store(bucket.url).put(name, files / name)
     config = Config(shard={"shard_mb": 0.05, "sources": [files_source("s", bucket.url_of(name), **settings)]})
-    return [payload for _, payload in sources.reading_units(config.shard, listed_files(sources.input_files(config)))]
+    return sources.reading_units(config.shard, listed_files(sources.input_files(config)))
 
 
 @pytest.mark.parametrize("name", ["lines/a.jsonl", "columns/a.parquet", "packed/a.jsonl.gz", *slow(

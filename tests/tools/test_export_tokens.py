@@ -12,11 +12,11 @@ import pytest
 
 from drover.pipeline.contract.run import run_in
 from drover.pipeline.core.files import sha256_file
-from drover.pipeline.data.shard_table import open_shards
 from drover.tools.export_tokens.__main__ import main
 from drover.tools.export_tokens.exporting import MANIFEST
 from tests.conftest import run_python
 from tests.refusal import printed
+from tests.token_shards import shards_in
 from tests.tools.traced import make_traced
 
 TYPES = {4: "<i4", 8: "<u2"}
@@ -45,7 +45,7 @@ def exported(capsys):
 def documents_of(run, split, source):
     """(key, text bytes, tokens) of every document, from the token shards."""
     run = run_in(run)
-    shards = open_shards(run.stage_folder("encode"), run.finished("encode").outputs, split, source)
+    shards = shards_in(run.stage_folder("encode"), run.finished("encode").outputs, split, source)
     return [(shard.document_key(number), shard.document_bytes(number), shard.document_tokens(number))
             for shard in shards for number in range(shard.documents)]
 

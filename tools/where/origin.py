@@ -25,7 +25,7 @@ class Corpus:
     def __init__(self, run: Run) -> None:
         self.folder, self.manifest = run.stage_folder("shard"), run.finished("shard")
         self.shards = {record["path"]: record for record in self.manifest.outputs}
-        self.sources = [source.name for source in run.config.shard.sources]
+        self.sources = run.config.shard.source_names
         self._paths = {record["name"]: record["path"] for record in self.manifest.files}
 
     def text_of(self, shard: str, number: int) -> Any:

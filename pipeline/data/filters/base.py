@@ -61,7 +61,7 @@ class Filter(Kind):
         """What becomes of a document.
 
         Returns:
-            The document as it was given, to keep it; one with another text or `meta` (`dataclasses.replace`), to
+            The document as it was given, to keep it; one with another text (`Document.with_text`) or `meta`, to
             replace it; or a string, to drop it: the reason, one of a few fixed phrases, because they are counted.
             A document that is left without text is dropped. Its source and id must stay.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from pydantic import Field
 
@@ -63,7 +62,7 @@ class C4(Filter):
         if self.min_num_sentences and number < self.min_num_sentences:
             return f"fewer than {self.min_num_sentences:,} sentences are left"
         text = "\n".join(kept).strip()
-        return document if text == document.text else replace(document, text=text)
+        return document.with_text(text)
 
     def _in_form(self, line: str) -> str | None:
         """A line without citations; None where its form is not that of prose."""

@@ -62,7 +62,9 @@ class Chain:
             name = name_of(own)
             try:
                 found = own(document)
-                if not isinstance(found, str) and found is not document:
+                if found is document:
+                    continue
+                if not isinstance(found, str):
                     _check(document, found)
                     found = replace(found, place=document.place)  # which a filter of one's own may forget
                     member = to_json(found)
@@ -71,12 +73,9 @@ class Chain:
                     f"The filter {name} of shard.filters fails on the document {document.id} of the source "
                     f"{document.source}: {type(error).__name__}: {error} ({raised_at(error)}). Correct it, or take it "
                     f"out, and run the stage again: what was read so far is then read again.") from error
-            counts = self.counts[name]
-            if isinstance(found, str):
-                return self._drop(counts, Dropped(document, name, found))
-            if not found.text.strip():
-                return self._drop(counts, Dropped(document, name, NO_TEXT))
-            counts["changed"] += found != document
+            if isinstance(found, str) or not found.text.strip():
+                return self._drop(Dropped(document, name, found if isinstance(found, str) else NO_TEXT))
+            self.counts[name]["changed"] += found != document
             document = found
         return document, member
 
@@ -84,7 +83,8 @@ class Chain:
         """The findings of filters that have some, by name."""
         return {name_of(own): found for own in self.filters if (found := own.findings())}
 
-    def _drop(self, counts: dict[str, Any], dropped: Dropped) -> Dropped:
+    def _drop(self, dropped: Dropped) -> Dropped:
+        counts = self.counts[dropped.filter]
         counts["documents"] += 1
         counts["bytes"] += len(dropped.document.text.encode())
         reasons = counts["reasons"]

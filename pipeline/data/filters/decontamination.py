@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -99,9 +98,7 @@ class Decontamination(Filter):
             own["too_short"] += short
         for task, own in tasks.items():
             found = dict(findings.get(task, {}))
-            own["documents"] = found.pop("", 0)
-            own["found"] = len(found)
-            own["which"] = found
+            own |= {"documents": found.pop("", 0), "found": len(found), "which": found}
         return tasks
 
 
@@ -137,7 +134,7 @@ Sets = tuple[Sequence[Item], ItemIndex]
 @lru_cache(maxsize=2)
 def _read(given: tuple[str, ...], n: int, min_words: int, facts: tuple[tuple[str, int, int], ...]) -> Sets:
     """facts: the files' paths, sizes and times, so that others are read again."""
-    items = [item for own in given for item in items_of(EvaluationSet.model_validate(json.loads(own)))]
+    items = [item for own in given for item in items_of(EvaluationSet.model_validate_json(own))]
     names = Counter((item.task, item.name) for item in items)
     if twice := next((pair for pair, count in names.items() if count > 1), None):
         raise UserError(f"A filter of kind decontamination has the item {twice[1]} of the task {twice[0]} twice: files "

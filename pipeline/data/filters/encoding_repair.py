@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -35,4 +34,4 @@ class EncodingRepair(Filter):
             return document
         import ftfy
         text = ftfy.fix_text(document.text, self._settings)
-        return document if text == document.text else replace(document, text=text)
+        return document.with_text(text)

@@ -127,23 +127,21 @@ def _settings(path: Path) -> dict[str, Any]:
     """What a task's .yaml says."""
     found = read_task(path, yaml.SafeLoader, " For a task that needs code or includes other files, name its data file "
                       "and `fields` instead.")
-    if not (found.get("dataset_kwargs") or {}).get("data_files"):
+    if not _strings((found.get("dataset_kwargs") or {}).get("data_files")):
         raise UserError(f"The task {path} names no data files (dataset_kwargs.data_files) of its own. Name its data "
                         f"file and `fields` instead.")
     return found
 
 
 def _data_files(path: Path, settings: dict[str, Any]) -> list[Path]:
-    given = settings["dataset_kwargs"]["data_files"]
     found: list[Path] = []
-    for entry in given.values() if isinstance(given, dict) else [given]:
-        for pattern in entry if isinstance(entry, list) else [entry]:
-            matches = sorted(path.parent.glob(str(pattern))) if "*" in str(pattern) else [path.parent / str(pattern)]
-            if not matches:
-                raise UserError(f"The task {path} reads {pattern}, but no file matches.")
-            if "\0" in str(pattern) or not all(map(file_format, matches)):
-                raise UserError(f"The task {path} reads {str(pattern)!r}, which is no file of items by its name.")
-            found += matches
+    for pattern in _strings(settings["dataset_kwargs"]["data_files"]):
+        matches = sorted(path.parent.glob(pattern)) if "*" in pattern else [path.parent / pattern]
+        if not matches:
+            raise UserError(f"The task {path} reads {pattern}, but no file matches.")
+        if "\0" in pattern or not all(map(file_format, matches)):
+            raise UserError(f"The task {path} reads {pattern!r}, which is no file of items by its name.")
+        found += matches
     return list(dict.fromkeys(found))
 
 

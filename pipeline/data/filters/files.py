@@ -36,7 +36,7 @@ def input_files(config: Config) -> list[tuple[str, InputFile]]:
         problems += [f"the filter {name_of(own)} needs {path}, which is not there. Put it there, or correct its path."
                      for path in paths if not path.is_file()]
         found += named_files(f"{FOLDER}/{name_of(own)}", [path for path in dict.fromkeys(paths) if path.is_file()])
-    if found and any(source.name == FOLDER for source in config.shard.sources):
+    if found and FOLDER in config.shard.source_names:
         raise UserError(f"A source of shard.sources is called {FOLDER}, which the files of filters are called too. "
                         f"Give it another `name`.")
     if problems:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated
-
-from pydantic import Field
 
 from drover.pipeline.data.documents import Document
 from drover.pipeline.data.filters.base import Filter
+from drover.pipeline.data.filters.gopher_quality import Ratio
 from drover.pipeline.data.filters.repetition import too_repetitive
 from drover.pipeline.data.filters.word_runs import WordRuns
 from drover.pipeline.data.filters.words import words
 
-Share = Annotated[float | None, Field(gt=0)]
 _BETWEEN_PARAGRAPHS = re.compile(r"\n{2,}")
 
 
@@ -26,31 +23,31 @@ class GopherRepetition(Filter):
     shares for runs of words are of the document's characters.
     """
 
-    dup_para_frac: Share = 0.3
+    dup_para_frac: Ratio = 0.3
     """Share of the paragraphs that repeat an earlier one."""
-    dup_para_char_frac: Share = 0.2
+    dup_para_char_frac: Ratio = 0.2
     """Share of the characters that are in paragraphs which repeat an earlier one."""
-    dup_line_frac: Share = 0.3
+    dup_line_frac: Ratio = 0.3
     """Share of the lines that repeat an earlier one."""
-    dup_line_char_frac: Share = 0.2
+    dup_line_char_frac: Ratio = 0.2
     """Share of the characters that are in lines which repeat an earlier one."""
-    top_2_gram: Share = 0.20
+    top_2_gram: Ratio = 0.20
     """Share of the most frequent run of 2 words: its length times how often it occurs."""
-    top_3_gram: Share = 0.18
+    top_3_gram: Ratio = 0.18
     """Share of the most frequent run of 3 words."""
-    top_4_gram: Share = 0.16
+    top_4_gram: Ratio = 0.16
     """Share of the most frequent run of 4 words."""
-    dup_5_gram: Share = 0.15
+    dup_5_gram: Ratio = 0.15
     """Share of runs of 5 words that repeat an earlier run; characters in overlapping runs count once."""
-    dup_6_gram: Share = 0.14
+    dup_6_gram: Ratio = 0.14
     """Share of runs of 6 words that repeat an earlier run."""
-    dup_7_gram: Share = 0.13
+    dup_7_gram: Ratio = 0.13
     """Share of runs of 7 words that repeat an earlier run."""
-    dup_8_gram: Share = 0.12
+    dup_8_gram: Ratio = 0.12
     """Share of runs of 8 words that repeat an earlier run."""
-    dup_9_gram: Share = 0.11
+    dup_9_gram: Ratio = 0.11
     """Share of runs of 9 words that repeat an earlier run."""
-    dup_10_gram: Share = 0.10
+    dup_10_gram: Ratio = 0.10
     """Share of runs of 10 words that repeat an earlier run."""
 
     def __call__(self, document: Document) -> Document | str:

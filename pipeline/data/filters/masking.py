@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Self
@@ -80,7 +79,7 @@ class Masking(Filter):
             text = _IPV6.sub(self._ip_or_itself, text)
         for pattern, own_mask in self._compiled:
             text = pattern.sub(lambda found, put=own_mask: put, text)  # type: ignore[misc]
-        return document if text == document.text else replace(document, text=text)
+        return document.with_text(text)
 
     def _ip_or_itself(self, found: re.Match[str]) -> str:
         try:

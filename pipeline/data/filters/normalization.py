@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import replace
 from functools import cached_property
 from typing import Literal, Self
 
@@ -65,4 +64,4 @@ class Normalization(Filter):
             text = _TRAILING.sub("", text).rstrip()
         if self.max_blank_lines is not None:
             text = self._blank.sub(r"\1", text)
-        return document if text == document.text else replace(document, text=text)
+        return document.with_text(text)

@@ -92,7 +92,7 @@ def decide(work: Work, config: ShardConfig, names: list[str], sources: list[int]
     else:
         pieces = pieces_by_hash(plan, found, len(config.sources))
     fates = [output["sha256"] for record in decided for output in record["outputs"][:len(record["sums"])]]
-    payloads = plan_shards(pieces, config.shard_mb * 1e6, [source.name for source in config.sources],
+    payloads = plan_shards(pieces, config.shard_mb * 1e6, config.source_names,
                            {name: sha256_json(own) for name, *own in zip(names, staged, fates, strict=True)})
     return Decided(found, pieces, {border.source for border in borders if border.characters}, payloads,
                    [record["outputs"][-1] for record in decided if name_kept])

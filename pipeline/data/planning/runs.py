@@ -96,6 +96,10 @@ class Layout:
         """Numbers of a group's units."""
         return range(self.groups[group], self.groups[group + 1])
 
+    def documents(self, unit: int) -> int:
+        """How many documents of a unit are staged."""
+        return self.starts[unit + 1] - self.starts[unit]
+
     def column(self, folder: Path, group: int, ending: str, field: Any) -> np.ndarray:
         """A field of the staged .npy tables of a group's units, a row a document.
 
@@ -104,7 +108,7 @@ class Layout:
         """
         parts = []
         for unit in self.units(group):
-            path, count = staged(folder, self.names[unit], ending), self.starts[unit + 1] - self.starts[unit]
+            path, count = staged(folder, self.names[unit], ending), self.documents(unit)
             parts.append(np.array(np.load(path, mmap_mode="r")[field]))
             if len(parts[-1]) != count:
                 raise UserError(f"{path} has {len(parts[-1])} documents instead of {count}. Delete it and run the "

@@ -72,7 +72,7 @@ def pieces_by_hash(plan: Layout, summary: Summary, sources: int) -> list[list[Pi
 
 def whole_unit(plan: Layout, summary: Summary, unit: int, fate: int) -> Piece:
     """All documents of a unit with a fate."""
-    return Piece(plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], summary.sums[unit, fate].tolist())
+    return Piece(plan.names[unit], 0, plan.documents(unit), summary.sums[unit, fate].tolist())
 
 
 def plan_shards(pieces: list[list[Pieces]], target: float, sources: list[str],
@@ -205,7 +205,7 @@ def find_borders(folder: Path, plan: Layout, summary: Summary, validation_share:
         border = int(int(ends[-1]) * trained)
         place = int(np.searchsorted(ends, border, side="right"))
         unit, before = int(units[place]), int(ends[place - 1]) if place else 0
-        rows, index = picked(folder, plan.names[unit], 0, plan.starts[unit + 1] - plan.starts[unit], None, TRAIN)
+        rows, index = picked(folder, plan.names[unit], 0, plan.documents(unit), None, TRAIN)
         inside = before + np.cumsum(index["characters"]).astype(np.int64)
         first = int(np.searchsorted(inside, border, side="right"))
         before = int(inside[first - 1]) if first else before
@@ -225,7 +225,7 @@ def pieces_by_tail(folder: Path, plan: Layout, summary: Summary, borders: list[B
         if unit != border.unit:
             (train if unit < border.unit else validation).append(whole_unit(plan, summary, unit, TRAIN))
             continue
-        end, at = plan.starts[unit + 1] - plan.starts[unit], border.characters
+        end, at = plan.documents(unit), border.characters
         train.append(_piece(folder, plan.names[unit], 0, border.row + bool(at), [border.row, 0, at] if at else None))
         validation.append(_piece(folder, plan.names[unit], border.row, end, [border.row, at, None] if at else None))
     return found

@@ -48,7 +48,7 @@ class Consumption:
 def train_tokens(config: Config, counts: Mapping[str, Any]) -> dict[str, int]:
     """Training tokens by source, in the configuration's order, from the counts of encode's manifest."""
     train = counts["splits"].get("train", {})
-    return {source.name: int(train.get(source.name, {}).get("tokens", 0)) for source in config.shard.sources}
+    return {name: int(train.get(name, {}).get("tokens", 0)) for name in config.shard.source_names}
 
 
 def planned(config: Config, available: Mapping[str, int]) -> Consumption:

@@ -70,11 +70,7 @@ class TrainingData:
 
     def packing_facts(self) -> dict[str, Any]:
         """Figures of each plan of a packing; empty without one."""
-        return {packing.folder.name: packing.figures() for packing in self.packings}
-
-    def batch(self, first: int, count: int) -> Batch:
-        """Samples [first, first + count) in order."""
-        return self.batch_of(np.arange(first, first + count, dtype=np.int64))
+        return {packing.planning.folder.name: packing.figures() for packing in self.packings}
 
     def batch_of(self, samples: np.ndarray) -> Batch:
         """The samples with these numbers (int64, one dimension), in the order given.
@@ -142,11 +138,11 @@ class TrainingData:
 
     def _foreign(self, sequences: Sequences, number: int, place: int) -> str:
         """The error for a token of a sequence whose id is outside the vocabulary."""
-        spans = deque(sequences.spans(number, label=1))
-        while place >= (size := spans[0].stop - spans[0].start):
-            place -= size
-            spans.popleft()
-        shard, at = spans[0].shard, spans[0].start + place
+        for span in sequences.spans(number, label=1):
+            shard, at = span.shard, span.start + place
+            if at < span.stop:
+                break
+            place = at - span.stop
         document = shard.document_at(at)
         return (f"{shard.name} holds the id {shard.tokens(at, at + 1)[0]} at its token {at} (document {document}, key "
                 f"{shard.document_key(document)}), but the vocabulary has {self.vocabulary} ids: its content was "
@@ -158,10 +154,6 @@ class TrainingData:
         have to be packed."""
         self.order.leave_out(excluded)
         self._forget()
-
-    def plan_at(self, samples: int) -> str:
-        """See Order."""
-        return self.order.plan_at(samples)
 
 
 class Prefetcher:

@@ -32,7 +32,7 @@ from drover.pipeline.core.files import atomic_file, sha256_json
 from drover.pipeline.data.sampling.best_fit import Pieces, best_fit, documents_at
 from drover.pipeline.data.sampling.order import Cursor, Segment, unpermute
 from drover.pipeline.data.sampling.sequences import Overlap, Span
-from drover.pipeline.data.shard_table import OpenShards, Shards, ShardTable, most_open
+from drover.pipeline.data.shard_table import OpenShards, Shards, most_open
 from drover.pipeline.data.token_shards import Descriptor, TokenShard, open_sized
 
 FORMAT = 2
@@ -98,20 +98,20 @@ class Packing:
     """A plan, read a sequence at a time; the files read last are kept open. Threads may share it.
 
     Attributes:
-        folder: where the files are. table: of the shards. length: tokens of a sequence.
+        planning: what was planned. table: of its shards. length: tokens of a sequence.
         numbers: (shards, 5) int64, `PLANNED`, a row for each of the table; zeros for shards that it has nothing of.
         sha256: (shards, 32) uint8, of the files.
     """
 
-    def __init__(self, folder: Path, table: ShardTable, length: int) -> None:
-        self.folder, self.table, self.length = folder, table, length
-        self.numbers: NDArray[np.int64] = np.zeros((len(table), len(PLANNED)), np.int64)
-        self.sha256: NDArray[np.uint8] = np.zeros((len(table), 32), np.uint8)
+    def __init__(self, planning: Planning) -> None:
+        self.planning, self.table, self.length = planning, planning.shards.opened.table, planning.length
+        self.numbers: NDArray[np.int64] = np.zeros((len(self.table), len(PLANNED)), np.int64)
+        self.sha256: NDArray[np.uint8] = np.zeros((len(self.table), 32), np.uint8)
         self._file = lru_cache(most_open())(self._opened)
 
     def path(self, row: int) -> Path:
         """The file of a shard's plan."""
-        return self.folder / Path(self.table.paths[row]).with_suffix(".bins")
+        return self.planning.folder / Path(self.table.paths[row]).with_suffix(".bins")
 
     def figures(self) -> dict[str, Any]:
         """Sequences, the share of padding in them, documents, and the share of these that is cut."""
@@ -125,13 +125,13 @@ class Packing:
                 f"{found['padding_share']:.3%} of them padding; {found['documents_cut']:,} of {found['documents']:,} "
                 f"documents ({found['cut_share']:.2%}) are longer and cut")
 
-    def has(self, planning: Planning, row: int, *, checked: bool) -> bool:
+    def has(self, row: int, *, checked: bool) -> bool:
         """Whether the file of a shard is there and of this plan; then note its counts. checked: compare the hash."""
         try:
             with open(self.path(row), "rb") as file:
                 digest, of, *counts = _HEADER.unpack(file.read(_HEADER.size))
                 file.seek(len(digest))
-                if of != planning.identity(row) or (
+                if of != self.planning.identity(row) or (
                         checked and hashlib.file_digest(file, "sha256").digest() != digest):
                     return False
         except (OSError, struct.error):
@@ -139,15 +139,15 @@ class Packing:
         self.numbers[row], self.sha256[row] = counts, np.frombuffer(digest, np.uint8)
         return True
 
-    def plan(self, planning: Planning, row: int) -> None:
+    def plan(self, row: int) -> None:
         """Pack a shard, and write its file. UserError where the shard cannot be read."""
-        documents = planning.documents(row)
+        documents = self.planning.documents(row)
         pieces, sizes = documents.cut(self.length), documents.lengths
         order, ends = best_fit(pieces.lengths, self.length)
         counts = [len(ends) - 1, len(order), int((sizes > 0).sum()), int((sizes > self.length).sum()),
                   int(sizes.sum())]
         words = np.stack([pieces.starts, 2 * pieces.lengths + pieces.continues], axis=1)[order]
-        content = (_HEADER.pack(b"", planning.identity(row), *counts)[32:] + ends.astype(_NUMBER).tobytes()
+        content = (_HEADER.pack(b"", self.planning.identity(row), *counts)[32:] + ends.astype(_NUMBER).tobytes()
                    + words.astype(_NUMBER).tobytes())
         digest = hashlib.sha256(content).digest()
         with atomic_file(self.path(row)) as file:
@@ -191,13 +191,13 @@ def make(planning: Planning, group: Group, say: Callable[[str], None]) -> Packin
     Raises:
         UserError: a shard cannot be read; the same on every rank.
     """
-    rows, packing = planning.shards.rows, Packing(planning.folder, planning.shards.opened.table, planning.length)
+    rows, packing = planning.shards.rows, Packing(planning)
     mine, made, damaged, problems = rows[group.rank::group.world], 0, False, list[str]()
     for row in mine.tolist():
-        if not packing.has(planning, row, checked=True):
+        if not packing.has(row, checked=True):
             made, damaged = made + 1, damaged or packing.path(row).exists()
             try:
-                packing.plan(planning, row)
+                packing.plan(row)
             except UserError as error:
                 problems.append(str(error))
     parts = group.gather((mine, packing.numbers[mine], packing.sha256[mine], made, damaged, problems))
@@ -220,8 +220,8 @@ def read(planning: Planning, say: Callable[[str], None]) -> Packing:
     Raises:
         UserError: a shard cannot be read.
     """
-    packing = Packing(planning.folder, planning.shards.opened.table, planning.length)
-    if all(packing.has(planning, row, checked=False) for row in planning.shards.rows.tolist()):
+    packing = Packing(planning)
+    if all(packing.has(row, checked=False) for row in planning.shards.rows.tolist()):
         return packing
     say(f"the plan of {planning} is not in {planning.folder}. It is made in a temporary folder, for this command only, "
         f"and its shards are read for that. Training makes it when it starts, and keeps it.")
@@ -234,7 +234,7 @@ def read(planning: Planning, say: Callable[[str], None]) -> Packing:
 def forget(packing: Packing) -> None:
     """Delete a plan, so that the next start makes it again: a shard turned out to be damaged, and its plan may be
     wrong."""
-    shutil.rmtree(packing.folder, ignore_errors=True)
+    shutil.rmtree(packing.planning.folder, ignore_errors=True)
 
 
 def is_sound(path: Path) -> bool:

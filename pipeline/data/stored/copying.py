@@ -5,13 +5,13 @@ There a shard has the path that it has in the stage's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from drover.pipeline.contract.manifest import digest
 from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError, all_problems
-from drover.pipeline.core.files import sha256_json
 from drover.pipeline.data.shard_table import ShardTable
 from drover.pipeline.data.stored.shards import FIX
 from drover.pipeline.storage.mirror import COPY, Copied, DamagedCopyError, Mirror, copy_files, ledger_of, listed_files
@@ -29,11 +29,6 @@ def copy_shards(folder: Path, outputs: Sequence[dict[str, Any]], url: str,
     own = digest(outputs)
     return copy_files(url, f"the token shards {own[:16]}", own, folder, outputs, ledger=ledger_of(folder, url),
                       advance=advance)
-
-
-def digest(outputs: Iterable[dict[str, Any]]) -> str:
-    """Hash that identifies the shards: as `drover.pipeline.contract.manifest.Manifest.digest`."""
-    return sha256_json(sorted([record["path"], record["sha256"]] for record in outputs))
 
 
 def survey(url: str, table: ShardTable) -> list[str]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drover.pipeline.config.phases import in_phases
 from drover.pipeline.config.tree import Config
-from drover.pipeline.data.shard_table import NUMBERS, Opener, ShardTable
+from drover.pipeline.data.shard_table import NUMBERS, Shards, ShardTable, files_in, open_shards
 from drover.pipeline.data.stored.shards import Settings, StoredTokens
-from drover.pipeline.data.token_shards import TokenShard
+
+if TYPE_CHECKING:
+    from drover.pipeline.contract.input_check import Expected
+    from drover.pipeline.contract.stage_work import Work
 
 GB = 10**9
 
@@ -35,26 +37,25 @@ def used(config: Config, table: ShardTable) -> NDArray[np.int64]:
     left_out = set.intersection(*({name for name, share in (mixture or {}).items() if share == 0}
                                   for mixture in mixtures))
     kinds = np.array([split == "validation" or source not in left_out for split, source, _ in table.kinds], bool)
-    return table.numbers[kinds[table.kind], NUMBERS.index("bytes")] if len(table) else np.zeros(0, np.int64)
+    return table.numbers[kinds[table.kind], NUMBERS.index("bytes")]
 
 
-def opener_of(config: Config, folder: Path, table: ShardTable, say: Callable[[str], None]) -> Opener | None:
-    """Opens shards of the encode stage in `folder` to read some of their documents: files if they are there, else from
-    the store that the configuration names; None if it names none."""
-    url = config.train.tokens_from
-    if url is None:
-        return None
-    stored = StoredTokens(reading(config, table, url), table, [""] * len(table), say)
+def shards_of(work: Work, split: str) -> dict[str, Shards]:
+    """The token shards of a split by source, to read some of their documents: files if they are there, else from the
+    store that the configuration names."""
+    folder, manifest = work.input("encode")
+    sources = work.config.shard.source_names
+    table, opener = ShardTable.of(manifest.outputs), files_in(folder)
+    files, url = opener, work.config.train.tokens_from
+    if url is not None:
+        opener = StoredTokens(reading(work.config, table, url), table, [""] * len(table), work.say)
+    return open_shards(table, split, sources, lambda row, record, whole: (
+        files if (folder / record["path"]).is_file() else opener)(row, record, whole))
 
-    def opened(row: int, record: dict[str, Any], whole: int) -> TokenShard:
-        path = folder / record["path"]
-        return TokenShard(path, record, whole) if path.is_file() else stored(row, record, whole)
-    return opened
 
-
-def validation_file(config: Config, folder: Path) -> Callable[[dict[str, Any]], bool]:
-    """Whether a record is of a validation shard that is a file in `folder`, so that its content can be compared there.
-    A shard that is fetched whole from a store is compared when it is fetched."""
-    stored = config.train.tokens_from is not None
-    return lambda record: record.get("split") == "validation" and not (
-        stored and not (folder / record["path"]).is_file())
+def validation_files(work: Work) -> list[Expected]:
+    """The validation shards that are files, so that their content can be compared. A shard that is fetched whole from a
+    store is compared when it is fetched."""
+    folder, only_files = work.input("encode")[0], work.config.train.tokens_from is None
+    return work.committed("encode", chosen=lambda record: record.get("split") == "validation" and (
+        only_files or (folder / record["path"]).is_file()))

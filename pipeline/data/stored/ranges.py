@@ -20,10 +20,6 @@ class RangeMemory:
         self._parts: OrderedDict[Key, Future[bytes]] = OrderedDict()
         self._bytes, self._lock = 0, threading.Lock()
 
-    def __len__(self) -> int:
-        """Bytes of the parts that are kept or asked for now."""
-        return self._bytes
-
     def read(self, key: Key, ask: Callable[[], bytes]) -> bytes:
         """The part, by `ask` if it is not there. What `ask` raises is raised for all who wait, and not kept."""
         with self._lock:

@@ -35,7 +35,7 @@ def verdict(facts: Facts) -> str:
     """One sentence."""
     total, start = facts.validation.get("overall", {}), facts.config.train.init_from
     made = filled("A Llama with {parameters:k} parameters, {begun}trained on {tokens:k} tokens of {names}", {
-        **facts.counts("train"), "names": [source.name for source in facts.config.shard.sources],
+        **facts.counts("train"), "names": facts.config.shard.source_names,
         "begun": f"started from the weights in {shareable(str(start))} and " if start is not None else ""})
     if (ours := total.get("bits_per_byte")) is None:
         return f"{made}. It was not evaluated on validation text."

@@ -35,6 +35,6 @@ def tokenizer(facts: Facts) -> Iterator[Block]:
         "trained on (bytes of text)": "{trained_on[text_bytes]}", "read for that (bytes)": "{trained_on[read_bytes]}",
         "training chunks": "{trained_on[chunks]}", "NUL characters in them": "{trained_on[nul_characters]}",
         "text shards read": "{trained_on[shards]}", "text shards": "{trained_on[of_shards]}",
-        "fast encoder versions": "{fast_encoder[versions]}", "texts encoded equally by it": "{fast_encoder[texts]}",
+        "fast encoder version": "{fast_encoder[version]}", "texts encoded equally by it": "{fast_encoder[texts]}",
         "why it is not used": "{fast_encoder[problem]}"}, facts.counts("tokenizer"))
     yield Fold("Longest pieces", "\n".join(map(repr, report.get("longest_pieces", []))))

@@ -16,7 +16,7 @@ from drover.pipeline.core.errors import UserError, all_problems, listed
 from drover.pipeline.data.sampling.consumption import excesses, plan_lines, planned_by
 from drover.pipeline.data.sampling.loader import TrainingData
 from drover.pipeline.data.sampling.packing import Planner, read
-from drover.pipeline.data.shard_table import Opener, ShardTable, open_by_source, size_problems
+from drover.pipeline.data.shard_table import Opener, ShardTable, files_in, open_shards, size_problems
 
 if TYPE_CHECKING:
     from drover.pipeline.parallel.ranks import Ranks
@@ -33,17 +33,17 @@ def open_training_data(work: Work, table: ShardTable | None = None, opener: Open
 
     Args:
         table: its shards, if they are read already (`read_shard_table`). No shard is opened before it is used.
-        opener: see `OpenShards`.
+        opener: opens them; None: as files of the encode stage.
         planner: makes the plans of a packing, on all ranks alike. None: plans are read from their files; a missing one
             is made elsewhere, with a message on stderr. This is for tools, which print results on stdout.
     """
     folder, manifest = work.input("encode")
     table = read_shard_table(work) if table is None else table
-    train, sources = work.config.train, [source.name for source in work.config.shard.sources]
+    train, sources = work.config.train, work.config.shard.source_names
     packing = None if train.packing == "concatenate" else (
         work.folder / "packing", planner or (lambda planning: read(planning, partial(print, file=sys.stderr))))
-    return TrainingData(open_by_source(folder, table, "train", sources, opener), PhasePlan.of(train), work.config.seed,
-                        table.content("train"), manifest.counts.get("vocab_size"), packing)
+    return TrainingData(open_shards(table, "train", sources, opener or files_in(folder)), PhasePlan.of(train),
+                        work.config.seed, table.content("train"), manifest.counts.get("vocab_size"), packing)
 
 
 def refuse_beyond(train: TrainConfig, data: TrainingData, say: Callable[[str], None]) -> None:

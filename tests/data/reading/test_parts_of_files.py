@@ -168,9 +168,20 @@ def cut(folder, files, shard_mb=0.001, **fields):
             file.truncate(size)
     found = reading_units(ShardConfig(sources=[files_source(folder / "*", **fields)], shard_mb=shard_mb),
                           listed_files([(f"s/{name}", folder / name) for name in files]))
-    assert [name for name, _ in found] == [f"s-{number:05d}" for number in range(len(found))]
+    assert [payload["name"] for payload in found] == [f"s-{number:05d}" for number in range(len(found))]
     return [[(Path(piece["path"]).name, piece["start"], piece["stop"]) for piece in payload["pieces"]]
-            for _, payload in found]
+            for payload in found]
+
+
+def test_the_first_units_of_a_source_keep_examples_if_there_are_filters(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "EXAMPLE_UNITS", 2)
+    for name in "abc":
+        (tmp_path / name).write_bytes(bytes(1000))
+    files = listed_files([(f"s/{name}", tmp_path / name) for name in "abc"])
+    for filters, kept in (([{"kind": "length", "min_words": 1}], [7, 7, None]), ([], [None] * 3)):
+        config = ShardConfig.model_validate({"sources": [files_source(tmp_path / "*", format="txt")],
+                                             "filters": filters, "shard_mb": 0.001, "dropped_examples": 7})
+        assert [payload.get("examples") for payload in reading_units(config, files)] == kept
 
 
 def test_large_files_are_cut_by_their_size_and_small_ones_are_not(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from drover.pipeline.core.errors import UserError
@@ -47,7 +48,7 @@ def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):
     own = packed(tmp_path, table, planner=lambda planning: read(planning, told.append))
     assert "is not in" in told[0] and "for this command only" in told[0] and contents(tmp_path) == files
     assert own.order.plan_sha256 == kept.order.plan_sha256
-    place = own.packings[0].folder
+    place = own.packings[0].planning.folder
     del own
     gc.collect()
     assert not place.exists()
@@ -57,13 +58,14 @@ def test_who_only_reads_a_plan_makes_it_elsewhere(tmp_path):
     (lambda packing: os.truncate(packing.path(1), packing.path(1).stat().st_size - 1), "is damaged: it has", 1),
     (lambda packing: packing.path(1).write_bytes(packing.path(1).read_bytes()[:-1] + b"x"), None, 1),
     (lambda packing: packing.path(1).write_bytes(packing.path(0).read_bytes()), None, 1),
-    (lambda packing: shutil.rmtree(packing.folder), None, 3)], ids=["cut", "changed", "of another shard", "all gone"])
+    (lambda packing: shutil.rmtree(packing.planning.folder), None, 3)],
+    ids=["cut", "changed", "of another shard", "all gone"])
 def test_what_is_damaged_of_a_plan_is_planned_again(tmp_path, harm, told, count):
     table, said = write_numbered(tmp_path, FEW), []
     first, before = packed(tmp_path, table), contents(tmp_path)
     harm(first.packings[0])
     if told:
-        refused(UserError, told, first.batch, 0, 8)
+        refused(UserError, told, first.batch_of, np.arange(8))
     again = packed(tmp_path, table, said=said)
     why = "they were not planned before" if count == 3 else "their files were missing, damaged or of other shards"
     assert said == [f"planned the best-fit packing of {count} of 3 token shards: {why}"]
@@ -93,7 +95,7 @@ def test_ranks_plan_together_what_one_plans_alone(tmp_path):
 def test_an_id_outside_the_vocabulary_is_found_in_its_document(tmp_path, kind):
     data = training_data(tmp_path, write_numbered(tmp_path, [[30, 4], [7, 40]]), packed=kind)
     data.vocabulary = 48
-    data.batch(0, every(data))
+    data.batch_of(np.arange(every(data)))
     data.vocabulary, key = 47, f"{1:016x}{1:016x}"
     refused(UserError, rf"code-00001.arrow holds the id 47 at its token 46 \(document 1, key {key}\), but the "
-                       "vocabulary has 47 ids", data.batch, 0, every(data))
+                       "vocabulary has 47 ids", data.batch_of, np.arange(every(data)))

@@ -8,14 +8,14 @@ import pytest
 
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.data.sampling.loader import TrainingData
-from drover.pipeline.data.shard_table import ShardTable, open_by_source, open_shards
+from drover.pipeline.data.shard_table import ShardTable, files_in, open_shards
 from drover.pipeline.data.stored import read_ahead
 from drover.pipeline.data.stored import shards as stored_shards
 from drover.pipeline.data.stored.copying import survey
 from drover.pipeline.data.stored.read_ahead import ReadAhead
 from tests.data.stored.made import copy, make_shards, stored
 from tests.refusal import refused
-from tests.token_shards import plan_of
+from tests.token_shards import plan_of, shards_in
 from tests.waiting import wait_for
 
 
@@ -37,10 +37,10 @@ def made(tmp_path):
         return stored(copy(folder, records, to), records, tmp_path / "cache", **options)
 
     def data(opener=None):
-        return TrainingData(open_by_source(folder, table, "train", ["text"], opener),
+        return TrainingData(open_shards(table, "train", ["text"], opener or files_in(folder)),
                             plan_of(sequence_length=64), 7, table.content("train"), 65536)
     return SimpleNamespace(folder=folder, records=records, table=table, url=url, tokens=tokens, data=data,
-                           files=open_shards(folder, records, "train", "text"))
+                           files=shards_in(folder, records, "train", "text"))
 
 
 def everything(shard):
@@ -103,7 +103,7 @@ def test_what_comes_is_read_before_it_is_needed(made, whole, steps):
     before = figures.values()
     for step in range(steps):
         ahead.reached(step)
-        data.batch(8 * step, 8)
+        data.batch_of(np.arange(8 * step, 8 * step + 8))
     ahead.close()
     assert figures.values() == {**before, "hits": figures.hits, "wait_s": figures.wait_s}, "nothing was fetched"
     assert (before["fetched"], before["ranges"] > 0) == ((6, False) if whole else (0, True))
@@ -131,7 +131,7 @@ def test_an_error_while_reading_ahead_is_met_by_who_needs_it(made):
     tokens.store.delete([record["path"] for record in made.records])
     ahead = ahead_of(tokens, data, 3)
     ahead._worker.wait()
-    refused(UserError, r"\.arrow is not there", data.batch, 0, 8)
+    refused(UserError, r"\.arrow is not there", data.batch_of, np.arange(8))
     ahead.close()
 
 
@@ -166,7 +166,7 @@ def test_memory_for_parts_is_bounded(made, monkeypatch):
     shard = tokens(0, made.records[0], 0)
     for start in range(0, 900, 50):
         shard.tokens(start, start + 50)
-        assert len(tokens._memory) <= 1000
+        assert tokens._memory._bytes <= 1000
     asked = tokens.figures.ranges
     for start, more in ((850, 0), (0, 1)):
         shard.tokens(start, start + 50)
