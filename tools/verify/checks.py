@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from drover.pipeline.contract.content_hash import content_hash
 from drover.pipeline.core.errors import UserError
-from drover.pipeline.core.files import read_json, seal_of, sealing, sha256_file
+from drover.pipeline.core.files import problem_of, read_json, seal_of, sealing
 from drover.pipeline.data.sampling.packing import is_sound
 from drover.pipeline.data.text_shards import read_shard
 from drover.pipeline.data.token_shards import TokenShard, column_offsets, read_batch
@@ -94,20 +94,10 @@ class Findings:
 
     def compare(self, file: Recorded, *, hashed: bool = True) -> str:
         """Compare a file's size, and its hash, with its record. Returns "" if they match, else "size" or "content"."""
-        path, record, do = file.path, file.record, file.do
-        try:
-            size = path.stat().st_size
-            found = sha256_file(path) if hashed and size == record["bytes"] else record["sha256"]
-        except OSError as error:
-            self.problem(path, f"it is missing or cannot be read ({error.strerror})", do)
-            return "size"
-        if size != record["bytes"]:
-            self.problem(path, f"it has {size:,} bytes instead of {record['bytes']:,}", do)
-            return "size"
-        if found != record["sha256"]:
-            self.problem(path, f"its content was changed: sha256 {found[:12]} instead of {record['sha256'][:12]}", do)
-            return "content"
-        return ""
+        if not (problem := problem_of(file.path, file.record, hashed=hashed)):
+            return ""
+        self.problem(file.path, f"it {problem.removeprefix(f'{file.path} ')}", file.do)
+        return "size" if problem_of(file.path, file.record, hashed=False) else "content"
 
 
 @dataclass(frozen=True)
