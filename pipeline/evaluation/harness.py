@@ -206,7 +206,6 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(prompts)
         for piece in stream(self.model, readable_bytes(self._tokenizer), [ids for ids, _ in prompts],
                             [sampling for _, sampling in prompts]):
-            assert isinstance(piece.key, int)
             texts[piece.key] += piece.text
         return texts
 

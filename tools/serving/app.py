@@ -191,8 +191,7 @@ class Answer:
                 if piece is not None:
                     if self._asked.silent:
                         piece = replace(piece, text="", tokens=0, end="length", scores=())
-                    number = piece.key
-                    assert isinstance(number, int)
+                    number: int = piece.key
                     telling = self._asked.choices[number].telling
                     self._counts[number] = piece.tokens
                     left -= piece.end is not None

@@ -111,7 +111,6 @@ class Worker:
             self.running[key] = time.monotonic()
 
     def _deliver(self, piece: Piece) -> None:
-        assert isinstance(piece.key, tuple)
         job, number = piece.key
         if piece.end:
             self._seconds += 0.2 * (time.monotonic() - self.running.pop(piece.key) - self._seconds)

@@ -18,6 +18,7 @@ from drover.pipeline.contract.stages import STAGES
 from drover.pipeline.contract.start_record import STARTED
 from drover.pipeline.contract.state import EVALUATIONS, PROGRESS
 from drover.pipeline.contract.tasks import UNITS
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import seal_of
 from drover.pipeline.data.text_shards import SPLITS
@@ -103,8 +104,7 @@ class Inventory(Findings):
         told = [f"{self.run}: {self.files:,} files, {self.bytes / 1e6:,.1f} MB read and compared with their "
                 f"records{sampled}"]
         for note, files in sorted(self.notes.items()):
-            more = f" ... and {len(files) - shown:,} more" if len(files) > shown else ""
-            told.append(f"{note}: {len(files):,} ({', '.join(files[:shown])}{more})")
+            told.append(f"{note}: {len(files):,} ({first(files, shown)})")
         return [*told, *(f"WRONG  {problem}" for problem in self.problems),
                 f"{len(self.problems):,} problems" if self.problems else "nothing is wrong"]
 
@@ -259,19 +259,19 @@ class Inventory(Findings):
         reports = {record["path"]: record for record in made[1].outputs} if made else {}
         for path in _files(self.folder):
             name = path.relative_to(self.folder).as_posix()
-            first = PurePosixPath(name).parts[0]
-            if name == "config.yaml" or first in stages:
+            top = PurePosixPath(name).parts[0]
+            if name == "config.yaml" or top in stages:
                 continue
             if name in reports:
                 self._file(self.folder, reports[name], "Delete it and run --stage report --force")
-            elif first == "tensorboard":
+            elif top == "tensorboard":
                 self._passing(check_tensorboard, path)
-            elif first == HASHES:
+            elif top == HASHES:
                 self._passing(check_ledger, path, "Delete it, if nothing runs")
-            elif first in (LOCKS, "logs") or (first == "launch" and path.suffix != ".json"):
+            elif top in (LOCKS, "logs") or (top == "launch" and path.suffix != ".json"):
                 self.note(LOGS, path)
-            elif first == "evaluations" or _quarantined(first):
-                self.note(ELSEWHERE if first == "evaluations" else ASIDE, path)
+            elif top == "evaluations" or _quarantined(top):
+                self.note(ELSEWHERE if top == "evaluations" else ASIDE, path)
             elif path.suffix == ".json":
                 self._passing(check_seal, path, "Delete it, if nothing runs")
             else:

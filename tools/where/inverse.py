@@ -112,10 +112,8 @@ class Tracer:
             for index in np.flatnonzero(shards.rows == row).tolist():
                 for one in readings(self.data, pool, index, document, self.steps.end):
                     passage = self.steps.passage(one.sample)
-                    yield {"step": passage.step, "what": passage.what, "rank": passage.rank, "sample": one.sample,
-                           "epoch": one.epoch, **({"own_phase": one.own_phase} if one.own_phase else {}),
-                           "tokens": [one.start, one.stop],
-                           **({"why": passage.why} if passage.why else {})}
+                    yield {**vars(passage), "sample": one.sample, "epoch": one.epoch,
+                           **({"own_phase": one.own_phase} if one.own_phase else {}), "tokens": [one.start, one.stop]}
 
     def _dropped(self, hit: Hit) -> Record:
         assert hit.dropped is not None
@@ -185,8 +183,8 @@ def lines_of(record: Record, done: int, planned: int, ranks: int) -> Iterator[st
     yield f"    {_summary(record, done, planned)}"
     for one in record["readings"]:
         rank = f"  rank {one['rank']}" if ranks > 1 and one["rank"] is not None else ""
-        what = {"trained": "", "skipped": f"  update skipped ({one.get('why')})", "to come": "  to come",
-                "left out": f"  left out by the rollback of this step ({one.get('why')})"}[one["what"]]
+        what = {"trained": "", "skipped": f"  update skipped ({one['why']})", "to come": "  to come",
+                "left out": f"  left out by the rollback of this step ({one['why']})"}[one["what"]]
         yield (f"    step {one['step']}{rank}  sample {one['sample']}  epoch {_epoch(one)}  "
                f"tokens {one['tokens'][0]}..{one['tokens'][1]}{what}")
     if "text" in record:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from drover.pipeline.contract.manifest import Manifest
+from drover.pipeline.core.console import first
 from drover.pipeline.core.errors import UserError
 from drover.pipeline.core.files import read_lines
 from drover.pipeline.data.documents import digest, document_key, place_in
@@ -149,8 +150,8 @@ def key_hits(folder: Path, table: ShardTable, key: str, source: str | None, proc
             found.append((row, number))
             keys[whole] = None
     if len(keys) > 1:
-        raise UserError(f"{len(keys):,} documents have keys that begin with {key}: {', '.join([*keys][:4])}"
-                        f"{' ...' if len(keys) > 4 else ''}. Give more digits.")
+        raise UserError(f"{len(keys):,} documents have keys that begin with {key}: {first([*keys], 4)}. "
+                        f"Give more digits.")
     return found
 
 
