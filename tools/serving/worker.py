@@ -18,13 +18,13 @@ from drover.model.llama import Llama
 
 
 class RefusedError(Exception):
-    """An error that answers a request. status: of HTTP. kind, code, param: OpenAI's `type`, `code` and `param`.
-    retry_after_s: seconds after which the client may try again."""
+    """An error that answers a request. status, headers: of HTTP. kind, code, param: OpenAI's `type`, `code` and
+    `param`."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error", code: str | None = None,
-                 param: str | None = None, retry_after_s: int | None = None) -> None:
+                 param: str | None = None, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code, self.param, self.retry_after_s = status, kind, code, param, retry_after_s
+        self.status, self.kind, self.code, self.param, self.headers = status, kind, code, param, headers
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""
@@ -66,7 +66,7 @@ class Worker:
             wait = math.ceil(self._seconds * (taken + count - self.queue) / self.batch)
             raise RefusedError(f"{len(self.running)} texts are being generated and {len(self.waiting)} wait; the queue "
                                f"has no room for {count} more. Try again later.", status=429,
-                               kind="rate_limit_error", code="queue_full", retry_after_s=max(1, wait))
+                               kind="rate_limit_error", code="queue_full", headers={"Retry-After": str(max(1, wait))})
         self.waiting.extend((job, number) for number in range(count))
         self._work.set()
 
