@@ -131,7 +131,7 @@ def _repeats(ledger: Ledger, found: Audit) -> None:
     """
     from drover.pipeline.training.data.token_check import DAMAGED
 
-    damages = [int(event["first_step"]) for event in ledger.events if event["event"] == DAMAGED]
+    damages = [event["first_step"] for event in ledger.events if event["event"] == DAMAGED]
     last: dict[int, Line] = {}
     other = Counter[int]()
     for line in ledger.lines:

@@ -35,7 +35,7 @@ class Ledger:
         self.data = open_training_data(self.work, self.table)
         self.rollbacks = read_rollbacks(self.folder)
         self.events = list(read_lines(self.folder / "events.jsonl"))
-        self.lines: list[Line] = standing_lines(self.folder / "metrics.jsonl")
+        self.lines = standing_lines(self.folder / "metrics.jsonl")
         self.data.leave_out(self.excluded())  # phases lie after what rollbacks left out of those before
 
     def excluded(self, rollbacks: int | None = None) -> Excluded:

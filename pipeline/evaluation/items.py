@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from drover.pipeline.evaluation.paired import Form, score
+from drover.pipeline.evaluation.paired import Form, scored
 
 BITS = "bits_per_byte"
 """The harness's metric of whole texts, a sum over a sum of bytes."""
@@ -97,7 +97,7 @@ def errors_of_texts(per_item: dict[str, Any]) -> dict[str, float]:
     """Standard errors of whole-text metrics, which the harness does not compute. per_item: see `of_items`."""
     found = {}
     for name in (BITS, "byte_perplexity", "word_perplexity"):
-        _, stderr = score(per_item["metrics"].get(name, ()), per_item["forms"].get(name, "ratio"))
+        stderr = scored(per_item["metrics"].get(name, ()), per_item["forms"].get(name, "ratio"))["stderr"]
         if stderr is not None:
             found[name] = stderr
     return found

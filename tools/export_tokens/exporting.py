@@ -75,7 +75,7 @@ def plan_of(run: Run, form: str, split: str, source: str | None, without_bos: bo
     sources = {name: {"docs": counts[name]["docs"],
                       "tokens": counts[name]["tokens"] - counts[name]["docs"] * without_bos,
                       "text_bytes": counts[name]["text_bytes"], "shards": len(own)} for name, own in rows.items()}
-    return Plan(folder, table, rows, sources, str(encode.counts["dtype"]), vocabulary, {
+    return Plan(folder, table, rows, sources, encode.counts["dtype"], vocabulary, {
         "format": form, "split": split, "sources": list(rows), "without_bos": without_bos, "encode": encode.digest,
         "tokenizer_sha256": vocabulary["sha256"]})
 

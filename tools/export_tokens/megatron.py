@@ -52,7 +52,7 @@ def write_part(job: tuple[Path, Part]) -> list[Region]:
     dtype = np.dtype(WRITTEN_AS[part.shard.dtype.name]).newbyteorder("<")
     lengths = part.lengths()
     if len(lengths) and lengths.max() > LONGEST:
-        raise UserError(f"{part.shard.path}: its document {int(lengths.argmax())} has {int(lengths.max()):,} tokens; "
+        raise UserError(f"{part.shard.path}: its document {lengths.argmax()} has {lengths.max():,} tokens; "
                         f"Megatron's index holds lengths up to {LONGEST:,}. Cut the document "
                         f"(shard.max_document_mb), or leave its source out (--source).")
     ends, first = np.cumsum(lengths, dtype=np.int64), part.before["tokens"]

@@ -54,7 +54,7 @@ class Recorded(NamedTuple):
     @property
     def path(self) -> Path:
         """The file."""
-        return self.folder / str(self.record["path"])
+        return self.folder / self.record["path"]
 
 
 @dataclass

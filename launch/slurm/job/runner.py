@@ -16,7 +16,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -108,7 +108,7 @@ class Runner:
             while True:
                 self.last = None
                 if (decision := self._ready()) is None:
-                    self._log("job", nodes=list(here.nodes), host=platform.node())
+                    self._log("job", nodes=here.nodes, host=platform.node())
                     decision = self._preflight()
                 if decision and decision.action == "restart":
                     self.say(decision.reason)
@@ -160,11 +160,11 @@ class Runner:
         committed = (state is not None or self.part is not None) and self._is_committed()
         # The job's script notes that the runner was killed (exit status 137) before it queues the job again.
         killed = (self.run_folder / "launch" / f"killed.{here.job}.{restart}").exists()
-        end = {**self._names(), "restart": restart, "start": start, "step": self._newest_step()}
-        decision = unseen(state, committed, down, killed, end, self._events(), spec)
+        step = self._newest_step()
+        decision = unseen(state, committed, down, killed, step, self._events(), spec)
         self.say(f"the start before this one ended without a word of its runner: {decision.reason}")
-        log_attempt(self.run_folder, "ended", **end, status=decision.status, reason=decision.reason,
-                    next=decision.action)
+        self._log("ended", restart=restart, start=start, status=decision.status, reason=decision.reason, step=step,
+                  next=decision.action)
         return decision if decision.action == "stop" else None
 
     def _ready(self) -> Decision | None:
@@ -193,7 +193,7 @@ class Runner:
         if found.reason:
             return Decision("stop", "failed", f"preflight: {found.reason}", 1, final=True)
         counts = self._strike({node: f"failed preflight: {reason}" for node, reason in found.bad.items()})
-        self._keep_off(list(counts))
+        self._keep_off(counts)
         here.avoid.update(found.bad)
         left_out = max(counts.values(), default=0) >= STRIKES and not here.does_without(counts)
         return without_bad_nodes("; ".join(f"{node}: {reason}" for node, reason in found.bad.items()), spec,
@@ -244,7 +244,7 @@ class Runner:
         prune(self.logs, here.name, self.say)
         os.environ["DROVER_ATTEMPT"] = str(self.number)  # for `write_state`, and for the stage
         self.begun_from = self._newest_step()
-        self._log("attempt", ranks=spec.ranks or 1, nodes=list(here.nodes), **{"from": self.begun_from})
+        self._log("attempt", ranks=spec.ranks or 1, nodes=here.nodes, **{"from": self.begun_from})
         what = f"{spec.ranks} ranks on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if spec.ranks else \
             "one process"
         self.say(f"start {self.number}: {what}, output in {folder}", quiet=True)
@@ -331,7 +331,7 @@ class Runner:
             self.say(f"{node} {reason} (strike {counts[node]} within a day)")
         return counts
 
-    def _keep_off(self, nodes: list[str]) -> None:
+    def _keep_off(self, nodes: Collection[str]) -> None:
         """Exclude nodes from the chain's waiting jobs for this stage."""
         for job in self._later_links() if nodes else ():
             if problem := self.scheduler.leave_out(job, nodes):
@@ -423,9 +423,9 @@ class Runner:
                 "chain": self.spec.chain}
 
     def _log(self, event: str, **details: Any) -> None:
-        """Record something that happened in this start."""
+        """Record something that happened in this start, or in the one that `details` name."""
         try:
-            log_attempt(self.run_folder, event, **self._names(), **details)
+            log_attempt(self.run_folder, event, **{**self._names(), **details})
         except OSError as error:  # a full disk ends no run by the log of it
             self.say(f"`{event}` could not be logged: {error}")
 
